@@ -1,0 +1,47 @@
+"""Errors a user may meet. Each names the argument, its value and what was expected."""
+
+
+class EagleGBVError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidArgument(EagleGBVError, ValueError):
+    """An argument is outside what the callee accepts."""
+
+    def __init__(self, argument: str, value: object, expected: str) -> None:
+        super().__init__(f"{argument}={value!r}: expected {expected}")
+        self.argument = argument
+        self.value = value
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.argument, self.value, self.expected)
+
+
+class ModelNotSupported(InvalidArgument):
+    """The target model cannot be driven by the engine (it ignores our attention, say)."""
+
+
+class DrafterMismatch(InvalidArgument):
+    """A drafter's tensors, sizes or vocabulary do not fit its configuration or the target."""
+
+
+class LawMismatch(InvalidArgument):
+    """A verifier was given a draft tree of a law it is not lossless for."""
+
+
+class InvalidProbabilities(InvalidArgument):
+    """NaN logits, a law that does not sum to one, or a drafted token of zero draft probability."""
+
+
+class OutOfSlots(EagleGBVError):
+    """The KV pool has fewer free slots than a forward needs."""
+
+    def __init__(self, wanted: int, free: int, total: int) -> None:
+        super().__init__(f"KV pool: {wanted} slots wanted, {free} free of {total}")
+        self.wanted = wanted
+        self.free = free
+        self.total = total
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.wanted, self.free, self.total)

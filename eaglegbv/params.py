@@ -1,0 +1,104 @@
+"""How one request is sampled."""
+
+import math
+
+import msgspec
+
+from eaglegbv.errors import InvalidArgument
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
+
+    The target law of a token is ``softmax`` of the logits after, in this order, penalties,
+    temperature, top-k, top-p and min-p (see :mod:`eaglegbv.warp`).
+
+    Attributes:
+        temperature: Divides the logits. 0 means greedy decoding.
+        top_p: Keep the smallest set of most likely tokens whose mass reaches ``top_p``.
+        top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all.
+        min_p: Drop tokens less likely than ``min_p`` times the most likely one.
+        max_tokens: Number of tokens to generate at most.
+        stop: Strings that end the text; the text is cut before the first of them.
+        stop_token_ids: Token ids that end the text, beside the model's end-of-sequence tokens.
+        seed: Seed of this request. The same seed gives the same tokens whatever else runs.
+            ``None`` derives one from the engine's seed and the request's number.
+        ignore_eos: Go on past end-of-sequence tokens.
+        repetition_penalty: Divides positive and multiplies negative logits of every token that
+            occurs in the prompt or the text so far; 1 is none.
+        presence_penalty: Subtracted from the logit of every generated token; 0 is none.
+        frequency_penalty: Subtracted once per occurrence in the generated text; 0 is none.
+
+    Raises:
+        InvalidArgument: A value is out of range; the message says which and what is accepted.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.top_k is not None:
+            _require_integer("top_k", self.top_k, 1)
+        _require_integer("max_tokens", self.max_tokens, 1)
+        if self.seed is not None:
+            _require_integer("seed", self.seed, 0, 2**64 - 1)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument("stop", self.stop, "non-empty strings")
+        for token in self.stop_token_ids:
+            _require_integer("stop_token_ids", token, 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether decoding is deterministic (temperature 0)."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty changes the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def _require_number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    bracket = "(" if open_low else "["
+    expected = f"a number in {bracket}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidArgument(name, value, expected)
+    if not low <= value <= high or (open_low and value == low):
+        raise InvalidArgument(name, value, expected)
+
+
+def _require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    expected = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(name, value, expected)
+    if value < low or (high is not None and value > high):
+        raise InvalidArgument(name, value, expected)

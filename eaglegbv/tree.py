@@ -1,0 +1,186 @@
+"""Draft trees: what a drafter proposes and a verifier judges.
+
+Node 0 is the root, the request's last committed token; the drafter proposes nodes 1, 2, ...
+A tree drawn with K = 2 paths of length L = 2 whose first tokens agree:
+
+        0 (root)            token_ids   [root, a, b, c]
+        |                   parents     [0, 0, 1, 1]
+        1 (a)               depth       [0, 1, 2, 2]
+       / \\                  path_nodes  [[1, 2], [1, 3]]
+      2   3                 multiplicity[2, 2, 1, 1]
+     (b) (c)
+
+Equal prefixes share a node (same prefix, same laws), but *multiplicity* is kept: two paths run
+through node 1, and the laws of the verifiers depend on that number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.errors import InvalidArgument
+
+
+class Law(StrEnum):
+    """How the children of a node arise. Losslessness belongs to the pair (verifier, law)."""
+
+    IID = "iid"
+    """K paths drawn independently from the draft law, with replacement."""
+    WOR = "wor"
+    """The children of a node are drawn from the draft law without replacement."""
+    GREEDY = "greedy"
+    """The most likely n - 1 tokens, and one drawn from the draft law restricted to the rest."""
+    HUB = "hub"
+    """SpecHub's pair of drafts."""
+    FIXED = "fixed"
+    """Any function of what the drafter knows before sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Draft trees of a batch of requests, padded to the largest.
+
+    Padding nodes stand behind the real ones, with parent 0, depth 0 and token id 0.
+
+    Attributes:
+        law: How children arise, the same for every request of the batch.
+        token_ids: ``[batch, nodes]`` int64, node 0 the root.
+        parents: ``[batch, nodes]`` int64; a parent's index is below its child's; the root is its
+            own parent.
+        depth: ``[batch, nodes]`` int64, 0 at the root.
+        num_nodes: ``[batch]`` int64, real nodes of each tree, the root included.
+        path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
+            in the order drawn, duplicates kept. Past its end a path repeats its last node.
+        path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
+        draft_ids: ``[batch, nodes, width]`` int64, support of the law each node's children were
+            drawn from. Width 0 where the law needs none (``fixed``).
+        draft_probs: ``[batch, nodes, width]`` float64, its probabilities, normalised once; padding
+            entries are 0. Exactly the numbers that were sampled from.
+    """
+
+    law: Law
+    token_ids: Tensor
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+    path_nodes: Tensor
+    path_lengths: Tensor
+    draft_ids: Tensor
+    draft_probs: Tensor
+
+    @property
+    def batch(self) -> int:
+        """Number of requests."""
+        return self.token_ids.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        """Padded number of nodes of a tree, the root included."""
+        return self.token_ids.shape[1]
+
+    @property
+    def paths(self) -> int:
+        """Number of paths, K."""
+        return self.path_nodes.shape[1]
+
+    @property
+    def length(self) -> int:
+        """Padded length of a path, L."""
+        return self.path_nodes.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Padded size of a draft law's support, W."""
+        return self.draft_ids.shape[2]
+
+    @classmethod
+    def roots(cls, token_ids: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
+        """Return trees of a root alone: plain decoding, one token per target forward."""
+        batch = len(token_ids)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=device).unsqueeze(1)
+        zeros = torch.zeros_like(ids)
+        return cls(
+            law=Law.FIXED,
+            token_ids=ids,
+            parents=zeros,
+            depth=zeros,
+            num_nodes=torch.ones_like(ids[:, 0]),
+            path_nodes=ids.new_zeros((batch, 0, 0)),
+            path_lengths=ids.new_zeros((batch, 0)),
+            draft_ids=ids.new_zeros((batch, 1, 0)),
+            draft_probs=torch.zeros((batch, 1, 0), dtype=torch.float64, device=device),
+        )
+
+    def multiplicity(self) -> Tensor:
+        """Return ``[batch, nodes]`` int64: how many paths run through each node; the root: all."""
+        steps = torch.arange(self.length, device=self.token_ids.device)
+        real = (steps < self.path_lengths.unsqueeze(2)).to(torch.int64)
+        counts = torch.zeros_like(self.token_ids)
+        counts.scatter_add_(1, self.path_nodes.flatten(1), real.flatten(1))
+        counts[:, 0] = self.paths
+        return counts
+
+    def ancestor_mask(self) -> Tensor:
+        """Return ``[batch, nodes, nodes]`` bool: entry (i, j) says node i descends from or is j."""
+        nodes = torch.arange(self.nodes, device=self.token_ids.device)
+        mask = (nodes.unsqueeze(1) == nodes).expand(self.batch, -1, -1).clone()
+        mask[:, :, 0] = True
+        node = self.parents
+        for _ in range(self.length):
+            mask.scatter_(2, node.unsqueeze(2), value=True)
+            node = self.parents.gather(1, node)
+        return mask
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Check the structure of ``tree``; a debugging and testing aid that reads it on the host.
+
+    Raises:
+        InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
+            siblings share a token, or a path is not a chain of nodes from the root.
+    """
+    for b in range(tree.batch):
+        _check_nodes(tree, b)
+        _check_paths(tree, b)
+
+
+def _check_nodes(tree: DraftTree, b: int) -> None:
+    count = int(tree.num_nodes[b])
+    tokens, parents, depth = (
+        x[b, :count].tolist() for x in (tree.token_ids, tree.parents, tree.depth)
+    )
+    if not 1 <= count <= tree.nodes:
+        raise InvalidArgument(f"num_nodes[{b}]", count, f"an integer in [1, {tree.nodes}]")
+    if parents[0] != 0 or depth[0] != 0:
+        raise InvalidArgument(f"parents[{b}, 0]", parents[0], "the root: its own parent, depth 0")
+    seen: set[tuple[int, int]] = set()
+    for node in range(1, count):
+        if not 0 <= parents[node] < node:
+            raise InvalidArgument(f"parents[{b}, {node}]", parents[node], "an earlier node")
+        if depth[node] != depth[parents[node]] + 1:
+            raise InvalidArgument(f"depth[{b}, {node}]", depth[node], "its parent's depth + 1")
+        if (parents[node], tokens[node]) in seen:
+            raise InvalidArgument(
+                f"token_ids[{b}, {node}]", tokens[node], "siblings with different tokens"
+            )
+        seen.add((parents[node], tokens[node]))
+
+
+def _check_paths(tree: DraftTree, b: int) -> None:
+    parents = tree.parents[b].tolist()
+    for k, (nodes, length) in enumerate(
+        zip(tree.path_nodes[b].tolist(), tree.path_lengths[b].tolist(), strict=True)
+    ):
+        previous = 0
+        for node in nodes[:length]:
+            if node == 0 or parents[node] != previous:
+                raise InvalidArgument(f"path_nodes[{b}, {k}]", nodes, "a chain from the root")
+            previous = node
+        if any(node != previous for node in nodes[length:]):
+            raise InvalidArgument(
+                f"path_nodes[{b}, {k}]", nodes, "its last node repeated past its end"
+            )

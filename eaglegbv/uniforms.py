@@ -1,0 +1,50 @@
+"""Counter-based random numbers: every number is a pure function of (seed, step, purpose).
+
+A request's stream never depends on what else runs, and a number is never used twice: numbers are
+keyed by the request's *step counter*, not by token positions. Keying by position would hand the
+numbers drawn for rejected positions to the next step again, which biases the output.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Purpose(IntEnum):
+    """What a uniform number decides. Different purposes never share numbers."""
+
+    DRAFT = 0
+    SELECTION = 1
+    ACCEPTANCE = 2
+    CORRECTION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The random numbers of one request.
+
+    Attributes:
+        seed: Key of the request, 64 bits.
+    """
+
+    seed: int
+
+    def draw(self, step: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
+        """Return ``count`` uniforms in [0, 1), float64: never 1.0, and a pure function of its key.
+
+        Args:
+            step: The request's step counter (0 for the first token after the prompt).
+            purpose: What the numbers decide.
+            count: How many; a longer draw starts with the numbers of a shorter one.
+        """
+        # Philox is keyed by (seed, purpose); the step sits above the 64-bit block counter.
+        bits = np.random.Philox(key=[self.seed, int(purpose)], counter=[0, step, 0, 0])
+        return np.random.Generator(bits).random(count)
+
+
+def request_seed(engine_seed: int, request_number: int) -> int:
+    """Return the 64-bit seed of a request that names none, from the engine's seed."""
+    words = np.random.SeedSequence([engine_seed, request_number]).generate_state(1, np.uint64)
+    return int(words[0])

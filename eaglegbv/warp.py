@@ -1,0 +1,174 @@
+"""Logits to laws: penalties, temperature, top-k, top-p, min-p. The only place that does this.
+
+The target is warped over its whole vocabulary, the drafter over its short list of candidates, by
+the same functions: a row may hold any list of tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class WarpSettings:
+    """Per-row settings; ``None`` where no row uses a setting, so that its pass is skipped.
+
+    Attributes:
+        temperature: ``[rows]`` float32; 0 keeps the most likely token alone.
+        top_k: ``[rows]`` int64, or None.
+        top_p: ``[rows]`` float64, or None.
+        min_p: ``[rows]`` float64, or None.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        rows_each: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Gather the settings of requests that own ``rows_each`` consecutive rows."""
+        repeats = torch.tensor(rows_each, device=device)
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).repeat_interleave(repeats)
+
+        no_limit = 2**31
+        top_k = [no_limit if p.top_k is None else p.top_k for p in params]
+        return cls(
+            temperature=column([p.temperature for p in params], torch.float32),
+            top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+            top_p=(
+                column([p.top_p for p in params], torch.float64)
+                if any(p.top_p < 1 for p in params)
+                else None
+            ),
+            min_p=(
+                column([p.min_p for p in params], torch.float64)
+                if any(p.min_p > 0 for p in params)
+                else None
+            ),
+        )
+
+
+def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
+    """Return warped logits ``[rows, tokens]`` in float32: -inf where a token is excluded.
+
+    Order: temperature, top-k, top-p (on what top-k left, renormalised), min-p. Ties at the edge of
+    top-k are all kept; ties at the edge of top-p are kept in order of their index. Rows of
+    temperature 0 keep the first of their most likely tokens, with logit 0.
+
+    Args:
+        logits: ``[rows, tokens]``, any float type.
+        settings: One entry per row.
+    """
+    greedy = settings.temperature == 0
+    warped = logits.float() / settings.temperature.where(~greedy, 1.0).unsqueeze(1)
+    if settings.top_k is not None:
+        warped = _keep_top_k(warped, settings.top_k)
+    if settings.top_p is not None:
+        warped = _keep_top_p(warped, settings.top_p)
+    if settings.min_p is not None:
+        warped = _keep_min_p(warped, settings.min_p)
+    if bool(greedy.any()):
+        warped = torch.where(greedy.unsqueeze(1), _keep_first_maximum(logits), warped)
+    return warped
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    size = logits.shape[1]
+    # Only as many largest values as the largest finite limit asks for need sorting.
+    limits = top_k.clamp(max=size)
+    limited = limits < size
+    if not bool(limited.any()):
+        return logits
+    largest = int(limits[limited].max())
+    values = logits.topk(largest, dim=1).values
+    edge = values.gather(1, (limits.clamp(max=largest) - 1).unsqueeze(1))
+    return logits.masked_fill((logits < edge) & limited.unsqueeze(1), -torch.inf)
+
+
+def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    values, order = logits.sort(dim=1, descending=True, stable=True)
+    probs = values.double().softmax(dim=1)
+    mass_before = probs.cumsum(dim=1) - probs
+    drop_sorted = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop_sorted[:, 0] = False
+    drop = torch.zeros_like(drop_sorted).scatter(1, order, drop_sorted)
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    # p(x) < min_p * max p, in logits; log 0 = -inf drops nothing.
+    edge = logits.max(dim=1).values.double() + min_p.log()
+    return logits.masked_fill(logits < edge.unsqueeze(1), -torch.inf)
+
+
+def _keep_first_maximum(logits: Tensor) -> Tensor:
+    best = logits.argmax(dim=1, keepdim=True)
+    # NaN logits stay NaN, so that a broken model is noticed at temperature 0 too.
+    kept = logits.gather(1, best).float()
+    return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(1, best, kept - kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltySettings:
+    """Per-row penalties, each ``[rows]`` float32 (see :class:`SamplingParams`)."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        rows_each: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
+        repeats = torch.tensor(rows_each, device=device)
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(
+                repeats
+            )
+
+        return cls(
+            repetition=column([p.repetition_penalty for p in params]),
+            presence=column([p.presence_penalty for p in params]),
+            frequency=column([p.frequency_penalty for p in params]),
+        )
+
+
+def penalise(
+    logits: Tensor, in_prompt: Tensor, generated: Tensor, settings: PenaltySettings
+) -> Tensor:
+    """Return penalised logits ``[rows, tokens]`` float32, in the order vLLM applies them.
+
+    Args:
+        logits: ``[rows, tokens]``.
+        in_prompt: ``[rows, tokens]`` bool: the token occurs in the prompt.
+        generated: ``[rows, tokens]`` int64: occurrences among the generated tokens *on the path of
+            the row's node*, so that each node is judged by its own history.
+        settings: One entry per row.
+    """
+    logits = logits.float()
+    repetition = settings.repetition.unsqueeze(1)
+    punished = torch.where(logits > 0, logits / repetition, logits * repetition)
+    occurred = generated > 0
+    logits = torch.where(in_prompt | occurred, punished, logits)
+    logits = logits - settings.frequency.unsqueeze(1) * generated
+    return logits - settings.presence.unsqueeze(1) * occurred

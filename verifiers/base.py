@@ -1,0 +1,100 @@
+"""What every verifier is: a pure function of (draft tree, target law, uniforms)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eaglegbv.errors import LawMismatch
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Purpose, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyUniforms:
+    """The random numbers one verification may use, float64 in [0, 1).
+
+    Attributes:
+        selection: ``[batch, length, paths, 2]``: two for each path at each depth.
+        acceptance: ``[batch, max(1, paths * length)]``: one for each acceptance test.
+        correction: ``[batch]``: the correction or bonus token.
+    """
+
+    selection: Tensor
+    acceptance: Tensor
+    correction: Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        streams: Sequence[Stream],
+        steps: Sequence[int],
+        *,
+        paths: int,
+        length: int,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Draw every request's numbers from its own stream at its own step counter."""
+
+        def numbers(purpose: Purpose, count: int) -> Tensor:
+            rows = [s.draw(t, purpose, count) for s, t in zip(streams, steps, strict=True)]
+            return torch.from_numpy(np.stack(rows)).to(device)
+
+        selection = numbers(Purpose.SELECTION, 2 * paths * length)
+        return cls(
+            selection=selection.view(len(streams), length, paths, 2),
+            acceptance=numbers(Purpose.ACCEPTANCE, max(1, paths * length)),
+            correction=numbers(Purpose.CORRECTION, 1).squeeze(1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verification commits, per request.
+
+    Attributes:
+        path_nodes: ``[batch, length]`` int64, nodes of the selected path at depths 1 ... length;
+            meaningful up to ``accepted``.
+        accepted: ``[batch]`` int64, number of accepted nodes, 0 ... length.
+        token_ids: ``[batch]`` int64, the correction token, or the bonus token where the whole path
+            was accepted.
+    """
+
+    path_nodes: Tensor
+    accepted: Tensor
+    token_ids: Tensor
+
+
+class Verifier(ABC):
+    """A rule that turns a draft tree and the target's laws into committed tokens.
+
+    A subclass is lossless for the draft laws it names: the committed text follows the target's law
+    exactly, whatever the drafter proposed.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    laws: ClassVar[frozenset[Law]]
+    max_paths: ClassVar[int | None] = None
+    """Most paths the rule can use; ``None`` for any number."""
+
+    @abstractmethod
+    def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+        """Judge the drafts of a batch.
+
+        Raises:
+            LawMismatch: The tree's law is not among :attr:`laws`.
+        """
+
+    def check_law(self, law: Law, paths: int) -> None:
+        """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
+        if law not in self.laws:
+            known = ", ".join(sorted(self.laws))
+            raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
+        if self.max_paths is not None and paths > self.max_paths:
+            raise LawMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
