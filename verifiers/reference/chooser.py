@@ -1,0 +1,163 @@
+"""How a reference draws random decisions, and how its exact output law is found.
+
+A reference calls ``choose(weights, purpose, index)`` and gets the number of the entry chosen. The
+pair (purpose, index) names the uniform number that decides, so that a batched implementation with
+the same :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
+
+* ``SELECTION``, index ``((depth * paths) + path) * 2 + which``: the flattening of ``selection``
+  ``[length, paths, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the copy
+  on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
+  relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
+  in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
+  drawn child is taken and (depth, 0, 0) which of the others.
+* ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
+  index i - 1, and so does ``token``; rules that walk down draft by draft use
+  ``depth * paths + path``, ``path`` the number of the first path that carries the draft copy;
+  ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
+  ``depth``.
+* ``CORRECTION``, index 0: the last token of the step.
+* ``DRAFT``: drafting, see :mod:`~eaglegbv.verifiers.reference.drafting`.
+
+Entries are drawn by inverse CDF: the first entry i with u * total < cumulative_i; an entry of
+weight 0 is never drawn. A test of probability h is ``choose((h, 1 - h), ...) == 0``: accepted iff
+u < h, so h = 0 never accepts and h = 1 always does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from eaglegbv.errors import InvalidProbabilities
+from eaglegbv.uniforms import Purpose
+from eaglegbv.verifiers.base import VerifyUniforms
+from eaglegbv.verifiers.reference.probs import Number, share
+
+T = TypeVar("T")
+
+
+class Chooser(Protocol):
+    """Decides every random choice of a reference."""
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return entry i with probability weights[i] / sum(weights).
+
+        Raises:
+            InvalidProbabilities: No weight is positive.
+        """
+
+
+def accepts(chooser: Chooser, h: Number, purpose: Purpose, index: int) -> bool:
+    """Return True with probability h."""
+    return chooser.choose((h, 1 - h), purpose, index) == 0
+
+
+def selection_index(paths: int, depth: int, path: int, which: int) -> int:
+    """Return the index of a ``SELECTION`` number (see the module's docstring)."""
+    return (depth * paths + path) * 2 + which
+
+
+def inverse_cdf(weights: Sequence[Number], u: float) -> int:
+    """Return the first entry i with u * total < cumulative_i; never one of weight 0."""
+    total = _total(weights)
+    cumulative: Number = 0
+    chosen = 0
+    for i, weight in enumerate(weights):
+        if weight > 0:
+            cumulative += weight
+            chosen = i
+            if u * total < cumulative:
+                break
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class UniformChooser:
+    """Decides by the uniforms of one request of a batch."""
+
+    uniforms: VerifyUniforms
+    request: int = 0
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return the entry that the number (purpose, index) points at."""
+        return inverse_cdf(weights, self._uniform(purpose, index))
+
+    def _uniform(self, purpose: Purpose, index: int) -> float:
+        match purpose:
+            case Purpose.SELECTION:
+                return float(self.uniforms.selection[self.request].flatten()[index])
+            case Purpose.ACCEPTANCE:
+                return float(self.uniforms.acceptance[self.request, index])
+            case Purpose.CORRECTION if index == 0:
+                return float(self.uniforms.correction[self.request])
+            case _:
+                raise IndexError(f"no number for {purpose!r} {index}")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorChooser:
+    """Samples: every decision takes a fresh number from ``generator``."""
+
+    generator: np.random.Generator
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return a random entry."""
+        del purpose, index
+        return inverse_cdf(weights, self.generator.random())
+
+
+@dataclass(slots=True)
+class ReplayChooser:
+    """Follows ``script``, then takes the first possible entry of every further choice.
+
+    Attributes:
+        script: Choices to repeat.
+        weight: Probability of the choices made so far.
+        branches: Scripts of the branches not taken after the script's end.
+        used: The numbers drawn; a number must not decide twice.
+    """
+
+    script: tuple[int, ...]
+    weight: Number = 1
+    branches: list[tuple[int, ...]] = field(default_factory=list)
+    used: set[tuple[Purpose, int]] = field(default_factory=set)
+    taken: list[int] = field(default_factory=list)
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return the next entry of the script, or the first possible one."""
+        if (purpose, index) in self.used:
+            raise IndexError(f"the number {purpose!r} {index} decides twice")
+        self.used.add((purpose, index))
+        total = _total(weights)
+        position = len(self.taken)
+        if position < len(self.script):
+            chosen = self.script[position]
+        else:
+            chosen, *others = (i for i, weight in enumerate(weights) if weight > 0)
+            self.branches.extend((*self.taken, other) for other in others)
+        self.taken.append(chosen)
+        self.weight *= share(weights[chosen], total)
+        return chosen
+
+
+def exact_law(run: Callable[[Chooser], T]) -> dict[T, Number]:
+    """Return the exact law of what ``run`` returns, by walking all its branches.
+
+    ``run`` must be a pure function of its chooser's decisions; its results must be hashable.
+    """
+    law: dict[T, Number] = {}
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        chooser = ReplayChooser(scripts.pop())
+        result = run(chooser)
+        law[result] = law.get(result, 0) + chooser.weight
+        scripts.extend(chooser.branches)
+    return law
+
+
+def _total(weights: Sequence[Number]) -> Number:
+    total = sum(weights)
+    if not total > 0 or min(weights) < 0:
+        raise InvalidProbabilities("weights", tuple(weights), "non-negative with a positive sum")
+    return total
