@@ -16,7 +16,7 @@ that picks one of the n drafts with law exactly b:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import comb
 
@@ -33,7 +33,7 @@ from eaglegbv.verifiers.reference.probs import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Transport:
     """The exact transport of n iid drafts; sequences run over the ranked support.
 
@@ -53,17 +53,21 @@ class Transport:
     b: Probs
     law: Probs
 
-    @property
+    @cached_property
     def moved(self) -> Probs:
         """d = b - v: what relabelling adds to a token (receivers) or takes from it (givers)."""
         return tuple(b - v for b, v in zip(self.b, self.v, strict=True))
 
-    def partners(self, rank: int) -> dict[int, Number]:
-        """Return the ranks matched with ``rank`` and the mass delta exchanged with each.
+    @cached_property
+    def partners(self) -> tuple[dict[int, Number], ...]:
+        """For each rank: the ranks matched with it, and the mass delta exchanged with each.
 
         Receivers and givers are matched first-in first-out on their cumulative sums. Partners come
         highest rank first: the uniform of the draw runs down from the token's own cumulative sum.
         """
+        return tuple(self._partners(rank) for rank in range(len(self.order)))
+
+    def _partners(self, rank: int) -> dict[int, Number]:
         moved = self.moved
         own, other = (1, -1) if moved[rank] > 0 else (-1, 1)
         mine = list(accumulate(positive(own * d) for d in moved))
@@ -91,7 +95,7 @@ class Transport:
 
     def label_law(self, rank: int) -> dict[int, Number]:
         """Return the law of the label of a draft of the given rank."""
-        partners = self.partners(rank)
+        partners = self.partners[rank]
         total = sum(partners.values())
         labels = {
             y: share(delta, total) * self.relabel_probability(rank, y)
@@ -178,7 +182,7 @@ def select(
 
 
 def _label(node: Transport, rank: int, index: Callable[[int], int], chooser: Chooser) -> int:
-    partners = node.partners(rank)
+    partners = node.partners[rank]
     if not partners:
         return rank
     ranks = tuple(partners)

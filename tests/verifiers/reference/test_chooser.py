@@ -1,0 +1,92 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from eaglegbv.errors import InvalidProbabilities
+from eaglegbv.uniforms import Purpose, Stream
+from eaglegbv.verifiers.base import VerifyUniforms
+from eaglegbv.verifiers.reference.chooser import (
+    GeneratorChooser,
+    UniformChooser,
+    accepts,
+    exact_law,
+    inverse_cdf,
+    selection_index,
+)
+
+
+@pytest.mark.parametrize(
+    ("weights", "u", "chosen"),
+    [
+        ((0.25, 0.75), 0.0, 0),
+        ((0.25, 0.75), 0.2499, 0),
+        ((0.25, 0.75), 0.25, 1),
+        ((0.0, 1.0), 0.0, 1),
+        ((0.5, 0.0, 0.5), 0.5, 2),
+        ((1.0, 0.0), 1.0, 0),  # u rounded up to 1: still no token of probability 0
+        ((0.3, 0.7, 0.0), 1.0, 1),
+        ((2, 6), 0.3, 1),  # weights need not be normalised
+    ],
+)
+def test_inverse_cdf(weights: tuple[float, ...], u: float, chosen: int) -> None:
+    assert inverse_cdf(weights, u) == chosen
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (float("nan"), 1.0), (-0.5, 1.5)])
+def test_weights_without_mass_are_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(InvalidProbabilities, match="positive sum"):
+        inverse_cdf(weights, 0.5)
+
+
+def test_exact_law_walks_every_branch_once() -> None:
+    def run(chooser):
+        if chooser.choose((Fraction(1, 3), 0, Fraction(2, 3)), Purpose.DRAFT, 0) == 0:
+            return "a"
+        return "b" + str(chooser.choose((Fraction(1, 4), Fraction(3, 4)), Purpose.ACCEPTANCE, 0))
+
+    assert exact_law(run) == {"a": Fraction(1, 3), "b0": Fraction(1, 6), "b1": Fraction(1, 2)}
+
+
+def test_a_number_must_not_decide_twice() -> None:
+    def run(chooser):
+        chooser.choose((0.5, 0.5), Purpose.ACCEPTANCE, 3)
+        return chooser.choose((0.5, 0.5), Purpose.ACCEPTANCE, 3)
+
+    with pytest.raises(IndexError, match="twice"):
+        exact_law(run)
+
+
+def test_uniform_chooser_reads_the_numbers_it_names() -> None:
+    uniforms = VerifyUniforms.draw([Stream(1), Stream(2)], [4, 9], paths=3, length=2)
+    chooser = UniformChooser(uniforms, request=1)
+    for depth, path, which in [(0, 0, 0), (1, 2, 1), (1, 0, 1)]:
+        u = float(uniforms.selection[1, depth, path, which])
+        index = selection_index(3, depth, path, which)
+        assert accepts(chooser, u + 1e-9, Purpose.SELECTION, index)
+        assert not accepts(chooser, u, Purpose.SELECTION, index)
+    u = float(uniforms.acceptance[1, 5])
+    assert accepts(chooser, u + 1e-9, Purpose.ACCEPTANCE, 5)
+    assert not accepts(chooser, u, Purpose.ACCEPTANCE, 5)
+    u = float(uniforms.correction[1])
+    assert accepts(chooser, u + 1e-9, Purpose.CORRECTION, 0)
+    with pytest.raises(IndexError):
+        chooser.choose((0.5, 0.5), Purpose.CORRECTION, 1)
+
+
+def test_zero_probability_is_never_accepted_and_one_always() -> None:
+    ones = torch.full((1, 1), 1.0, dtype=torch.float64)  # even a number that rounded up to 1
+    for numbers in (ones, ones - ones):
+        uniforms = VerifyUniforms(numbers.view(1, 1, 1, 1), numbers, numbers[0])
+        chooser = UniformChooser(uniforms)
+        assert not accepts(chooser, 0.0, Purpose.ACCEPTANCE, 0)
+        assert accepts(chooser, 1.0, Purpose.ACCEPTANCE, 0)
+
+
+def test_generator_chooser_follows_the_weights() -> None:
+    chooser = GeneratorChooser(np.random.default_rng(0))
+    draws = [chooser.choose((0.2, 0.0, 0.8), Purpose.DRAFT, 0) for _ in range(4000)]
+    counts = np.bincount(draws, minlength=3)
+    assert counts[1] == 0
+    assert abs(counts[0] / 4000 - 0.2) < 5 * (0.16 / 4000) ** 0.5
