@@ -13,6 +13,7 @@ from eaglegbv.errors import LawMismatch
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose, Stream
+from eaglegbv.verifiers.categorical import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +75,35 @@ class Verifier(ABC):
     """A rule that turns a draft tree and the target's laws into committed tokens.
 
     A subclass is lossless for the draft laws it names: the committed text follows the target's law
-    exactly, whatever the drafter proposed.
+    exactly, whatever the drafter proposed. It implements :meth:`judge`; callers use :meth:`verify`.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     laws: ClassVar[frozenset[Law]]
+    default_law: ClassVar[Law] = Law.IID
+    """The law to draft with when the user names none."""
     max_paths: ClassVar[int | None] = None
     """Most paths the rule can use; ``None`` for any number."""
 
-    @abstractmethod
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
-        """Judge the drafts of a batch.
+        """Judge the drafts of a batch; a tree of a root alone yields a sample of its target law.
+
+        Nothing is read on the host. Faulty probabilities are found by
+        :func:`eaglegbv.verifiers.inputs.find_faults`, whose result the caller reads together with
+        the verdict, before committing.
 
         Raises:
             LawMismatch: The tree's law is not among :attr:`laws`.
         """
+        if tree.length == 0:
+            return self._sample_roots(tree, target, uniforms)
+        self.check_law(tree.law, tree.paths)
+        return self.judge(tree, target, uniforms)
+
+    @abstractmethod
+    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+        """Judge trees of an accepted law and of at least one step."""
 
     def check_law(self, law: Law, paths: int) -> None:
         """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
@@ -98,3 +112,13 @@ class Verifier(ABC):
             raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
         if self.max_paths is not None and paths > self.max_paths:
             raise LawMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
+
+    def _sample_roots(
+        self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms
+    ) -> Verdict:
+        roots = torch.zeros_like(tree.num_nodes)
+        return Verdict(
+            path_nodes=tree.token_ids.new_zeros((tree.batch, 0)),
+            accepted=roots,
+            token_ids=draw(target.probs_of(roots), uniforms.correction),
+        )

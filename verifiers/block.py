@@ -1,0 +1,22 @@
+"""Block verification: the optimal rule for one path."""
+
+from typing import ClassVar
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.block_rule import verify_block
+from eaglegbv.verifiers.drafted_path import DraftedPath
+
+
+class BlockVerifier(Verifier):
+    """Test every prefix of the path against the mass the residual must leave, keep the longest."""
+
+    name: ClassVar[str] = "block"
+    source: ClassVar[str] = "Sun et al., Block Verification, ICLR 2025 (2403.10444), Algorithm 2"
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
+    max_paths: ClassVar[int | None] = 1
+
+    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+        """Judge one path per request."""
+        return verify_block(DraftedPath.only(tree, target), target, uniforms)

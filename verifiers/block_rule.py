@@ -1,0 +1,69 @@
+"""Block verification of one path: the rule that block, gbv and otbv share.
+
+The three differ in the path they verify and in the law that path has: the draft law itself, or the
+law of a path selected among several. Sun et al., Block Verification, ICLR 2025, Algorithm 2.
+"""
+
+import torch
+from torch import Tensor
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.correction import correction_token
+from eaglegbv.verifiers.drafted_path import DraftedPath
+
+
+def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    """Accept the longest prefix that passes its own test; the test of depth i uses number i - 1."""
+    weights = prefix_weights(path.ratios())
+    chances = acceptance_chances(path, weights)
+    accepted = longest_passed(chances, path.lengths, uniforms.acceptance)
+    stop = weights.gather(1, accepted.unsqueeze(1)).squeeze(1)
+    return Verdict(
+        path_nodes=path.nodes[:, 1:],
+        accepted=accepted,
+        token_ids=correction_token(path.residual(accepted, stop), target, uniforms.correction),
+    )
+
+
+def prefix_weights(ratios: Tensor) -> Tensor:
+    """Return ``w_0 = 1, w_i = min(1, w_{i-1} p/q)``, ``[batch, length + 1]``: Pr(tau >= i | x^i).
+
+    Args:
+        ratios: ``[batch, length]`` float64.
+    """
+    weight = torch.ones_like(ratios[:, 0])
+    weights = [weight]
+    for ratio in ratios.unbind(1):
+        weight = (weight * ratio).clamp(max=1.0)
+        weights.append(weight)
+    return torch.stack(weights, dim=1)
+
+
+def acceptance_chances(path: DraftedPath, weights: Tensor) -> Tensor:
+    """Return ``[batch, length]`` float64: the chance h_i of the test at depths 1 ... length.
+
+    ``R = sum max(w p - q, 0) = w - sum_S min(w p, q)`` needs the support S of q only;
+    ``h = R / (R + 1 - w)``, 1 where w is 1, and w itself at a path's end.
+    """
+    inner = weights[:, 1:-1]
+    kept = torch.minimum(inner.unsqueeze(2) * path.target[:, 1:], path.draft[:, 1:]).sum(dim=2)
+    residual = (inner - kept).clamp(min=0.0)
+    tests = torch.where(inner < 1, residual / (residual + (1 - inner)), 1.0)
+    chances = torch.cat((tests, weights[:, -1:]), dim=1)
+    depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    return torch.where(depths == path.lengths.unsqueeze(1), weights[:, 1:], chances)
+
+
+def longest_passed(chances: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor:
+    """Return ``[batch]`` int64: the largest depth whose test passes, 0 if none does.
+
+    Args:
+        chances: ``[batch, length]`` float64, of the tests at depths 1 ... length.
+        lengths: ``[batch]`` int64, depths past it are not tested.
+        uniforms: ``[batch, at least length]`` float64; a test passes iff its number is below its
+            chance, so that a chance of zero never passes.
+    """
+    depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    passed = (uniforms[:, : chances.shape[1]] < chances) & (depths <= lengths.unsqueeze(1))
+    return (passed * depths).amax(dim=1)

@@ -1,0 +1,104 @@
+"""One root-to-leaf path of a draft tree per request, with the laws along it."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.correction import Residual
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPath:
+    """A path x_1 ... x_n, n <= length, and for each step the laws its next token has.
+
+    Step i (counted from 0) goes from the node at depth i to the node at depth i + 1. Entries past a
+    path's end repeat its last node and carry no meaning.
+
+    Attributes:
+        nodes: ``[batch, length + 1]`` int64, the root first.
+        lengths: ``[batch]`` int64.
+        ids: ``[batch, length, width]`` int64, support of each step's draft law.
+        draft: ``[batch, length, width]`` float64, the law the path was selected from.
+        target: ``[batch, length, width]`` float64, p at ``ids``.
+        chosen: ``[batch, length]`` int64, where in ``ids`` the path's own token stands.
+    """
+
+    nodes: Tensor
+    lengths: Tensor
+    ids: Tensor
+    draft: Tensor
+    target: Tensor
+    chosen: Tensor
+
+    @classmethod
+    def only(cls, tree: DraftTree, target: TargetLaw) -> Self:
+        """Return the path of trees of one path, with the law it was drawn from."""
+        nodes = rooted(tree.path_nodes[:, 0])
+        steps = nodes[:, :-1]
+        ids = rows_at(tree.draft_ids, steps)
+        draft = rows_at(tree.draft_probs, steps)
+        tokens = tree.token_ids.gather(1, nodes[:, 1:])
+        return cls(
+            nodes=nodes,
+            lengths=tree.path_lengths[:, 0],
+            ids=ids,
+            draft=draft,
+            target=probs_along(target, steps, ids),
+            chosen=place_of(tokens, ids, draft),
+        )
+
+    def with_draft(self, draft: Tensor) -> Self:
+        """Return the same path with another law over the same ``ids``."""
+        return replace(self, draft=draft)
+
+    def ratios(self) -> Tensor:
+        """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
+
+        A law b of a selection may round to 0 at the token selected: 1 if p is positive there.
+        """
+        at = self.chosen.unsqueeze(2)
+        draft = self.draft.gather(2, at).squeeze(2)
+        target = self.target.gather(2, at).squeeze(2)
+        return torch.where(draft > 0, target / draft, (target > 0).to(target.dtype))
+
+    def residual(self, accepted: Tensor, weights: Tensor) -> Residual:
+        """Return the law of the token after ``accepted`` nodes; p itself past the last one.
+
+        Args:
+            accepted: ``[batch]`` int64.
+            weights: ``[batch]`` float64, the weight of p in the residual at the stop node.
+        """
+        bonus = accepted == self.lengths
+        step = accepted.clamp(max=self.ids.shape[1] - 1).unsqueeze(1)
+        return Residual(
+            nodes=self.nodes.gather(1, accepted.unsqueeze(1)).squeeze(1),
+            weight=torch.where(bonus, 1.0, weights),
+            ids=rows_at(self.ids, step).squeeze(1),
+            draft=rows_at(self.draft, step).squeeze(1) * ~bonus.unsqueeze(1),
+        )
+
+
+def rooted(path_nodes: Tensor) -> Tensor:
+    """Put the root before the nodes of paths: ``[..., length]`` -> ``[..., length + 1]``."""
+    return torch.nn.functional.pad(path_nodes, (1, 0))
+
+
+def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
+    """Return the rows of ``table`` ``[batch, nodes, width]`` at ``nodes`` ``[batch, steps]``."""
+    return table.gather(1, nodes.unsqueeze(2).expand(-1, -1, table.shape[2]))
+
+
+def probs_along(target: TargetLaw, nodes: Tensor, ids: Tensor) -> Tensor:
+    """Return p at ``ids`` ``[batch, steps, width]`` of ``nodes`` ``[batch, steps]``, float64."""
+    rows = target.rows.gather(1, nodes).unsqueeze(2)
+    return torch.exp(target.logits[rows, ids].to(torch.float64) - target.log_normaliser[rows])
+
+
+def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
+    """Return where ``tokens`` ``[..., ]`` stand in the support ``ids`` ``[..., width]``, int64."""
+    found = (ids == tokens.unsqueeze(-1)) & (draft > 0)
+    return found.view(torch.uint8).argmax(dim=-1)

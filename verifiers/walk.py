@@ -1,0 +1,34 @@
+"""Walks down a draft tree along tokens that do not depend on the drafts."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.base import Verdict
+
+
+def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdict:
+    """Follow ``next_token`` from the root for as long as it names a child.
+
+    Args:
+        tree: The draft trees.
+        next_token: From the nodes ``[batch]`` reached and their depth to a token each, ``[batch]``.
+    """
+    index = torch.arange(tree.nodes, device=tree.token_ids.device)
+    drafted = (index > 0) & (index < tree.num_nodes.unsqueeze(1))
+    node = torch.zeros_like(tree.num_nodes)
+    going = torch.ones_like(node, dtype=torch.bool)
+    accepted, token, visited = node, node, []
+    for depth in range(tree.length + 1):
+        token = torch.where(going, next_token(node, depth), token)
+        if depth == tree.length:
+            break
+        child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == token.unsqueeze(1))
+        found = child & drafted
+        going = going & found.any(dim=1)
+        node = torch.where(going, found.view(torch.uint8).argmax(dim=1), node)
+        accepted = accepted + going
+        visited.append(node)
+    return Verdict(path_nodes=torch.stack(visited, dim=1), accepted=accepted, token_ids=token)
