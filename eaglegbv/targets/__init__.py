@@ -1,0 +1,1 @@
+"""Target models: they judge what a drafter proposes."""

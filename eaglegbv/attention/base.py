@@ -1,0 +1,202 @@
+"""Packed forwards over a paged KV pool: what a request contributes, and what attention promises."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One request's part of a packed forward: q new tokens over c committed and m pending ones.
+
+    The keys a new token may see are the committed tokens and some of the pending ones:
+
+        committed: positions 0 ... c - 1      pending: the tree, the last q of it new
+        [ context_slots                 ]     [ tree_slots                     ]
+          all visible                           ``visible``, one row per new token
+
+    Attributes:
+        token_ids: ``[q]`` int64, the new tokens.
+        positions: ``[q]`` int64, their positions in the text (siblings share one).
+        context_slots: ``[c]`` int64, slots of the committed tokens at positions 0 ... c - 1.
+        tree_slots: ``[m]`` int64, m >= q: slots of the tokens not committed yet, including the new
+            ones, which own the last q and whose keys and values are written there.
+        tree_positions: ``[m]`` int64, positions of those tokens.
+        visible: ``[q, m]`` bool, what each new token sees of the pending ones (itself included), or
+            None for causal order: every pending token up to itself.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    context_slots: Tensor
+    tree_slots: Tensor
+    tree_positions: Tensor
+    visible: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        q, m = self.num_new, self.num_pending
+        if not 1 <= q <= m:
+            raise InvalidArgument("token_ids", q, f"from 1 to len(tree_slots) = {m} new tokens")
+        if self.positions.shape[0] != q:
+            raise InvalidArgument("positions", tuple(self.positions.shape), f"({q},)")
+        if self.tree_positions.shape[0] != m:
+            raise InvalidArgument("tree_positions", tuple(self.tree_positions.shape), f"({m},)")
+        if self.visible is not None and self.visible.shape != (q, m):
+            raise InvalidArgument("visible", tuple(self.visible.shape), f"({q}, {m})")
+
+    @classmethod
+    def causal(cls, token_ids: Tensor, context_slots: Tensor, new_slots: Tensor) -> Self:
+        """Return new tokens that follow the committed ones in order: prefill, or plain decoding.
+
+        Args:
+            token_ids: ``[q]`` int64.
+            context_slots: ``[c]`` int64.
+            new_slots: ``[q]`` int64.
+        """
+        start = context_slots.shape[0]
+        positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
+        return cls(token_ids, positions, context_slots, new_slots, positions)
+
+    @property
+    def num_new(self) -> int:
+        """Number of new tokens, q."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_context(self) -> int:
+        """Number of committed tokens, c."""
+        return self.context_slots.shape[0]
+
+    @property
+    def num_pending(self) -> int:
+        """Number of tokens not committed yet, m."""
+        return self.tree_slots.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys attention may read, c + m."""
+        return self.num_context + self.num_pending
+
+    @property
+    def new_slots(self) -> Tensor:
+        """Slots of the new tokens, ``[q]`` int64."""
+        return self.tree_slots[self.num_pending - self.num_new :]
+
+    def key_slots(self) -> Tensor:
+        """Return ``[c + m]`` int64: slots of all keys, committed ones first."""
+        if self.num_context == 0:
+            return self.tree_slots
+        return torch.cat((self.context_slots, self.tree_slots))
+
+    def key_mask(self, window: int | None) -> Tensor | None:
+        """Return ``[q, c + m]`` bool, the keys each new token sees; None where it sees all.
+
+        Args:
+            window: A key is seen if it is less than ``window`` positions back; None for no limit.
+        """
+        q, c, m = self.num_new, self.num_context, self.num_pending
+        device = self.token_ids.device
+        # A lone new token in causal order sees everything, and so it does with a short text.
+        if q == 1 and self.visible is None and (window is None or c + m <= window):
+            return None
+        mask = torch.ones((q, c + m), dtype=torch.bool, device=device)
+        if self.visible is None:
+            mask = mask.tril(c + m - q)
+        else:
+            mask[:, c:] = self.visible
+        if window is not None:
+            key_positions = torch.cat((torch.arange(c, device=device), self.tree_positions))
+            mask &= self.positions.unsqueeze(1) - key_positions < window
+        return mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """The new tokens of several segments behind each other: one row per token.
+
+    Compared by identity: an attention implementation plans once per batch object and layer type.
+
+    Attributes:
+        segments: The parts, in order.
+        offsets: First row of each segment, and the number of rows at the end.
+        token_ids: ``[rows]`` int64.
+        positions: ``[rows]`` int64.
+        slots: ``[rows]`` int64, where each row's keys and values are written.
+    """
+
+    segments: tuple[Segment, ...]
+    offsets: tuple[int, ...]
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows."""
+        return self.offsets[-1]
+
+
+def pack(segments: Sequence[Segment]) -> PackedBatch:
+    """Pack ``segments`` into one forward.
+
+    Raises:
+        InvalidArgument: There is no segment.
+    """
+    if not segments:
+        raise InvalidArgument("segments", segments, "at least one segment")
+    offsets = (0, *accumulate(segment.num_new for segment in segments))
+    if len(segments) == 1:
+        only = segments[0]
+        return PackedBatch((only,), offsets, only.token_ids, only.positions, only.new_slots)
+    return PackedBatch(
+        segments=tuple(segments),
+        offsets=offsets,
+        token_ids=torch.cat([segment.token_ids for segment in segments]),
+        positions=torch.cat([segment.positions for segment in segments]),
+        slots=torch.cat([segment.new_slots for segment in segments]),
+    )
+
+
+class PagedAttention(ABC):
+    """Attention over a paged KV pool, called once per layer of a forward."""
+
+    pool: KVPool
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PackedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write the new keys and values into the pool, then attend.
+
+        Args:
+            layer: Index of the layer in the pool.
+            q: ``[rows, heads, head_dim]``; query head h reads key head h // (heads / kv_heads).
+            k: ``[rows, kv_heads, head_dim]``.
+            v: ``[rows, kv_heads, head_dim]``.
+            batch: The packed segments the rows belong to.
+            scale: Factor on q k.
+            window: Sliding window: position of the query less that of the key is below it.
+            softcap: Scores become softcap * tanh(score / softcap) before masking.
+            sinks: ``[heads]``: a further score in every softmax's denominator.
+
+        Returns:
+            ``[rows, heads, head_dim]``.
+        """

@@ -1,0 +1,303 @@
+"""Paged attention in plain PyTorch: the CPU's implementation, and the reference for any other.
+
+A small forward costs what its operations cost to launch, so a batch is planned once per forward
+and kind of layer, and a layer runs two writes, one fused attention, and two gathers unless the
+keys are a slice of the pool:
+
+- the slots of a lone segment that fill a range exactly are read in place, in the pool's order;
+- otherwise keys are gathered into buffers that are kept (fresh memory costs more than the copy),
+  segments of similar size padded together.
+
+A request never reads a slot it does not own, not even with weight zero: 0 * NaN is NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
+from eaglegbv.attention.kv_pool import KVPool
+
+_MAX_PADDED_SCORES = 1 << 24
+"""Most padded scores (segments x queries x keys) of a group of segments: bounds its mask."""
+
+_FREE_PADDING = 1 << 13
+"""Padded scores that cost less than a further group's operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMap:
+    """Which packed rows a group's rectangle of queries holds.
+
+    Attributes:
+        gather: ``[segments * queries]`` int64, packed row of each query; padding repeats a row.
+        kept: ``[real queries]`` int64, places of the real queries in the rectangle.
+        packed: ``[real queries]`` int64, their packed rows.
+    """
+
+    gather: Tensor
+    kept: Tensor
+    packed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Segments that run as one attention call.
+
+    Attributes:
+        segments: Number of segments.
+        queries: Padded queries of a segment.
+        row_map: Where the queries lie; None where they are the whole batch as it lies.
+        key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
+        mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
+            None where every key is seen, or causal order holds.
+        causal: Plain causal order without a mask.
+    """
+
+    segments: int
+    queries: int
+    row_map: _RowMap | None
+    key_slots: slice | Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+class TorchPagedAttention(PagedAttention):
+    """Attention by ``scaled_dot_product_attention`` over a pool on any device."""
+
+    def __init__(self, pool: KVPool) -> None:
+        """Attend over ``pool``."""
+        self.pool = pool
+        self._planned: PackedBatch | None = None
+        self._plans: dict[int | None, tuple[_Group, ...]] = {}
+        self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
+        self._value_buffer = torch.empty_like(self._key_buffer)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PackedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`PagedAttention.attend`."""
+        keys, values = self.pool.layer(layer)
+        keys.index_copy_(0, batch.slots, k)
+        values.index_copy_(0, batch.slots, v)
+        fused = softcap is None and sinks is None
+        groups = self._plan(batch, window)
+        out: Tensor | None = None
+        for group in groups:
+            row_map = group.row_map
+            rows = q if row_map is None else q.index_select(0, row_map.gather)
+            group_q = rows.view(group.segments, group.queries, *q.shape[1:])
+            group_k, group_v = self._read(keys, values, group)
+            if fused:
+                group_out = _attend_fused(group_q, group_k, group_v, group, scale)
+            else:
+                group_out = _attend_explicit(
+                    group_q, group_k, group_v, group, scale, softcap, sinks
+                )
+            if row_map is None:
+                return group_out.reshape(q.shape)
+            if out is None:
+                out = torch.empty_like(q)
+            flat = group_out.reshape(-1, *q.shape[1:])
+            out.index_copy_(0, row_map.packed, flat.index_select(0, row_map.kept))
+        assert out is not None  # a batch has segments, so it has groups
+        return out
+
+    def _plan(self, batch: PackedBatch, window: int | None) -> tuple[_Group, ...]:
+        if batch is not self._planned:
+            self._planned, self._plans = batch, {}
+        if window is not None and all(s.num_keys <= window for s in batch.segments):
+            window = None
+        groups = self._plans.get(window)
+        if groups is None:
+            groups = _plan(batch, window, self.pool.keys.dtype)
+            self._plans[window] = groups
+        return groups
+
+    def _read(self, keys: Tensor, values: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+        """Return the group's keys and values, each ``[segments, keys, kv_heads, head_dim]``."""
+        slots = group.key_slots
+        if isinstance(slots, slice):
+            return keys[slots].unsqueeze(0), values[slots].unsqueeze(0)
+        count = slots.shape[0]
+        if count > self._key_buffer.shape[0]:
+            self._grow_buffers(count)
+        shape = (group.segments, -1, *keys.shape[1:])
+        group_k = torch.index_select(keys, 0, slots, out=self._key_buffer[:count]).view(shape)
+        group_v = torch.index_select(values, 0, slots, out=self._value_buffer[:count]).view(shape)
+        return group_k, group_v
+
+    def _grow_buffers(self, count: int) -> None:
+        # Not inference tensors, which could not be written outside inference mode later.
+        with torch.inference_mode(mode=False):
+            self._key_buffer = self._key_buffer.new_empty((2 * count, *self._key_buffer.shape[1:]))
+            self._value_buffer = torch.empty_like(self._key_buffer)
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) -> Tensor:
+    segments, queries, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if queries == 1:
+        # The query heads of a key head become its rows: keys are read once, and nothing is copied.
+        rows = q.view(segments, kv_heads, heads // kv_heads, head_dim)
+        out = scaled_dot_product_attention(rows, k, v, attn_mask=group.mask, scale=scale)
+        return out.reshape(segments, 1, heads, head_dim)
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k,
+        v,
+        attn_mask=group.mask,
+        is_causal=group.causal,
+        scale=scale,
+        enable_gqa=kv_heads != heads,
+    )
+    return out.transpose(1, 2)
+
+
+def _attend_explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: _Group,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with soft-capped scores or sinks, which the fused operation lacks."""
+    segments, queries, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    grouped = (segments, kv_heads, heads // kv_heads, queries, -1)
+    grouped_q = q.transpose(1, 2).reshape(grouped)
+    k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+    scores = (grouped_q @ k.transpose(-1, -2)).flatten(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if group.mask is not None:
+        scores = scores + group.mask
+    elif group.causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    scores = scores.float()
+    if sinks is not None:
+        sink = sinks.float().view(1, heads, 1, 1).expand(segments, heads, queries, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(dim=-1).to(q.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    out: Tensor = weights.reshape(grouped) @ v
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def _plan(batch: PackedBatch, window: int | None, dtype: torch.dtype) -> tuple[_Group, ...]:
+    if len(batch.segments) == 1:
+        return (_plan_single(batch.segments[0], window, dtype),)
+    members = _group_segments(batch.segments)
+    return tuple(_plan_padded(batch, group, window, dtype) for group in members)
+
+
+def _plan_single(segment: Segment, window: int | None, dtype: torch.dtype) -> _Group:
+    slots = segment.key_slots()
+    keys = slots.shape[0]
+    lowest, highest = slots.aminmax()
+    start = int(lowest)
+    dense = int(highest) - start + 1 == keys
+    mask: Tensor | None = None
+    causal = (
+        segment.visible is None
+        and window is None
+        and segment.num_new == keys > 1
+        and (not dense or bool((slots[1:] > slots[:-1]).all()))
+    )
+    seen = None if causal else segment.key_mask(window)
+    if seen is not None:
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        mask.masked_fill_(~seen, -torch.inf)
+        if dense:  # keys come in the pool's order
+            mask = torch.empty_like(mask).index_copy_(1, slots - start, mask)
+        mask = mask.view(1, 1, *mask.shape)
+    return _Group(
+        segments=1,
+        queries=segment.num_new,
+        row_map=None,
+        key_slots=slice(start, start + keys) if dense else slots,
+        mask=mask,
+        causal=causal,
+    )
+
+
+def _group_segments(segments: Sequence[Segment]) -> list[list[int]]:
+    """Partition segments by similar size, so that at most about half of a group is padding."""
+    order = sorted(range(len(segments)), key=lambda i: (segments[i].num_new, segments[i].num_keys))
+    groups: list[list[int]] = []
+    real = queries = keys = 0
+    for i in order:
+        q, n = segments[i].num_new, segments[i].num_keys
+        queries, keys, real = max(queries, q), max(keys, n), real + q * n
+        padded = queries * keys * (len(groups[-1]) + 1 if groups else 1)
+        if groups and padded <= min(2 * real + _FREE_PADDING, _MAX_PADDED_SCORES):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            queries, keys, real = q, n, q * n
+    return groups
+
+
+def _plan_padded(
+    batch: PackedBatch, members: list[int], window: int | None, dtype: torch.dtype
+) -> _Group:
+    segments = [batch.segments[i] for i in members]
+    queries = max(s.num_new for s in segments)
+    keys = max(s.num_keys for s in segments)
+    device = batch.token_ids.device
+    key_slots = torch.empty((len(segments), keys), dtype=torch.int64, device=device)
+    seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=device)
+    for row, segment in enumerate(segments):
+        own = segment.num_keys
+        key_slots[row, :own] = segment.key_slots()
+        key_slots[row, own:] = segment.new_slots[0]  # any slot of the request itself
+        own_seen = segment.key_mask(window)
+        seen[row, : segment.num_new, :own] = True if own_seen is None else own_seen
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    return _Group(
+        segments=len(segments),
+        queries=queries,
+        row_map=_map_rows(batch, members, queries),
+        key_slots=key_slots.flatten(),
+        mask=mask.unsqueeze(1),
+        causal=False,
+    )
+
+
+def _map_rows(batch: PackedBatch, members: list[int], queries: int) -> _RowMap | None:
+    in_order = members == list(range(len(batch.segments)))
+    if in_order and batch.rows == queries * len(members):
+        return None
+    gather: list[int] = []
+    kept: list[int] = []
+    packed: list[int] = []
+    for place, i in enumerate(members):
+        first, end = batch.offsets[i], batch.offsets[i + 1]
+        own = list(range(first, end))
+        kept.extend(range(place * queries, place * queries + len(own)))
+        packed.extend(own)
+        gather.extend(own + [first] * (queries - len(own)))
+    device = batch.token_ids.device
+    return _RowMap(
+        gather=torch.tensor(gather, device=device),
+        kept=torch.tensor(kept, device=device),
+        packed=torch.tensor(packed, device=device),
+    )

@@ -1,0 +1,274 @@
+"""Any transformers decoder-only model as a target, through its AttentionInterface.
+
+The model's own code runs unchanged (norms, rotary embedding, experts, soft-capped logits); only
+attention is ours. One function is registered under one name, and the forward in progress reaches
+it as a keyword argument, so nothing global says which request or which pool is meant.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
+from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
+from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.errors import InvalidArgument, ModelNotSupported
+from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
+
+_NAME = "eaglegbv_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedCall:
+    """What one forward of the model carries down to every layer's attention."""
+
+    attention: PagedAttention
+    batch: PackedBatch
+
+
+def _attend_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    eaglegbv_call: _PagedCall | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend for transformers: ``[1, heads, rows, dim]`` thrice -> ``[1, rows, heads, dim]``."""
+    if eaglegbv_call is None:
+        raise ModelNotSupported(
+            "model", type(module).__name__, "attention that is handed the forward's keywords"
+        )
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
+    out = eaglegbv_call.attention.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        eaglegbv_call.batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(_NAME, _attend_paged)
+
+
+class HFTarget(Target):
+    """A transformers causal language model over a paged KV pool.
+
+    A model that does not go through the attention interface would be silently wrong, so a target
+    proves itself when it is built (see :mod:`eaglegbv.targets.guard`).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        features: FeatureSpec | None = None,
+        max_slots: int = 16384,
+        attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+    ) -> None:
+        """Take over ``model``, on its device and in its dtype, and check that it can serve.
+
+        Args:
+            model: A decoder-only model.
+            features: What :meth:`forward` captures; None for nothing.
+            max_slots: Tokens the KV pool holds, over all requests.
+            attention: Makes the attention over a pool.
+
+        Raises:
+            ModelNotSupported: The model does not honour the attention function.
+            InvalidArgument: ``features`` names a layer the model lacks, or ``max_slots`` is too
+                small.
+        """
+        name = type(model).__name__
+        if max_slots < MIN_SLOTS:
+            raise InvalidArgument("max_slots", max_slots, f"at least {MIN_SLOTS} slots")
+        if model.config.is_encoder_decoder or not model._supports_attention_backend:
+            raise ModelNotSupported(
+                "model", name, "a decoder-only model on transformers' attention interface"
+            )
+        config = model.config.get_text_config(decoder=True)
+        self.model = model.train(mode=False).requires_grad_(requires_grad=False)
+        self.vocab_size = int(config.vocab_size)
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.max_context = _max_context(config)
+        self.dtype = model.dtype
+        self.device = model.device
+        self.eos_token_ids = _eos_token_ids(model)
+        self.features = FeatureSpec.none() if features is None else features
+        self.features.check(self.num_layers)
+        self.allocator = SlotAllocator(max_slots, device=self.device)
+        self._captured = _captured_layers(self.features, self.num_layers)
+
+        model.set_attn_implementation("eager")
+        expected = plain_outputs(model, self.features)
+        model.set_attn_implementation(_NAME)
+        probe = Probe()
+        self._run(pack([probe.segment(self.device)]), probe, None)
+        check_layers(name, probe.calls, config, self.max_context)
+        self.pool = KVPool(
+            self.num_layers,
+            max_slots,
+            probe.calls[0].kv_heads,
+            probe.calls[0].head_dim,
+            self.dtype,
+            self.device,
+        )
+        self.attention = attention(self.pool)
+        check_forward(name, self, expected)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        features: FeatureSpec | None = None,
+        max_slots: int = 16384,
+        attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+    ) -> Self:
+        """Load a model folder, or a model of the Hugging Face hub (or its local cache).
+
+        Raises:
+            InvalidArgument: There is no such model.
+            ModelNotSupported: The engine cannot drive it.
+        """
+        config = load_config(model)
+        folder = Path(model).is_dir()
+        try:
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype=dtype, local_files_only=folder
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ModelNotSupported(
+                "model", str(model), f"weights of a causal language model ({reason})"
+            ) from error
+        nn.Module.to(loaded, torch.device(device))
+        return cls(loaded, features=features, max_slots=max_slots, attention=attention)
+
+    def forward(
+        self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
+    ) -> TargetOutput:
+        """See :meth:`Target.forward`."""
+        return self._run(pack(segments), self.attention, logit_rows)
+
+    def _run(
+        self, batch: PackedBatch, attention: PagedAttention, logit_rows: Tensor | None
+    ) -> TargetOutput:
+        with torch.no_grad():
+            out = self.model(
+                input_ids=batch.token_ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=0 if logit_rows is None else logit_rows,
+                output_hidden_states=self._captured,
+                eaglegbv_call=_PagedCall(attention, batch),
+            )
+            features: Tensor | None = None
+            if self._captured:
+                states = [out.hidden_states[layer][0] for layer in self._captured]
+                features = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
+            return TargetOutput(out.logits[0].float(), features)
+
+    @property
+    def input_embeddings(self) -> Tensor:
+        """See :meth:`Target.input_embeddings`."""
+        return _weight(self.model.get_input_embeddings())
+
+    @property
+    def output_embeddings(self) -> Tensor:
+        """See :meth:`Target.output_embeddings`."""
+        return _weight(self.model.get_output_embeddings())
+
+
+def load_config(model: str | Path) -> PreTrainedConfig:
+    """Return the configuration of a model folder or hub model.
+
+    Raises:
+        InvalidArgument: There is no such model.
+        ModelNotSupported: transformers does not know its type.
+    """
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InvalidArgument("model", str(model), "a folder with config.json and weights")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=path.is_dir())
+    except OSError as error:
+        raise InvalidArgument(
+            "model", str(model), "an existing model folder, or a model id of the Hugging Face hub"
+        ) from error
+    except ValueError as error:
+        raise ModelNotSupported("model", str(model), "a model type transformers knows") from error
+    return config
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise ModelNotSupported("model", type(module).__name__, "an embedding with a weight")
+    return weight.detach()
+
+
+def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:
+    """Return the layers whose outputs are captured; the last one's comes normed."""
+    match features.kind:
+        case FeatureKind.NONE:
+            return []
+        case FeatureKind.FINAL:
+            return [num_layers - 1]
+        case FeatureKind.LAYERS:
+            return [layer - 1 for layer in features.layers]
+
+
+def _max_context(config: PreTrainedConfig) -> int:
+    """Return the most positions whose rotary embedding does not depend on the text's length.
+
+    Beyond it "dynamic" and "longrope" scaling change the keys of all earlier tokens, which a cache
+    of keys cannot follow.
+    """
+    facts = config.to_dict()
+    limit = int(config.max_position_embeddings)
+    rope = facts.get("rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings")
+        limit = min(limit, int(original or facts.get("original_max_position_embeddings") or limit))
+    return limit
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    generation = model.generation_config
+    eos = None if generation is None else generation.eos_token_id
+    if eos is None:
+        eos = model.config.get_text_config(decoder=True).eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
