@@ -66,10 +66,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return 1 + self.paths * self.depth if self.speculative else 1
 
 
-PLAIN = Plan(verifier="none", paths=1, depth=1)
-"""Plain autoregressive decoding."""
-
-
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and the seed of an engine.
 
@@ -92,3 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def _require_range(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+
+
+PLAIN = Plan(verifier="none", paths=1, depth=1)
+"""Plain autoregressive decoding."""
