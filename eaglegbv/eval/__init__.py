@@ -1,0 +1,1 @@
+"""Benchmarks: questions, interleaved runs, figures and reports."""

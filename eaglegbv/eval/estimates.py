@@ -1,0 +1,72 @@
+"""Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES = 2000
+COVERAGE = 0.95
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A figure with its 95% interval; equal ends where a single unit was measured."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> float:
+    """Return sum / sum, 0 where nothing was counted."""
+    below = float(np.sum(denominators))
+    return float(np.sum(numerators)) / below if below else 0.0
+
+
+def bootstrap_ratio(
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
+) -> Estimate:
+    """Return sum(numerators) / sum(denominators) with its percentile bootstrap interval.
+
+    Args:
+        numerators: One entry a unit (a question); units are resampled whole.
+        denominators: As many.
+        seed: Seed of the resampling.
+    """
+    return bootstrap_ratio_of_ratios(
+        numerators, denominators, [1.0] * len(numerators), [1.0] * len(numerators), seed=seed
+    )
+
+
+def bootstrap_ratio_of_ratios(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    base_numerators: Sequence[float],
+    base_denominators: Sequence[float],
+    *,
+    seed: int = 0,
+) -> Estimate:
+    """Return (sum n / sum d) / (sum base n / sum base d), paired by unit, with its interval."""
+    columns = np.array(
+        [numerators, denominators, base_numerators, base_denominators], dtype=np.float64
+    )
+    units = columns.shape[1]
+    if not units:
+        return Estimate(0.0, 0.0, 0.0)
+    draws = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
+    resampled = _double_ratio(columns[:, draws].sum(axis=2))
+    low, high = np.quantile(resampled, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Estimate(float(_double_ratio(columns.sum(axis=1))), float(low), float(high))
+
+
+def _double_ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    above: NDArray[np.float64] = np.asarray(sums[0] * sums[3])
+    below: NDArray[np.float64] = np.asarray(sums[1] * sums[2])
+    return np.where(below > 0, above / np.where(below > 0, below, 1.0), 0.0)
+
+
+def median_or_zero(values: Sequence[float]) -> float:
+    """Return the median, 0 of nothing."""
+    return median(values) if values else 0.0

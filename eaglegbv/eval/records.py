@@ -1,0 +1,189 @@
+"""What a benchmark run writes down: its settings, where it ran, one record a question."""
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase, RequestMetrics
+
+FORMAT = 1
+"""Version of the layout of ``results.json``."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of decoding that a run compares.
+
+    Attributes:
+        plan: How to speculate.
+        temperature: Sampling temperature.
+    """
+
+    plan: Plan
+    temperature: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Short name, unique among settings: what differs from the defaults is spelled out."""
+        plan, default = self.plan, Plan()
+        if not plan.speculative:
+            parts = ["none"]
+        else:
+            parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}"]
+            if plan.law is not None:
+                parts.append(str(plan.law))
+            if plan.draft_width != default.draft_width:
+                parts.append(f"W{plan.draft_width}")
+            if plan.draft_temperature != default.draft_temperature:
+                parts.append(f"D{plan.draft_temperature:g}")
+        if self.temperature != 1.0:
+            parts.append(f"T{self.temperature:g}")
+        return " ".join(parts)
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that determines what a run does; a run is resumed only with equal settings.
+
+    Attributes:
+        suite: Name of the suite.
+        origin: Where its questions were read from.
+        question_ids: The questions asked, in order.
+        model: Name or folder of the target.
+        drafter: Name or folder of the drafter, or None.
+        system: System prompt before every conversation, or None.
+        settings: What is compared.
+        max_tokens: Most tokens of an answer.
+        seed: Seed every request's seed derives from.
+        repeats: How often everything is run.
+    """
+
+    suite: str
+    origin: str
+    question_ids: tuple[str, ...]
+    model: str
+    drafter: str | None
+    system: str | None
+    settings: tuple[Setting, ...]
+    max_tokens: int
+    seed: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_tokens", self.max_tokens), ("repeats", self.repeats)):
+            if value < 1:
+                raise InvalidArgument(name, value, "an integer of at least 1")
+        if self.seed < 0:
+            raise InvalidArgument("seed", self.seed, "an integer of at least 0")
+        names = [setting.name for setting in self.settings]
+        if not names or len(set(names)) < len(names):
+            raise InvalidArgument("settings", names, "one or more settings, each once")
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One answer.
+
+    Attributes:
+        text: The answer.
+        completion_tokens: Its length in tokens; the first comes from the prompt's own forward.
+        finish_reason: Why it ended.
+        wall_seconds: From the call to its return: prefill, decoding, and (de)tokenisation.
+        metrics: The engine's counts.
+    """
+
+    text: str
+    completion_tokens: int
+    finish_reason: str
+    wall_seconds: float
+    metrics: RequestMetrics
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall time without the prompt's own forward."""
+        return self.wall_seconds - self.metrics.seconds.get(Phase.PREFILL, 0.0)
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One conversation: a question asked once in one setting.
+
+    Attributes:
+        question_id: Which question.
+        category: Its category.
+        setting: Name of the setting.
+        repeat: Which repetition, from 0.
+        turns: The answers, in order.
+        error: Why the conversation broke off, or None.
+    """
+
+    question_id: str
+    category: str
+    setting: str
+    repeat: int
+    turns: list[Turn]
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What identifies the record within a run."""
+        return self.setting, self.question_id, self.repeat
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and when a run was made.
+
+    Attributes:
+        started: UTC time, ISO 8601.
+        versions: Version by package, Python among them.
+        platform: Operating system and architecture.
+        processor: Name of the processor.
+        cores: Processor cores the system counts.
+        threads: Threads PyTorch computes with.
+        device: Device the target runs on.
+    """
+
+    started: str
+    versions: dict[str, str]
+    platform: str
+    processor: str
+    cores: int
+    threads: int
+    device: str
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """Everything ``results.json`` holds beside the summary derived from it."""
+
+    settings: RunSettings
+    environment: Environment
+    records: Sequence[Record]
+    format: int = FORMAT
+
+
+def describe_environment(device: str) -> Environment:
+    """Return the environment of this process; ``device`` is the target's."""
+    packages = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
+    versions = {package: metadata.version(package) for package in packages}
+    return Environment(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={"python": platform.python_version(), **versions},
+        platform=platform.platform(),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    )
+
+
+def _processor() -> str:
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.is_file():
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+"""Figures as text: the table on the terminal and ``results.md``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.records import Results
+from eaglegbv.eval.summary import Summary
+
+HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
+
+
+def table(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return the main table, headings first: one row a setting."""
+    rows = [
+        [
+            s.setting,
+            _figure(s.block_efficiency),
+            f"{s.tokens_per_second:.1f}",
+            _times(s.speedup),
+            _times(s.wall_speedup),
+        ]
+        for s in summaries
+    ]
+    return [list(HEADINGS), *rows]
+
+
+def plain_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return ``rows`` in aligned columns for a terminal, the first column to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def markdown(results: Results, summaries: Sequence[Summary]) -> str:
+    """Return the report of a run: what was run, where, and what came out."""
+    sections = [
+        f"# {results.settings.suite}",
+        _facts(results),
+        _markdown_table(table(summaries)),
+        _DEFINITIONS,
+        "## Acceptance by depth",
+        _acceptance(summaries),
+        "## Milliseconds per token, by phase",
+        _phases(summaries),
+        *_errors(results),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def write_markdown(folder: Path, results: Results, summaries: Sequence[Summary]) -> Path:
+    """Write ``results.md`` into ``folder``."""
+    path = folder / "results.md"
+    path.write_text(markdown(results, summaries), encoding="utf-8")
+    return path
+
+
+_DEFINITIONS = """\
+Block efficiency: tokens committed per decoding forward of the target (accepted tokens plus one),
+pooled over all conversations, with a 95% bootstrap interval over questions. Tokens/s: committed
+tokens per second of decoding at batch size 1, prefill and the first token excluded; the median over
+repeats. Speed-up: tokens/s over that of `none` (plain decoding by the same engine, in the same
+process, question by question in turns), the median over repeats with a 95% bootstrap interval over
+questions. With prefill: the same with the prompt's own forward, templates and (de)tokenisation in
+the time."""
+
+
+def _facts(results: Results) -> str:
+    settings, where = results.settings, results.environment
+    versions = ", ".join(f"{package} {version}" for package, version in where.versions.items())
+    facts = {
+        "Questions": f"{len(settings.question_ids)} from {settings.origin}",
+        "Target": settings.model,
+        "Drafter": settings.drafter or "none",
+        "System prompt": settings.system or "none",
+        "Most tokens an answer": str(settings.max_tokens),
+        "Repeats, seed": f"{settings.repeats}, {settings.seed}",
+        "Machine": f"{where.processor}, {where.cores} cores, {where.threads} threads; "
+        f"{where.device}; {where.platform}",
+        "Versions": versions,
+        "Started": where.started,
+    }
+    return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
+
+
+def _acceptance(summaries: Sequence[Summary]) -> str:
+    drafted = [s for s in summaries if s.acceptance_by_depth]
+    deepest = max((len(s.acceptance_by_depth) for s in drafted), default=0)
+    if not deepest:
+        return "Nothing was drafted."
+    rows = [["setting", *(str(depth) for depth in range(1, deepest + 1))]]
+    for s in drafted:
+        shares = [f"{share:.3f}" for share in s.acceptance_by_depth]
+        rows.append([s.setting, *shares, *[""] * (deepest - len(shares))])
+    return _markdown_table(rows)
+
+
+def _phases(summaries: Sequence[Summary]) -> str:
+    phases = list(dict.fromkeys(phase for s in summaries for phase in s.milliseconds_by_phase))
+    rows = [["setting", *phases]]
+    for s in summaries:
+        cells = [f"{s.milliseconds_by_phase.get(phase, 0.0):.2f}" for phase in phases]
+        rows.append([s.setting, *cells])
+    return _markdown_table(rows)
+
+
+def _errors(results: Results) -> list[str]:
+    broken = [record for record in results.records if record.error is not None]
+    if not broken:
+        return []
+    lines = [f"- {r.setting}, {r.question_id}, repeat {r.repeat}: {r.error}" for r in broken]
+    return ["## Conversations that broke off (counted in no figure)", "\n".join(lines)]
+
+
+def _figure(estimate: Estimate) -> str:
+    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def _times(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else _figure(estimate)
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    align = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join([line(rows[0]), line(align), *(line(row) for row in rows[1:])])

@@ -1,0 +1,148 @@
+"""Hold conversations in several settings, interleaved, and record what each took."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import EagleGBVError
+from eaglegbv.eval.questions import Question
+from eaglegbv.eval.records import Record, RunSettings, Setting, Turn
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.params import SamplingParams
+from eaglegbv.uniforms import request_seed
+
+Message = dict[str, str]
+
+WARM_UP_TOKENS = 16
+
+
+class Answer(Protocol):
+    """What the runner needs of a completion."""
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its tokens."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The engine's counts."""
+
+
+class Generate(Protocol):
+    """Answers chat messages, as :meth:`eaglegbv.llm.LLM.generate` does."""
+
+    def __call__(
+        self, prompt: list[Message], sampling_params: SamplingParams, *, plan: Plan
+    ) -> Answer:
+        """Return the answer to one conversation."""
+
+
+def run(
+    generate: Generate,
+    questions: Sequence[Question],
+    settings: RunSettings,
+    *,
+    done: Collection[tuple[str, str, int]] = (),
+    on_record: Callable[[Record], None],
+) -> None:
+    """Ask every question in every setting, ``settings.repeats`` times.
+
+    Settings take turns question by question, and the one that begins changes with the question, so
+    that whatever slows the machine for a while slows all of them alike. Before that each setting
+    answers once unrecorded. Each conversation feeds the model's own answers back.
+
+    Args:
+        generate: Answers one conversation.
+        questions: What to ask.
+        settings: What to compare, and how.
+        done: Keys of records that need not be measured again.
+        on_record: Receives each record as soon as it is measured.
+    """
+    finished = frozenset(done)
+    todo = [
+        (repeat, number, setting)
+        for repeat, number, setting in _schedule(len(questions), settings)
+        if (setting.name, questions[number].id, repeat) not in finished
+    ]
+    if todo:
+        _warm_up(generate, questions[0], settings, {setting.name for _, _, setting in todo})
+    for repeat, number, setting in todo:
+        seed = request_seed(settings.seed, repeat * len(questions) + number)
+        on_record(_converse(generate, questions[number], setting, settings, repeat, seed))
+
+
+def _schedule(questions: int, settings: RunSettings) -> Iterator[tuple[int, int, Setting]]:
+    count = len(settings.settings)
+    for repeat in range(settings.repeats):
+        for number in range(questions):
+            for position in range(count):
+                yield repeat, number, settings.settings[(repeat + number + position) % count]
+
+
+def _warm_up(
+    generate: Generate, question: Question, settings: RunSettings, names: Collection[str]
+) -> None:
+    for setting in settings.settings:
+        if setting.name in names:
+            params = SamplingParams(temperature=setting.temperature, max_tokens=WARM_UP_TOKENS)
+            generate(_messages(settings, question.turns[:1], []), params, plan=setting.plan)
+
+
+def _converse(
+    generate: Generate,
+    question: Question,
+    setting: Setting,
+    settings: RunSettings,
+    repeat: int,
+    seed: int,
+) -> Record:
+    record = Record(
+        question_id=question.id,
+        category=question.category,
+        setting=setting.name,
+        repeat=repeat,
+        turns=[],
+    )
+    for number in range(len(question.turns)):
+        params = SamplingParams(
+            temperature=setting.temperature,
+            max_tokens=settings.max_tokens,
+            seed=request_seed(seed, number),
+        )
+        answers = [turn.text for turn in record.turns]
+        messages = _messages(settings, question.turns[: number + 1], answers)
+        start = time.perf_counter()
+        try:
+            answer = generate(messages, params, plan=setting.plan)
+        except EagleGBVError as error:  # a conversation too long for the model, say
+            record.error = str(error)
+            break
+        wall_seconds = time.perf_counter() - start
+        record.turns.append(
+            Turn(
+                text=answer.text,
+                completion_tokens=len(answer.token_ids),
+                finish_reason=answer.finish_reason,
+                wall_seconds=wall_seconds,
+                metrics=answer.metrics,
+            )
+        )
+    return record
+
+
+def _messages(settings: RunSettings, turns: Sequence[str], answers: Sequence[str]) -> list[Message]:
+    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    for turn, answer in zip(turns[:-1], answers, strict=True):
+        messages.append({"role": "user", "content": turn})
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": turns[-1]})
+    return messages

@@ -1,0 +1,108 @@
+"""The folder of a run: records are kept as they are measured, so a killed run loses none."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.records import Environment, Record, Results, RunSettings
+
+
+class _Run(msgspec.Struct, kw_only=True):
+    """First lines of a run, written before anything is measured."""
+
+    settings: RunSettings
+    environment: Environment
+
+
+class RunFolder:
+    """A folder with ``run.json`` (settings) and ``records.jsonl`` (one line a record).
+
+    Opening a folder that holds a run with equal settings resumes it.
+
+    Attributes:
+        path: The folder.
+        environment: Where the run was started.
+        records: What is measured so far, earlier sittings included.
+
+    Raises:
+        InvalidArgument: The folder holds a run with other settings, or cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: RunSettings, environment: Environment) -> None:
+        self.path = path
+        self._settings = settings
+        self._records_file = path / "records.jsonl"
+        header = path / "run.json"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if header.is_file():
+                run = msgspec.json.decode(header.read_bytes(), type=_Run)
+            else:
+                run = _Run(settings=settings, environment=environment)
+                header.write_bytes(_pretty(run))
+        except (OSError, msgspec.DecodeError) as error:
+            raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
+        if run.settings != settings:
+            different = [
+                field
+                for field in RunSettings.__struct_fields__
+                if getattr(run.settings, field) != getattr(settings, field)
+            ]
+            raise InvalidArgument(
+                "out", str(path), f"a new folder, or a run with the same {', '.join(different)}"
+            )
+        self.environment = run.environment
+        self.records = self._read_records()
+
+    def _read_records(self) -> list[Record]:
+        if not self._records_file.is_file():
+            return []
+        whole, _, cut = self._records_file.read_bytes().rpartition(b"\n")
+        if cut:  # the process was killed while it wrote this line; it is measured again
+            self._records_file.write_bytes(whole + b"\n" if whole else b"")
+        try:
+            return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
+        except msgspec.DecodeError as error:
+            raise InvalidArgument("out", str(self.path), f"records of a run ({error})") from error
+
+    def add(self, record: Record) -> None:
+        """Keep a record."""
+        with self._records_file.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+        self.records.append(record)
+
+    def results(self) -> Results:
+        """Return all that was measured."""
+        return Results(settings=self._settings, environment=self.environment, records=self.records)
+
+
+def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Struct]) -> Path:
+    """Write ``results.json`` into ``folder``: settings, environment, summary, records."""
+    path = folder / "results.json"
+    content = {
+        "format": results.format,
+        "settings": results.settings,
+        "environment": results.environment,
+        "summary": summary,
+        "records": results.records,
+    }
+    path.write_bytes(_pretty(content))
+    return path
+
+
+def read_results(path: Path) -> Results:
+    """Read a ``results.json``.
+
+    Raises:
+        InvalidArgument: The file cannot be read or is not one.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("results", str(path), f"a results.json ({error})") from error
+
+
+def _pretty(content: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"

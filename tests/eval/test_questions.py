@@ -1,0 +1,156 @@
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.data import MT_BENCH
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.questions import DATA_VARIABLE, load_questions, read_questions
+
+CATEGORIES = {
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+}
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def row(name: str) -> dict[str, object]:
+    return {"id": name, "category": "math", "turns": ["One?", "Two?"], "source": "test"}
+
+
+def test_builtin_questions_cover_every_category_twice() -> None:
+    found = load_questions("builtin")
+    assert len(found.questions) == 16
+    assert Counter(q.category for q in found.questions) == dict.fromkeys(CATEGORIES, 2)
+    assert all(len(q.turns) == 2 for q in found.questions)
+    assert found.origin == "package"
+
+
+def test_data_file_comes_first(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = write(isolated / "named.jsonl", row("named"))
+    write(isolated / "data/prompts/mt_bench.jsonl", row("folder"))
+    monkeypatch.setenv(DATA_VARIABLE, str(isolated / "data"))
+    assert [q.id for q in load_questions("mt-bench", named).questions] == ["named"]
+    assert [q.id for q in load_questions("builtin", named).questions] == ["named"]
+
+
+def test_data_folder_then_cache_then_hub(
+    isolated: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"questions-set='mt-bench'.*hub did not give"):
+        load_questions("mt-bench")
+    write(isolated / "cache/eaglegbv/prompts/mt_bench.jsonl", row("cached"))
+    assert load_questions("mt-bench").questions[0].id == "cached"
+    write(isolated / "data/prompts/mt_bench.jsonl", row("folder"))
+    monkeypatch.setenv(DATA_VARIABLE, str(isolated / "data"))
+    assert load_questions("mt-bench").questions[0].id == "folder"
+
+
+def test_hub_rows_are_mapped_and_cached(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(repository: str, path: str, **kwargs: object) -> str:
+        asked.append((repository, path))
+        hub_row = {"prompt_id": 5, "category": "stem", "prompt": ["A?", "B?"], "reference": []}
+        return str(write(isolated / "hub.jsonl", hub_row))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    first = load_questions("mt-bench")
+    second = load_questions("mt-bench")
+    assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
+    assert first.origin.startswith("hub: ")
+    assert second.questions == first.questions
+    assert (first.questions[0].id, first.questions[0].turns) == ("5", ("A?", "B?"))
+    assert first.questions[0].source == "mt-bench"
+
+
+def test_reads_fastchat_rows_single_prompts_and_gzip(tmp_path: Path) -> None:
+    rows = [{"question_id": 81, "category": "writing", "turns": ["A?"]}, {"prompt": "B?"}]
+    packed = tmp_path / "questions.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n\n".join(map(json.dumps, rows)).encode()))
+    questions = read_questions(packed, "mine")
+    assert [(q.id, q.category, q.turns) for q in questions] == [
+        ("81", "writing", ("A?",)),
+        ("3", "none", ("B?",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json\n", "bad.jsonl:1'"),
+        ('{"id": "a"}\n', "'turns'"),
+        ('{"id": "a", "turns": []}\n', "'turns'"),
+        ('{"id": "a", "turns": ["x", " "]}\n', "'turns'"),
+        ('{"id": "a", "turns": [1]}\n', "bad.jsonl:1'"),
+        ('{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["x"]}\n', "'a' occurs twice"),
+        ("\n", "at least one question"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidArgument, match=message):
+        read_questions(bad, "test")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"\x1f\x8b not gzip"])
+def test_unreadable_files_are_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / ("bad.jsonl.gz" if content else "missing.jsonl")
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match="a readable JSON-lines file"):
+        read_questions(path, "test")
+
+
+def test_unknown_suite_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"questions-set='nope'.*builtin.*mt-bench"):
+        load_questions("nope")
+
+
+def test_first_spreads_over_the_file() -> None:
+    found = load_questions("builtin")
+    assert {q.category for q in found.first(8).questions} == CATEGORIES
+    assert found.first(None) is found
+    assert found.first(16).questions == found.questions
+    for count in (0, 17):
+        with pytest.raises(InvalidArgument, match=r"questions=.*\[1, 16\]"):
+            found.first(count)
+
+
+@pytest.mark.skipif(MT_BENCH is None, reason="MT-Bench's questions are not on this machine")
+def test_reads_the_real_mt_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MT_BENCH is not None
+    monkeypatch.setenv(DATA_VARIABLE, str(MT_BENCH.parents[1]))
+    found = load_questions("mt-bench")
+    assert Counter(q.category for q in found.questions) == dict.fromkeys(CATEGORIES, 10)
+    assert {q.category for q in found.first(8).questions} == CATEGORIES

@@ -1,0 +1,103 @@
+from itertools import groupby
+
+import pytest
+from support.fake_llm import FakeLLM
+from support.runs import NONE, OTBV, QUESTIONS, run_settings
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.records import Record
+from eaglegbv.eval.runner import WARM_UP_TOKENS, run
+
+
+def collect(llm: FakeLLM, **changes: object) -> list[Record]:
+    records: list[Record] = []
+    run(llm, QUESTIONS, run_settings(**changes), on_record=records.append)
+    return records
+
+
+def test_every_question_is_asked_in_every_setting_and_repeat() -> None:
+    records = collect(FakeLLM())
+    assert len({r.key for r in records}) == len(records) == 2 * 2 * len(QUESTIONS)
+    assert all(len(r.turns) == 2 and r.error is None for r in records)
+
+
+def test_settings_take_turns_and_change_who_begins() -> None:
+    records = collect(FakeLLM(), repeats=1)
+    rounds = [list(g) for _, g in groupby(records, key=lambda r: (r.repeat, r.question_id))]
+    assert [[r.setting for r in one] for one in rounds] == [
+        [NONE.name, OTBV.name],
+        [OTBV.name, NONE.name],
+        [NONE.name, OTBV.name],
+    ]
+
+
+def test_each_conversation_feeds_back_its_own_answer() -> None:
+    llm = FakeLLM()
+    collect(llm, system="Be brief.", repeats=1)
+    second_turns = [(m, plan) for m, _, plan in llm.calls if len(m) == 4]
+    assert len(second_turns) == 2 * len(QUESTIONS)
+    for messages, plan in second_turns:
+        assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
+        assert [m["content"] for m in messages] == [
+            "Be brief.",
+            "One?",
+            f"{plan.verifier} answers",
+            "Two?",
+        ]
+
+
+def test_warm_up_is_not_recorded() -> None:
+    llm = FakeLLM()
+    records = collect(llm, repeats=1, max_tokens=50)
+    warm_ups = [params for _, params, _ in llm.calls if params.max_tokens == WARM_UP_TOKENS]
+    assert len(warm_ups) == 2
+    assert len(llm.calls) == len(warm_ups) + sum(len(r.turns) for r in records)
+    assert [params.max_tokens for _, params, _ in llm.calls[:2]] == [WARM_UP_TOKENS] * 2
+
+
+def test_seeds_differ_by_question_turn_and_repeat_but_not_by_setting() -> None:
+    llm = FakeLLM()
+    collect(llm)
+    seeds: dict[str, list[int | None]] = {"none": [], "otbv": []}
+    for _, params, plan in llm.calls[2:]:
+        seeds[plan.verifier].append(params.seed)
+    assert sorted(map(str, seeds["none"])) == sorted(map(str, seeds["otbv"]))
+    assert len(set(seeds["none"])) == 2 * 2 * len(QUESTIONS)
+    other = FakeLLM()
+    collect(other, seed=1)
+    assert not {p.seed for _, p, _ in other.calls[2:]} & set(seeds["none"])
+
+
+def test_resuming_runs_only_what_is_missing() -> None:
+    records = collect(FakeLLM())
+    llm, rest = FakeLLM(), []
+    done = [r.key for r in records if r.key != (OTBV.name, "q1", 1)]
+    run(llm, QUESTIONS, run_settings(), done=done, on_record=rest.append)
+    assert [r.key for r in rest] == [(OTBV.name, "q1", 1)]
+    assert {plan for _, _, plan in llm.calls} == {OTBV.plan}
+    run(llm := FakeLLM(), QUESTIONS, run_settings(), done=[r.key for r in records], on_record=print)
+    assert llm.calls == []
+
+
+def test_a_conversation_that_breaks_off_is_recorded_and_the_others_go_on() -> None:
+    records = collect(FakeLLM(context=10), repeats=1)
+    assert len(records) == 2 * len(QUESTIONS)
+    for record in records:
+        assert len(record.turns) == 1
+        assert record.error is not None
+        assert "at most 10" in record.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 0}, "repeats=0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"settings": ()}, "one or more settings"),
+        ({"settings": (NONE, NONE)}, "each once"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        run_settings(**changes)

@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.fake_llm import FakeLLM
+from support.runs import ENVIRONMENT, QUESTIONS, record, run_settings
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.records import Record, Setting
+from eaglegbv.eval.runner import run
+from eaglegbv.eval.store import RunFolder, read_results, write_results
+from eaglegbv.eval.summary import summarise
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+
+    def die_after_three(one: Record) -> None:
+        folder.add(one)
+        if len(folder.records) == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(FakeLLM(), QUESTIONS, run_settings(), on_record=die_after_three)
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b'{"question_id": "q2", "cate')
+
+    again = RunFolder(tmp_path, run_settings(), msgspec.structs.replace(ENVIRONMENT, cores=9))
+    assert len(again.records) == 3
+    assert again.environment == ENVIRONMENT
+    run(
+        FakeLLM(),
+        QUESTIONS,
+        run_settings(),
+        done=[r.key for r in again.records],
+        on_record=again.add,
+    )
+    keys = [r.key for r in RunFolder(tmp_path, run_settings(), ENVIRONMENT).records]
+    assert len(set(keys)) == len(keys) == 12
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+    with pytest.raises(InvalidArgument, match=r"out=.*with the same max_tokens, seed"):
+        RunFolder(tmp_path, run_settings(seed=1, max_tokens=9), ENVIRONMENT)
+
+
+def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("x")
+    with pytest.raises(InvalidArgument, match="out="):
+        RunFolder(occupied, run_settings(), ENVIRONMENT)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="out="):
+        RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+
+
+def test_results_are_read_back(tmp_path: Path, setting: Setting) -> None:
+    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+    folder.add(record(setting, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
+    results = folder.results()
+    path = write_results(tmp_path, results, summarise(results))
+    assert read_results(path) == results
+    with pytest.raises(InvalidArgument, match="results="):
+        read_results(tmp_path / "run.json")

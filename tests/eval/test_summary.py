@@ -1,0 +1,125 @@
+import pytest
+from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_settings
+
+from eaglegbv.eval.records import Record, Results
+from eaglegbv.eval.report import markdown, plain_text, table
+from eaglegbv.eval.summary import summarise
+from eaglegbv.metrics import RequestMetrics
+
+
+def results(*records: Record, **changes: object) -> Results:
+    return Results(settings=run_settings(**changes), environment=ENVIRONMENT, records=records)
+
+
+def test_a_trace_computed_by_hand() -> None:
+    # Three forwards of a tree of depth 3: two, none and three drafted tokens accepted, each with
+    # one more token of the target's own.
+    metrics = RequestMetrics()
+    for accepted in (2, 0, 3):
+        metrics.count_forward(offered=3, accepted=accepted, committed=accepted + 1, nodes=6)
+    one = record(OTBV, "q0", 0, forwards=3, committed=8, decode_seconds=4.0)
+    one.turns[0].metrics = metrics
+    plain = record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0)
+    [_, summary] = summarise(results(plain, one))
+    assert summary.target_forwards == 3
+    assert summary.committed_tokens == 8
+    assert summary.acceptance_length == pytest.approx(5 / 3)
+    assert summary.block_efficiency.value == pytest.approx(8 / 3)
+    assert summary.acceptance_by_depth == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+
+
+def test_rates_and_speedups_are_medians_over_repeats() -> None:
+    records = []
+    # Plain decoding commits 2, 1 and 4 tokens a second in the three repeats, otbv 4, 3 and 4.
+    for repeat, (plain, ours) in enumerate([(0.5, 0.25), (1.0, 1 / 3), (0.25, 0.25)]):
+        for question in ("q0", "q1"):
+            records += [
+                record(
+                    NONE, question, repeat, forwards=12, committed=12, decode_seconds=12 * plain
+                ),
+                record(OTBV, question, repeat, forwards=4, committed=12, decode_seconds=12 * ours),
+            ]
+    none, otbv = summarise(results(*records, repeats=3))
+    assert none.tokens_per_second == pytest.approx(2)
+    assert otbv.tokens_per_second == pytest.approx(4)
+    assert none.speedup is not None
+    assert none.speedup.value == pytest.approx(1)
+    assert otbv.speedup is not None
+    assert otbv.speedup.value == pytest.approx(2)  # median of 2, 3, 1
+    # With prefill: 26 tokens in 2 s of prefill and 24 / rate of decoding a repeat.
+    walls = [(26 / 14, 26 / 8), (26 / 26, 26 / 10), (26 / 8, 26 / 8)]
+    assert none.wall_tokens_per_second == pytest.approx(sorted(w for w, _ in walls)[1])
+    assert otbv.wall_speedup is not None
+    assert otbv.wall_speedup.value == pytest.approx(sorted(b / a for a, b in walls)[1])
+
+
+def test_figures_pool_sums_rather_than_average_ratios() -> None:
+    records = [
+        record(OTBV, "q0", 0, forwards=10, committed=10, decode_seconds=1.0),
+        record(OTBV, "q1", 0, forwards=10, committed=40, decode_seconds=9.0),
+    ]
+    [summary] = summarise(results(*records))
+    assert summary.block_efficiency.value == pytest.approx(2.5)
+    assert summary.tokens_per_second == pytest.approx(5.0)
+    assert summary.block_efficiency.low == pytest.approx(1.0)
+    assert summary.block_efficiency.high == pytest.approx(4.0)
+    assert summary.speedup is None
+
+
+def test_speedup_compares_the_same_conversations() -> None:
+    records = [
+        record(NONE, "q0", 0, forwards=10, committed=10, decode_seconds=10.0),
+        record(NONE, "q1", 0, forwards=10, committed=10, decode_seconds=1.0, error="too long"),
+        record(OTBV, "q0", 0, forwards=5, committed=10, decode_seconds=5.0),
+        record(OTBV, "q1", 0, forwards=5, committed=10, decode_seconds=50.0),
+    ]
+    none, otbv = summarise(results(*records))
+    assert (none.errors, none.conversations, otbv.errors) == (1, 1, 0)
+    assert otbv.speedup is not None
+    assert otbv.speedup.value == pytest.approx(2.0)
+
+
+def test_a_setting_with_nothing_but_errors_has_no_figures() -> None:
+    broken = record(OTBV, "q0", 0, forwards=0, committed=0, decode_seconds=0.0, error="too long")
+    run = results(broken)
+    [summary] = summarise(run)
+    assert (summary.conversations, summary.errors) == (0, 1)
+    assert summary.block_efficiency.value == 0
+    assert summary.tokens_per_second == 0
+    assert summary.speedup is None
+    assert "too long" in markdown(run, [summary])
+
+
+def test_time_outside_the_phases_is_shown() -> None:
+    one = record(NONE, "q0", 0, forwards=9, committed=9, decode_seconds=4.0, prefill_seconds=2.0)
+    [summary] = summarise(results(one))
+    phases = summary.milliseconds_by_phase
+    assert phases["prefill"] == pytest.approx(200)
+    assert phases["forward"] == pytest.approx(300)
+    assert phases["other"] == pytest.approx(100)
+    assert sum(phases.values()) == pytest.approx(600)
+
+
+def test_report_names_settings_machine_and_definitions() -> None:
+    records = [
+        record(s, q.id, r, forwards=4, committed=8, decode_seconds=2.0)
+        for s in (NONE, OTBV)
+        for q in QUESTIONS
+        for r in (0, 1)
+    ]
+    run = results(*records)
+    text = markdown(run, summarise(run))
+    for expected in (
+        "# test",
+        "otbv K2 L3",
+        "prefill",
+        "2 cores",
+        "Acceptance by depth",
+        "| none |",
+    ):
+        assert expected in text
+    assert "broke off" not in text
+    lines = plain_text(table(summarise(run))).splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith("otbv K2 L3")
+    assert "2.00 [2.00, 2.00]" in lines[2]

@@ -1,0 +1,42 @@
+"""A stand-in for an engine: fixed answers, fixed counts, no time to speak of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class FakeAnswer:
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    metrics: RequestMetrics
+
+
+@dataclass
+class FakeLLM:
+    """Notes every call; refuses conversations of more than ``context`` characters."""
+
+    context: int = 10_000
+    calls: list[tuple[list[dict[str, str]], SamplingParams, Plan]] = field(default_factory=list)
+
+    def __call__(
+        self, prompt: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> FakeAnswer:
+        self.calls.append((prompt, sampling_params, plan))
+        length = sum(len(message["content"]) for message in prompt)
+        if length > self.context:
+            raise InvalidArgument("prompt", f"{length} characters", f"at most {self.context}")
+        metrics = RequestMetrics(prompt_tokens=length)
+        accepted = plan.depth if plan.speculative else 0
+        for _ in range(2):
+            metrics.count_forward(
+                offered=accepted, accepted=accepted, committed=accepted + 1, nodes=accepted
+            )
+        metrics.add_seconds(Phase.PREFILL, 0.0)
+        tokens = list(range(1 + metrics.committed_tokens))
+        return FakeAnswer(f"{plan.verifier} answers", tokens, "length", metrics)
