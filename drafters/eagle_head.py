@@ -1,0 +1,340 @@
+"""EAGLE heads: one decoder layer that continues a target's features.
+
+One definition serves training and inference: attention is handed in as a function, so the layer
+knows neither masks nor caches. Tensor names and the forward follow the published checkpoints of
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eaglegbv.errors import DrafterMismatch
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
+already, to ``[..., heads, head_dim]``."""
+
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class Arch(StrEnum):
+    """Which published head."""
+
+    EAGLE1 = "eagle1"
+    """EAGLE-1 and EAGLE-2, whose weights are the same."""
+    EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHeadConfig:
+    """Sizes and settings of a head.
+
+    Attributes:
+        arch: Which published head.
+        hidden_size: Width of the head's residual stream.
+        target_hidden_size: Width of the target's; EAGLE-1 needs both to be equal.
+        intermediate_size: Width of the feed-forward layer.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        vocab_size: Tokens of the target.
+        draft_vocab_size: Tokens the head can draft; EAGLE-1 drafts all.
+        feature_layers: EAGLE-3: the target layers whose inputs are the features, low to high.
+            EAGLE-1: empty, the feature being the hidden state after the final norm.
+        rms_norm_eps: Added to the mean square in norms.
+        rope_parameters: Rotary embedding settings, as in transformers' configurations.
+        fc_bias: Whether ``fc`` has a bias (EAGLE-1).
+        qkv_bias: Whether the query, key and value projections have biases.
+    """
+
+    arch: Arch
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...] = ()
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    fc_bias: bool = False
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in _FIXED_ROPE_TYPES:
+            raise DrafterMismatch("rope_type", rope_type, f"one of {sorted(_FIXED_ROPE_TYPES)}")
+        if self.num_heads % self.num_kv_heads:
+            raise DrafterMismatch("num_kv_heads", self.num_kv_heads, f"to divide {self.num_heads}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DrafterMismatch(
+                "draft_vocab_size", self.draft_vocab_size, f"an integer in [1, {self.vocab_size}]"
+            )
+        if self.arch is Arch.EAGLE1:
+            self._check_eagle1()
+
+    def _check_eagle1(self) -> None:
+        if self.hidden_size != self.target_hidden_size:
+            raise DrafterMismatch(
+                "hidden_size", self.hidden_size, f"the target's, {self.target_hidden_size}"
+            )
+        if self.draft_vocab_size != self.vocab_size:
+            raise DrafterMismatch(
+                "draft_vocab_size", self.draft_vocab_size, f"the target's, {self.vocab_size}"
+            )
+        if self.feature_layers:
+            raise DrafterMismatch("feature_layers", self.feature_layers, "none for an EAGLE-1 head")
+
+    @property
+    def feature_size(self) -> int:
+        """Width F of the target's features of a token."""
+        return max(1, len(self.feature_layers)) * self.target_hidden_size
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the target layers whose inputs EAGLE-3 reads when a checkpoint names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class EagleHead(nn.Module, ABC):
+    """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level.
+
+    Attributes:
+        config: Sizes and settings.
+        embedding: ``[vocab, hidden]``, the target's token embedding unless the checkpoint has one.
+        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+    """
+
+    embedding: Tensor
+    draft_to_target: Tensor
+
+    def __init__(
+        self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
+    ) -> None:
+        """Build a head with fresh weights.
+
+        Args:
+            config: Sizes and settings.
+            embedding: ``[vocab, hidden]``; shared, not copied, and not saved with the head.
+            draft_to_target: ``[draft_vocab]`` int64; None for the full vocabulary.
+        """
+        super().__init__()
+        self.config = config
+        if draft_to_target is None:
+            draft_to_target = torch.arange(config.draft_vocab_size, device=embedding.device)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
+        self.rotary = _Rotary(config)
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Run the layer once and return the next hidden state, ``[..., hidden]``.
+
+        Args:
+            token_ids: ``[...]`` int64, the token *after* the position whose feature is ``hidden``.
+            hidden: ``[..., hidden]``, a fused feature or this function's earlier result.
+            positions: ``[...]`` int64, rotary positions.
+            attend: Attention over whatever the caller keeps.
+        """
+        embedded = functional.embedding(token_ids, self.embedding)
+        return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Turn the target's features ``[..., F]`` into a first hidden state, ``[..., hidden]``."""
+
+    @abstractmethod
+    def step(
+        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
+    ) -> Tensor:
+        """Run the layer on embedded tokens ``[..., hidden]``; see :meth:`forward`."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[..., draft_vocab]`` logits of the token after next."""
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and EAGLE-2: the recurrent state lives in the space the target's output layer reads.
+
+    ``x = fc(cat(embedding, hidden)); x += attention(x); x += mlp(norm(x))``, without a norm before
+    attention; logits are the target's own output layer on ``x``.
+    """
+
+    target_lm_head: Tensor
+
+    def __init__(self, config: EagleHeadConfig, embedding: Tensor, target_lm_head: Tensor) -> None:
+        """Build a head over the target's embedding and output layer, both ``[vocab, hidden]``."""
+        super().__init__(config, embedding)
+        self.register_buffer("target_lm_head", target_lm_head, persistent=False)
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layer = nn.ModuleDict(
+            {
+                "self_attn": _Attention(config, size),
+                "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
+                "mlp": _FeedForward(config),
+            }
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the target's final hidden state as it is."""
+        return features
+
+    def step(
+        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
+    ) -> Tensor:
+        """See :class:`Eagle1Head`."""
+        x = self.fc(torch.cat((embedded, hidden), dim=-1))
+        x = x + self.layer["self_attn"](x, rotation, attend)
+        result: Tensor = x + self.layer["mlp"](self.layer["post_attention_layernorm"](x))
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the target's output layer on ``hidden``."""
+        return functional.linear(hidden, self.target_lm_head)
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: features of three target layers, an output layer of its own.
+
+    ``x = hidden + attention(cat(norm(embedding), norm(hidden))); x += mlp(norm(x))``; logits are
+    ``lm_head(norm(x))``, the recurrent state is ``x`` before that norm.
+    """
+
+    def __init__(
+        self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
+    ) -> None:
+        """See :class:`EagleHead`."""
+        super().__init__(config, embedding, draft_to_target)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(config.feature_size, size, bias=config.fc_bias)
+        self.layer = nn.ModuleDict(
+            {
+                "input_layernorm": nn.RMSNorm(size, eps),
+                "hidden_norm": nn.RMSNorm(size, eps),
+                "self_attn": _Attention(config, 2 * size),
+                "post_attention_layernorm": nn.RMSNorm(size, eps),
+                "mlp": _FeedForward(config),
+            }
+        )
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Project the features of three layers, low, middle and high, onto the hidden size."""
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def step(
+        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
+    ) -> Tensor:
+        """See :class:`Eagle3Head`."""
+        layer = self.layer
+        both = torch.cat((layer["input_layernorm"](embedded), layer["hidden_norm"](hidden)), dim=-1)
+        x = hidden + layer["self_attn"](both, rotation, attend)
+        result: Tensor = x + layer["mlp"](layer["post_attention_layernorm"](x))
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's own output layer on the normed ``hidden``."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of the rotary angles, each ``[..., 1, head_dim / 2]``."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate ``x`` ``[..., heads, head_dim]``, in the half-split layout of Llama."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1
+        )
+
+
+class _Rotary(nn.Module):
+    """Rotary angles with transformers' frequencies and scaling."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__()
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        # A head may be built on the meta device to be filled from a file; frequencies are no part
+        # of the file.
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(llama)
+        self.register_buffer("frequencies", rotary.inv_freq, persistent=False)
+        self.scaling = float(rotary.attention_scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.frequencies
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Frequencies rounded to half precision would misplace far positions.
+        self.frequencies = exact.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(-2)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return Rotation(cos.to(dtype), sin.to(dtype))
+
+
+class _Attention(nn.Module):
+    """Projections around the attention that is handed in."""
+
+    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        self.q_proj = nn.Linear(input_size, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
+        return out
+
+
+class _FeedForward(nn.Module):
+    """SiLU-gated feed-forward layer."""
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__()
+        size, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, wide, bias=False)
+        self.up_proj = nn.Linear(size, wide, bias=False)
+        self.down_proj = nn.Linear(wide, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
