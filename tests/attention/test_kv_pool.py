@@ -1,0 +1,110 @@
+"""Slots have one owner each, and the pool is what it says."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
+from eaglegbv.errors import InvalidArgument, OutOfSlots
+
+SLOTS = 24
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Owners come, give back parts of their slots, and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = SlotAllocator(SLOTS)
+        self.owned: list[torch.Tensor] = []
+
+    @rule(count=st.integers(0, SLOTS))
+    def allocate(self, count: int) -> None:
+        free = self.allocator.num_free
+        if count > free:
+            with pytest.raises(OutOfSlots):
+                self.allocator.allocate(count)
+            assert self.allocator.num_free == free
+            return
+        slots = self.allocator.allocate(count)
+        assert slots.dtype == torch.int64
+        assert slots.tolist() == sorted(slots.tolist())
+        self.owned.append(slots)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release_some(self, data: st.DataObject) -> None:
+        owner = data.draw(st.integers(0, len(self.owned) - 1))
+        slots = self.owned[owner]
+        keep = torch.tensor(
+            data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))),
+            dtype=torch.bool,
+        )
+        self.allocator.release(slots[~keep])
+        self.owned[owner] = slots[keep]
+        if len(slots[~keep]):
+            with pytest.raises(InvalidArgument, match="released once"):
+                self.allocator.release(slots[~keep])
+
+    @invariant()
+    def every_slot_once(self) -> None:
+        self.allocator.check(self.owned)
+        assert self.allocator.num_free == SLOTS - sum(len(slots) for slots in self.owned)
+
+    @precondition(lambda self: any(len(slots) for slots in self.owned))
+    @rule()
+    def the_check_sees_errors(self) -> None:
+        owner = next(i for i, slots in enumerate(self.owned) if len(slots))
+        with pytest.raises(InvalidArgument, match="one owner each"):
+            self.allocator.check([*self.owned, self.owned[owner][:1]])
+        with pytest.raises(InvalidArgument, match="leak"):
+            self.allocator.check([s for i, s in enumerate(self.owned) if i != owner])
+
+
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_lowest_slots_first() -> None:
+    allocator = SlotAllocator(8)
+    first = allocator.allocate(5)
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    allocator.release(first[[3, 1]])
+    assert allocator.allocate(3).tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("slots", [[8], [-1], [3], [0, 0]])
+def test_foreign_slots_cannot_be_released(slots: list[int]) -> None:
+    allocator = SlotAllocator(8)
+    allocator.allocate(2)
+    with pytest.raises(InvalidArgument, match="slots="):
+        allocator.release(torch.tensor(slots))
+
+
+def test_the_check_sees_an_owner_of_a_free_slot() -> None:
+    allocator = SlotAllocator(4)
+    with pytest.raises(InvalidArgument, match="taken"):
+        allocator.check([torch.tensor([2])])
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(InvalidArgument, match="num_slots=0"):
+        SlotAllocator(0)
+    with pytest.raises(InvalidArgument, match="count=-1"):
+        SlotAllocator(4).allocate(-1)
+    with pytest.raises(InvalidArgument, match="kv_heads=0"):
+        KVPool(1, 4, 0, 8, torch.float32)
+
+
+def test_pool_layout() -> None:
+    pool = KVPool(3, 10, 2, 8, torch.bfloat16)
+    keys, values = pool.layer(1)
+    keys[4] = 1
+    values[5] = 2
+    assert pool.keys.shape == pool.values.shape == (3, 10, 2, 8)
+    assert pool.keys[1, 4].eq(1).all()
+    assert pool.values[1, 5].eq(2).all()
+    assert pool.num_slots == 10
+    assert pool.bytes_per_slot == 2 * 3 * 2 * 8 * 2

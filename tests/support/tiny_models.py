@@ -1,0 +1,105 @@
+"""Tiny random models of many architectures, built from configurations: no downloads."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+VOCAB = 48
+LAYERS = 4
+WINDOW = 4
+
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    **_TOKENS,
+}
+_GPT2_SIZES = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 128,
+    **_TOKENS,
+}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZES),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen2_window": lambda: Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
+    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=0.5
+    ),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    ),
+    "opt": lambda: OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        **_TOKENS,
+    ),
+    "gpt2": lambda: GPT2Config(**_GPT2_SIZES),
+    "phi3": lambda: Phi3Config(**_SIZES),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "bloom": lambda: BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=LAYERS, n_head=4, **_TOKENS
+    ),
+    "gptj": lambda: GPTJConfig(**_GPT2_SIZES, rotary_dim=4),
+    "stablelm": lambda: StableLmConfig(**_SIZES),
+}
+"""Configurations by name; windows are shorter than the texts of the tests."""
+
+
+def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a random model whose attention matters: weights well above the usual start."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.15)
+    return model.to(dtype).eval()

@@ -1,0 +1,233 @@
+"""A transformers model behind our attention computes what it computes alone."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.packed_trees import Text, random_parents, scattered
+from support.tiny_models import LAYERS, VOCAB, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.errors import InvalidArgument, ModelNotSupported, OutOfSlots
+from eaglegbv.targets.base import FeatureSpec
+from eaglegbv.targets.hf import HFTarget
+
+SUPPORTED = [
+    "llama",
+    "qwen2",
+    "qwen2_window",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "opt",
+    "gpt2",
+    "phi3",
+    "mixtral",
+    "gpt_oss",
+]
+FEATURE_LAYERS = (1, 2, LAYERS - 1)
+
+
+@dataclass
+class Plain:
+    """The model alone, one text at a time."""
+
+    model: PreTrainedModel
+
+    def logits(self, text: list[int]) -> Tensor:
+        with torch.no_grad():
+            return self.model(torch.tensor([text]), use_cache=False).logits[0]
+
+    def states(self, text: list[int]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            ids = torch.tensor([text])
+            out = self.model(ids, use_cache=False, output_hidden_states=True)
+        return tuple(state[0] for state in out.hidden_states)
+
+    def layer_inputs(self, text: list[int]) -> Tensor:
+        states = self.states(text)
+        return torch.cat([states[layer] for layer in FEATURE_LAYERS], dim=-1)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def check_trees(target: HFTarget, plain: Plain, texts: list[Text], segments: list[Segment]) -> None:
+    out = target.forward(segments)
+    assert out.features is not None
+    row = 0
+    for text in texts:
+        for node in range(len(text.nodes)):
+            path = text.text_at(node)
+            assert_close(out.logits[row], plain.logits(path)[-1])
+            assert_close(out.features[row], plain.layer_inputs(path)[-1])
+            row += 1
+    assert row == out.logits.shape[0]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
+    plain = Plain(tiny_model(name))
+    features = FeatureSpec.layer_inputs(FEATURE_LAYERS)
+    target = HFTarget(tiny_model(name), features=features, max_slots=96)
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+    def slots(count: int) -> Tensor:
+        return scattered(target.allocator, count, generator)
+
+    texts = [Text(tokens(7)), Text(tokens(3)), Text(tokens(11))]
+    ends = torch.tensor([len(text.tokens) for text in texts]).cumsum(0) - 1
+    prefills = [text.prefill(slots(len(text.tokens))) for text in texts]
+    out = target.forward(prefills, logit_rows=ends)
+    assert out.features is not None
+    assert out.features.shape == (21, len(FEATURE_LAYERS) * target.hidden_size)
+    for i, (text, end) in enumerate(zip(texts, ends.tolist(), strict=True)):
+        assert_close(out.logits[i], plain.logits(text.tokens)[-1])
+        rows = slice(end + 1 - len(text.tokens), end + 1)
+        assert_close(out.features[rows], plain.layer_inputs(text.tokens))
+
+    # Siblings 1 and 2 carry one token; the second tree is a lone root, as in plain decoding.
+    nodes = [5, 9, 9, 9, 4, 4, 7, 30, 31]
+    first = texts[0].tree(nodes, [0, 0, 0, 1, 1, 2, 2, 5, 7], slots(9))
+    others = [
+        texts[1].tree(tokens(1), [0], slots(1)),
+        texts[2].tree(tokens(7), random_parents(7, generator), slots(7)),
+    ]
+    check_trees(target, plain, texts, [first, *others])
+
+    texts[0].commit(7, target.allocator)
+    texts[1].commit(0, target.allocator)
+    texts[2].commit(3, target.allocator)
+    target.allocator.check(text.slots for text in texts)
+    second = [text.tree(tokens(6), random_parents(6, generator), slots(6)) for text in texts]
+    check_trees(target, plain, texts, second)
+
+    # And one request alone, its keys now spread over the pool.
+    texts[0].commit(4, target.allocator)
+    check_trees(target, plain, texts[:1], [texts[0].tree(tokens(3), [0, 0, 0], slots(3))])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt"])
+def test_a_lone_request_in_dense_slots(name: str) -> None:
+    plain = Plain(tiny_model(name))
+    features = FeatureSpec.layer_inputs(FEATURE_LAYERS)
+    target = HFTarget(tiny_model(name), features=features, max_slots=64)
+    text = Text([3, 1, 4, 1, 5, 9])
+    prefill = target.forward([text.prefill(target.allocator.allocate(6))])
+    assert_close(prefill.logits, plain.logits(text.tokens))
+    for step in range(6):
+        # Lowest slots first: rejected nodes' slots come back out of the order of positions.
+        slots = target.allocator.allocate(4)
+        check_trees(target, plain, [text], [text.tree([7, 8, 9, 10 + step], [0, 0, 1, 2], slots)])
+        text.commit(3 if step % 2 else 2, target.allocator)
+        lone = [text.tree([20 + step], [0], target.allocator.allocate(1))]
+        check_trees(target, plain, [text], lone)
+        text.commit(0, target.allocator)
+
+
+def test_chunked_prefill_equals_one_prefill() -> None:
+    plain = Plain(tiny_model("mistral"))
+    target = HFTarget(tiny_model("mistral"), max_slots=64)
+    tokens = torch.arange(13) % VOCAB
+    slots = target.allocator.allocate(13)
+    for start, end in ((0, 5), (5, 6), (6, 13)):
+        segment = Segment.causal(tokens[start:end], slots[:start], slots[start:end])
+        out = target.forward([segment])
+        assert_close(out.logits, plain.logits(tokens[:end].tolist())[start:])
+
+
+def test_final_features_are_the_normed_hidden_state() -> None:
+    plain = Plain(tiny_model("llama"))
+    target = HFTarget(tiny_model("llama"), features=FeatureSpec.final(), max_slots=64)
+    tokens = [4, 5, 6, 7]
+    last = torch.tensor([3])
+    slots = target.allocator.allocate(4)
+    segment = Segment.causal(torch.tensor(tokens), slots[:0], slots)
+    out = target.forward([segment], logit_rows=last)
+    assert out.features is not None
+    assert_close(out.features, plain.states(tokens)[-1])
+    assert_close(out.features[last] @ target.output_embeddings.T, out.logits)
+
+
+def test_no_features_unless_asked_for() -> None:
+    target = HFTarget(tiny_model("llama"), max_slots=64)
+    slots = target.allocator.allocate(2)
+    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
+    assert out.features is None
+    assert out.logits.dtype == torch.float32
+
+
+def test_bfloat16_passes_its_own_guard() -> None:
+    target = HFTarget(tiny_model("llama", dtype=torch.bfloat16), max_slots=64)
+    assert target.pool.keys.dtype == torch.bfloat16
+    slots = target.allocator.allocate(2)
+    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
+    assert out.logits.dtype == torch.float32
+
+
+def test_what_a_target_says_about_itself() -> None:
+    target = HFTarget(tiny_model("llama"), max_slots=64)
+    assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCAB, 32, LAYERS)
+    assert target.max_context == 128
+    assert target.max_slots == target.allocator.num_free == 64
+    assert target.eos_token_ids == frozenset({2})
+    assert target.input_embeddings.shape == target.output_embeddings.shape == (VOCAB, 32)
+    assert not target.output_embeddings.requires_grad
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "stablelm"])
+def test_models_off_the_attention_interface_are_refused(name: str) -> None:
+    with pytest.raises(ModelNotSupported, match="attention"):
+        HFTarget(tiny_model(name), max_slots=64)
+
+
+@pytest.mark.parametrize(
+    ("features", "slots", "named"),
+    [
+        (FeatureSpec.layer_inputs([1, LAYERS]), 64, "features.layers=4"),
+        (FeatureSpec.layer_inputs([0]), 64, "features.layers=0"),
+        (FeatureSpec.layer_inputs([]), 64, "features.layers"),
+        (FeatureSpec.none(), 8, "max_slots=8"),
+    ],
+)
+def test_bad_arguments(features: FeatureSpec, slots: int, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        HFTarget(tiny_model("llama"), features=features, max_slots=slots)
+
+
+def test_the_pool_runs_out() -> None:
+    target = HFTarget(tiny_model("llama"), max_slots=32)
+    with pytest.raises(OutOfSlots, match="33 slots wanted, 32 free of 32"):
+        target.allocator.allocate(33)
+
+
+def test_loading_a_folder(tmp_path) -> None:
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path)
+    target = HFTarget.from_pretrained(tmp_path, max_slots=64)
+    slots = target.allocator.allocate(3)
+    out = target.forward([Segment.causal(torch.tensor([1, 2, 3]), slots[:0], slots)])
+    assert_close(out.logits, Plain(model).logits([1, 2, 3]))
+
+
+def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        HFTarget.from_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match="existing model folder"):
+        HFTarget.from_pretrained(tmp_path / "missing")
+    with pytest.raises(InvalidArgument, match="existing model folder"):
+        HFTarget.from_pretrained("nobody/no-such-model")
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    with pytest.raises(ModelNotSupported, match="model type"):
+        HFTarget.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelNotSupported, match="weights"):
+        HFTarget.from_pretrained(tmp_path)
