@@ -14,6 +14,7 @@ from eaglegbv.verifiers.reference.drafting import (
     draft_tree,
     draw_fixed,
     draw_greedy,
+    draw_hub,
     draw_wor,
 )
 from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, Probs
@@ -114,14 +115,21 @@ class Shape:
     paths: int
 
 
+DRAWS = {
+    Law.WOR: draw_wor,
+    Law.GREEDY: draw_greedy,
+    Law.FIXED: draw_fixed,
+    Law.HUB: draw_hub,
+}
+
+
 def draft(
     law: Law, q: LawAt, shape: Shape, chooser: Chooser, stop: Callable[[Prefix], bool] | None = None
 ) -> tuple[Prefix, ...]:
     stop = stop or (lambda prefix: False)
     if law is Law.IID:
         return draft_iid(q, shape.paths, shape.length, chooser, stop)
-    draw = {Law.WOR: draw_wor, Law.GREEDY: draw_greedy, Law.FIXED: draw_fixed}[law]
-    return draft_tree(draw, q, (shape.paths,) * shape.length, chooser, stop)
+    return draft_tree(DRAWS[law], q, (shape.paths,) * shape.length, chooser, stop)
 
 
 def drafted_trees(

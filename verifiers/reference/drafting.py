@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, TypeAlias
 
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.reference.chooser import Chooser
-from eaglegbv.verifiers.reference.otbv import most_likely
-from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
+from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs, most_likely
 
 Stop: TypeAlias = Callable[[Prefix], bool]
 """Whether paths end after a prefix (an end-of-sequence token, say)."""
@@ -88,3 +88,17 @@ def draw_greedy(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -
     if not sum(rest) > 0:
         return kept
     return (*kept, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+
+
+def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Draw SpecHub's pair: one from q, and the hub or, if it is the hub, one from the rest."""
+    if count != 2:
+        raise InvalidArgument("count", count, "2: SpecHub draws pairs")
+    (hub,) = most_likely(q, 1)
+    first = chooser.choose(q, Purpose.DRAFT, next(indices))
+    if first != hub:
+        return (first, hub)
+    rest = [0 if x == hub else mass for x, mass in enumerate(q)]
+    if not sum(rest) > 0:
+        return (hub,)
+    return (hub, chooser.choose(rest, Purpose.DRAFT, next(indices)))

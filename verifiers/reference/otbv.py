@@ -14,7 +14,7 @@ from eaglegbv.tree import Law
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.reference.block import block_verification
 from eaglegbv.verifiers.reference.chooser import Chooser, accepts, selection_index
-from eaglegbv.verifiers.reference.probs import Number, Prefix, Probs, share
+from eaglegbv.verifiers.reference.probs import Number, Prefix, Probs, most_likely, share
 from eaglegbv.verifiers.reference.transport import (
     fixed_law,
     greedy_law,
@@ -91,9 +91,3 @@ def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choos
     others = tuple(x for x in children if x in kept)
     chosen = chooser.choose([p[x] for x in others], Purpose.SELECTION, index(0))
     return Selection(others[chosen], law)
-
-
-def most_likely(q: Probs, count: int) -> tuple[int, ...]:
-    """Return the ``count`` most likely tokens of q's support, ties by token id."""
-    support = [x for x in range(len(q)) if q[x] > 0]
-    return tuple(sorted(support, key=lambda x: (-q[x], x))[:count])

@@ -65,3 +65,8 @@ def residual_or_target(scale: Number, p: Probs, b: Sequence[Number]) -> Probs:
 def support(law: Sequence[Number]) -> tuple[int, ...]:
     """Return the tokens of positive probability, ascending."""
     return tuple(x for x, mass in enumerate(law) if mass > 0)
+
+
+def most_likely(law: Sequence[Number], count: int) -> tuple[int, ...]:
+    """Return the ``count`` most likely tokens of the law's support, ties by token id."""
+    return tuple(sorted(support(law), key=lambda x: (-law[x], x))[:count])
