@@ -78,7 +78,8 @@ class DraftedPath:
             nodes=self.nodes.gather(1, accepted.unsqueeze(1)).squeeze(1),
             weight=torch.where(bonus, 1.0, weights),
             ids=rows_at(self.ids, step).squeeze(1),
-            draft=rows_at(self.draft, step).squeeze(1) * ~bonus.unsqueeze(1),
+            # Laws past a path's end may be anything, NaN too.
+            draft=rows_at(self.draft, step).squeeze(1).masked_fill(bonus.unsqueeze(1), 0.0),
         )
 
 

@@ -23,21 +23,24 @@ class GbvVerifier(Verifier):
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
-        """Judge K independent paths per request."""
+        """Judge independent paths; a request's K is the number of its paths that are not empty."""
         ranked = RankedTree.of(tree, target)
         path = ranked.path(preferred_path(tree, ranked.ranks), ranked.laws.draft)
-        return verify_block(_skewed(path, tree.paths), target, uniforms)
+        paths = (tree.path_lengths > 0).sum(dim=1)
+        return verify_block(_skewed(path, paths), target, uniforms)
 
 
-def _skewed(path: DraftedPath, paths: int) -> DraftedPath:
+def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
     """Replace q along the best of K paths by the law that being the best gives it.
 
     ``Pr(best path starts with x^i) = (S + q)^K - S^K``, with q the joint draft law of x^i and S
     the probability that one path ranks below x^i. Conditional laws are quotients of two such, which
     only depend on ``S / (S + q)``, so nothing underflows.
+
+    Args:
+        path: The best path, over ranked ids.
+        paths: ``[batch]`` int64, K.
     """
-    if paths == 1:
-        return path
     at = path.chosen.unsqueeze(2)
     F = path.draft.cumsum(dim=2)
     own = path.draft.gather(2, at).squeeze(2)
@@ -50,15 +53,8 @@ def _skewed(path: DraftedPath, paths: int) -> DraftedPath:
         S, q = S + q * beneath[:, step], q * own[:, step]
         total = S + q
         S, q = S / total, q / total
-    return path.with_draft(
-        _best(
-            torch.stack(below, 1).unsqueeze(2), torch.stack(joint, 1).unsqueeze(2), F, path, paths
-        )
-    )
-
-
-def _best(S: Tensor, q: Tensor, F: Tensor, path: DraftedPath, paths: int) -> Tensor:
-    n = torch.full_like(q, paths)
-    whole = power_step(torch.ones_like(q), q, n, torch.ones_like(q))
-    upto = S + q * F
-    return power_step(upto, q * path.draft, n, upto.pow(n)) / whole
+    S, q = torch.stack(below, dim=1).unsqueeze(2), torch.stack(joint, dim=1).unsqueeze(2)
+    K = paths.to(q.dtype).view(-1, 1, 1)
+    upto, one = S + q * F, torch.ones_like(q)
+    skewed = power_step(upto, q * path.draft, K, upto.pow(K)) / power_step(one, q, K, one)
+    return path.with_draft(torch.where(K > 1, skewed, path.draft))

@@ -1,0 +1,162 @@
+"""Random batches of draft trees over tiny vocabularies, for the batched verifiers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.reference.chooser import Chooser, GeneratorChooser, UniformChooser
+from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
+from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, from_draft_tree
+from support.tables import KINDS, Model, Shape, draft
+
+
+@dataclass(frozen=True)
+class Request:
+    """The paths drafted for one request and the laws at every prefix."""
+
+    paths: tuple[Prefix, ...]
+    p: LawAt
+    q: LawAt
+
+
+@dataclass(frozen=True)
+class Batch:
+    tree: DraftTree
+    target: TargetLaw
+    uniforms: VerifyUniforms
+
+
+def random_requests(
+    law: Law, rng: np.random.Generator, count: int, *, paths: int, length: int, vocab: int
+) -> list[Request]:
+    """Requests of all kinds of laws; a third end their paths at a token of their own."""
+    requests = []
+    for _ in range(count):
+        kind = KINDS[rng.integers(len(KINDS))]
+        tilt = float(rng.choice([0.0, 0.5, 0.9]))
+        model = Model(vocab, kind, int(rng.integers(2**31)), tilt)
+        end = int(rng.integers(vocab)) if rng.random() < 1 / 3 else -1
+
+        def stop(prefix: Prefix, end: int = end) -> bool:
+            return prefix[-1:] == (end,)
+
+        shape = Shape(vocab, length, paths)
+        drawn = draft(law, model.q, shape, GeneratorChooser(rng), stop)
+        requests.append(Request(drawn, model.p, model.q))
+    return requests
+
+
+def build_batch(
+    law: Law,
+    requests: Sequence[Request],
+    vocab: int,
+    rng: np.random.Generator,
+    *,
+    paths: int | None = None,
+    length: int | None = None,
+) -> Batch:
+    """Pad the requests' trees into one batch, with uniforms drawn from ``rng``.
+
+    Supports are listed in random order and padded with token 0. Rows of the target are packed;
+    requests with fewer paths than the batch repeat nothing: their surplus paths are empty.
+    """
+    trees = [_Numbered(r) for r in requests]
+    paths = paths or max(len(r.paths) for r in requests)
+    length = length or max(len(p) for r in requests for p in r.paths)
+    nodes = max(len(t.prefixes) for t in trees)
+    size = len(requests)
+    token_ids = np.zeros((size, nodes), np.int64)
+    parents, depth, rows = token_ids.copy(), token_ids.copy(), token_ids.copy()
+    path_nodes = np.zeros((size, paths, length), np.int64)
+    path_lengths = np.zeros((size, paths), np.int64)
+    draft_ids = np.zeros((size, nodes, vocab + 1), np.int64)
+    draft_probs = np.zeros((size, nodes, vocab + 1))
+    packed: list[Probs] = []
+    for b, tree in enumerate(trees):
+        first_row = len(packed)
+        inner = {prefix[:-1] for prefix in tree.prefixes if prefix}
+        rows[b] = first_row
+        for node, prefix in enumerate(tree.prefixes):
+            rows[b, node] = first_row + node
+            packed.append(tree.request.p(prefix))
+            depth[b, node] = len(prefix)
+            if prefix:
+                token_ids[b, node] = prefix[-1]
+                parents[b, node] = tree.numbers[prefix[:-1]]
+            if prefix not in inner:  # leaves need no law, and drafters give none
+                continue
+            q = tree.request.q(prefix)
+            support = rng.permutation([x for x in range(vocab) if q[x] > 0])
+            draft_ids[b, node, : len(support)] = support
+            draft_probs[b, node, : len(support)] = [q[x] for x in support]
+        for k, path in enumerate(tree.request.paths):
+            chain = [tree.numbers[path[:i]] for i in range(1, len(path) + 1)]
+            path_nodes[b, k] = chain + [chain[-1] if chain else 0] * (length - len(chain))
+            path_lengths[b, k] = len(path)
+    as_tensor = torch.from_numpy
+    tree = DraftTree(
+        law=law,
+        token_ids=as_tensor(token_ids),
+        parents=as_tensor(parents),
+        depth=as_tensor(depth),
+        num_nodes=torch.tensor([len(t.prefixes) for t in trees]),
+        path_nodes=as_tensor(path_nodes),
+        path_lengths=as_tensor(path_lengths),
+        draft_ids=as_tensor(draft_ids),
+        draft_probs=as_tensor(draft_probs),
+    )
+    check_tree(tree)
+    probs = torch.tensor(packed, dtype=torch.float64)
+    target = TargetLaw(probs.log(), probs.new_zeros(len(packed)), as_tensor(rows))
+    uniforms = VerifyUniforms(
+        selection=as_tensor(rng.random((size, length, paths, 2))),
+        acceptance=as_tensor(rng.random((size, max(1, paths * length)))),
+        correction=as_tensor(rng.random(size)),
+    )
+    return Batch(tree, target, uniforms)
+
+
+class _Numbered:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        longest = max(map(len, request.paths))
+        below = [p[:d] for d in range(1, longest + 1) for p in request.paths if len(p) >= d]
+        self.prefixes: list[Prefix] = list(dict.fromkeys([(), *below]))
+        self.numbers = {prefix: n for n, prefix in enumerate(self.prefixes)}
+
+
+def outcomes(tree: DraftTree, verdict: Verdict) -> list[Outcome]:
+    result = []
+    for b in range(tree.batch):
+        nodes = verdict.path_nodes[b, : int(verdict.accepted[b])].tolist()
+        tokens = tuple(tree.token_ids[b, nodes].tolist())
+        result.append(Outcome(tokens, int(verdict.token_ids[b])))
+    return result
+
+
+def reference_outcomes(
+    verify: Callable[[ReferenceTree, Chooser], Outcome], batch: Batch
+) -> list[Outcome]:
+    result = []
+    for b in range(batch.tree.batch):
+        reference = from_draft_tree(batch.tree, batch.target, b)
+        result.append(verify(reference, UniformChooser(batch.uniforms, b)))
+    return result
+
+
+def disagreements(
+    verifier: Verifier, verify: Callable[[ReferenceTree, Chooser], Outcome], batch: Batch
+) -> list[tuple[int, Outcome, Outcome]]:
+    """Requests of a batch on which the batched verifier and the reference decide differently."""
+    got = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
+    expected = reference_outcomes(verify, batch)
+    return [
+        (b, mine, its)
+        for b, (mine, its) in enumerate(zip(got, expected, strict=True))
+        if mine != its
+    ]

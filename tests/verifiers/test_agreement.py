@@ -1,0 +1,107 @@
+"""The batched verifiers decide as the references do, on the same uniforms."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import Batch, build_batch, disagreements, outcomes, random_requests
+from support.verifying import REFERENCES
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.base import Verifier, VerifyUniforms
+from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+
+PAIRS = [(name, law) for name in REFERENCES for law in sorted(VERIFIERS[name].laws - {Law.HUB})]
+
+
+def random_batch(verifier: Verifier, law: Law, rng: np.random.Generator, size: int = 16) -> Batch:
+    most = verifier.max_paths or (4 if law is Law.IID else 3)
+    paths = int(rng.integers(1, most + 1))
+    length = int(rng.integers(1, 5 if law is Law.IID else 4))
+    vocab = int(rng.integers(2, 9))
+    requests = random_requests(law, rng, size, paths=paths, length=length, vocab=vocab)
+    return build_batch(law, requests, vocab, rng)
+
+
+@pytest.mark.parametrize(("name", "law"), PAIRS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_decides_as_the_reference(name: str, law: Law, seed: int) -> None:
+    rng = np.random.default_rng([seed, len(name)])
+    verifier = make_verifier(name)
+    for _ in range(60):
+        batch = random_batch(verifier, law, rng)
+        assert disagreements(verifier, REFERENCES[name], batch) == []
+
+
+@pytest.mark.parametrize(("name", "law"), PAIRS)
+def test_disagreement_is_noticed(name: str, law: Law) -> None:
+    """The comparison itself can fail: other uniforms give other decisions."""
+    rng = np.random.default_rng(5)
+    verifier = make_verifier(name)
+    different = 0
+    for _ in range(20):
+        batch = random_batch(verifier, law, rng)
+        mine = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
+        other = dataclasses.replace(
+            batch.uniforms,
+            acceptance=1 - batch.uniforms.acceptance,
+            correction=1 - batch.uniforms.correction,
+        )
+        again = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, other))
+        different += sum(a != b for a, b in zip(mine, again, strict=True))
+    assert different > 20
+
+
+@pytest.mark.parametrize(("name", "law"), PAIRS)
+def test_batch_does_not_matter(name: str, law: Law) -> None:
+    """A request alone gets the verdict it gets among others, whatever the padding."""
+    rng = np.random.default_rng(11)
+    verifier = make_verifier(name)
+    for _ in range(10):
+        batch = random_batch(verifier, law, rng, size=6)
+        together = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
+        for b, outcome in enumerate(together):
+            alone = _only(batch, b)
+            verdict = verifier.verify(alone.tree, alone.target, alone.uniforms)
+            assert outcomes(alone.tree, verdict) == [outcome]
+
+
+def _only(batch: Batch, b: int) -> Batch:
+    tree, uniforms = batch.tree, batch.uniforms
+    at, count = slice(b, b + 1), int(tree.num_nodes[b])
+    return Batch(
+        DraftTree(
+            law=tree.law,
+            token_ids=tree.token_ids[at, :count],
+            parents=tree.parents[at, :count],
+            depth=tree.depth[at, :count],
+            num_nodes=tree.num_nodes[at],
+            path_nodes=tree.path_nodes[at],
+            path_lengths=tree.path_lengths[at],
+            draft_ids=tree.draft_ids[at, :count],
+            draft_probs=tree.draft_probs[at, :count],
+        ),
+        dataclasses.replace(batch.target, rows=batch.target.rows[at, :count]),
+        VerifyUniforms(uniforms.selection[at], uniforms.acceptance[at], uniforms.correction[at]),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(VERIFIERS))
+def test_root_alone_is_a_sample_of_the_target(name: str) -> None:
+    """Inverse CDF of p at the root; greedy's targets are one-hot."""
+    probs = torch.tensor([[[0.0, 0.25, 0.0, 0.75]], [[0.5, 0.0, 0.5, 0.0]]], dtype=torch.float64)
+    batch = Batch(
+        DraftTree.roots([3, 1]),
+        TargetLaw.of_probs(probs),
+        VerifyUniforms(
+            torch.zeros((2, 0, 0, 2), dtype=torch.float64),
+            torch.zeros((2, 1), dtype=torch.float64),
+            torch.tensor([0.25, 0.499], dtype=torch.float64),
+        ),
+    )
+    verdict = make_verifier(name).verify(batch.tree, batch.target, batch.uniforms)
+    assert verdict.token_ids.tolist() == [3, 0]
+    assert verdict.accepted.tolist() == [0, 0]
+    assert verdict.path_nodes.shape == (2, 0)

@@ -1,0 +1,57 @@
+"""What a verification must not do: read on the host, allocate more than the logits hold."""
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import build_batch, random_requests
+from support.watch import Watch
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.inputs import find_faults
+from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+
+PAIRS = [(name, law) for name in VERIFIERS for law in sorted(VERIFIERS[name].laws - {Law.HUB})]
+
+
+@pytest.mark.parametrize(("name", "law"), PAIRS)
+def test_no_host_reads(name: str, law: Law) -> None:
+    verifier = make_verifier(name)
+    rng = np.random.default_rng(1)
+    paths = verifier.max_paths or 3
+    requests = random_requests(law, rng, 4, paths=paths, length=2, vocab=5)
+    batch = build_batch(law, requests, 5, rng)
+    with Watch() as watch:
+        verifier.verify(batch.tree, batch.target, batch.uniforms)
+        find_faults(batch.tree, batch.target)
+    assert watch.host_reads == []
+
+
+def test_a_host_read_is_noticed() -> None:
+    with Watch() as watch:
+        bool(torch.ones(3).any())
+        torch.ones(3).nonzero()
+    assert watch.host_reads == ["_local_scalar_dense", "nonzero"]
+
+
+def test_peak_memory_is_noticed() -> None:
+    with Watch() as watch:
+        for _ in range(3):
+            torch.zeros(1000, dtype=torch.float64).add_(1)
+    assert watch.peak == 8000
+
+
+@pytest.mark.parametrize("name", ["token", "block", "gbv", "otbv", "target_only"])
+def test_allocates_less_than_the_logits(name: str) -> None:
+    """Sixteen requests; the share is the same at every size of vocabulary."""
+    verifier = make_verifier(name)
+    vocab, rng = 4096, np.random.default_rng(2)
+    paths = verifier.max_paths or 4
+    length = 24 // paths
+    requests = random_requests(Law.IID, rng, 16, paths=paths, length=length, vocab=8)
+    batch = build_batch(Law.IID, requests, 8, rng, paths=paths, length=length)
+    rows = torch.arange(16 * 25).view(16, 25)[:, : batch.tree.nodes]
+    target = TargetLaw.of_logits(torch.randn(16 * 25, vocab), rows)
+    with Watch() as watch:
+        verifier.verify(batch.tree, target, batch.uniforms)
+    assert watch.peak < target.logits.nbytes
