@@ -16,6 +16,8 @@ the same :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
   ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
   ``depth``.
 * ``CORRECTION``, index 0: the last token of the step.
+* Rules with a modified target draw how many drafts of earlier steps are left with further numbers,
+  see :mod:`~eaglegbv.verifiers.reference.modified_target`.
 * ``DRAFT``: drafting, see :mod:`~eaglegbv.verifiers.reference.drafting`.
 
 Entries are drawn by inverse CDF: the first entry i with u * total < cumulative_i; an entry of

@@ -1,16 +1,14 @@
 """Drawing draft trees by law, through a chooser."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.reference.chooser import Chooser
 from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs, most_likely
-
-Stop: TypeAlias = Callable[[Prefix], bool]
-"""Whether paths end after a prefix (an end-of-sequence token, say)."""
+from eaglegbv.verifiers.reference.tree import Stop, never
 
 
 class DrawChildren(Protocol):
@@ -20,12 +18,6 @@ class DrawChildren(Protocol):
         self, q: Probs, count: int, chooser: Chooser, indices: "count[int]"
     ) -> Sequence[int]:
         """Return up to ``count`` different tokens; ``indices`` numbers the uniforms."""
-
-
-def never(prefix: Prefix) -> bool:
-    """Never stop early."""
-    del prefix
-    return False
 
 
 def draft_iid(

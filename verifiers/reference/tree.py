@@ -1,12 +1,22 @@
 """One request's draft tree as plain token paths, and the outcome of a verification."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TypeAlias
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
+
+Stop: TypeAlias = Callable[[Prefix], bool]
+"""Whether paths end after a prefix (an end-of-sequence token, say)."""
+
+
+def never(prefix: Prefix) -> bool:
+    """Never stop early."""
+    del prefix
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +30,9 @@ class ReferenceTree:
         draft_law: q(. | prefix), over the whole vocabulary, 0 off its support.
         node_numbers: Number of each node in a batched tree, keyed by prefix; by default nodes are
             numbered by depth, then by first path.
+        reach: Length the paths were drawn to, unless they stopped early; by default that of the
+            longest path.
+        stop: The rule by which paths stop early.
     """
 
     law: Law
@@ -27,6 +40,13 @@ class ReferenceTree:
     target_law: LawAt
     draft_law: LawAt
     node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
+    reach: int = 0
+    stop: Stop = never
+
+    @property
+    def length(self) -> int:
+        """Length the paths were drawn to."""
+        return self.reach or max(map(len, self.paths), default=0)
 
     def paths_through(self, prefix: Prefix) -> tuple[int, ...]:
         """Return the numbers of the paths that go on below ``prefix``."""
