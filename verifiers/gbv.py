@@ -24,7 +24,7 @@ class GbvVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge independent paths; a request's K is the number of its paths that are not empty."""
-        ranked = RankedTree.of(tree, target)
+        ranked = RankedTree.of(tree, target.probs_at(tree.draft_ids))
         path = ranked.path(preferred_path(tree, ranked.ranks), ranked.laws.draft)
         paths = (tree.path_lengths > 0).sum(dim=1)
         return verify_block(_skewed(path, paths), target, uniforms)

@@ -13,6 +13,7 @@ from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.drafted_path import rows_at
+from eaglegbv.verifiers.siblings import drafted_nodes
 
 TOLERANCE = 1e-6
 """How far the sum of a law may be from one."""
@@ -52,8 +53,7 @@ def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
     )
     if tree.law is Law.FIXED:
         return faults
-    index = torch.arange(tree.nodes, device=tree.token_ids.device)
-    drafted = (index > 0) & (index < tree.num_nodes.unsqueeze(1))
+    drafted = drafted_nodes(tree)
     laws = tree.draft_probs
     # Written so that NaN is a fault too.
     sound = ((laws.sum(dim=2) - 1).abs() <= TOLERANCE) & (laws >= 0).all(dim=2)

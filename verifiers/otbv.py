@@ -9,18 +9,14 @@ so is its token part. One path: block verification. One level: the optimal accep
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block_rule import verify_block
-from eaglegbv.verifiers.drafted_path import DraftedPath, rooted
-from eaglegbv.verifiers.fixed_choice import select_fixed
-from eaglegbv.verifiers.path_choice import preferred_path, steps_of
-from eaglegbv.verifiers.ranked_tree import RankedTree
-from eaglegbv.verifiers.transport import Drafts, labels, transport
+from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.fixed_selection import select_fixed
+from eaglegbv.verifiers.greedy_selection import select_greedy
+from eaglegbv.verifiers.iid_selection import select_iid
 
 
 class OtbvVerifier(Verifier):
@@ -28,39 +24,16 @@ class OtbvVerifier(Verifier):
 
     name: ClassVar[str] = "otbv"
     source: ClassVar[str] = "eaglegbv: exact optimal transport, then block verification"
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.FIXED})
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.GREEDY, Law.FIXED})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of any accepted law."""
-        select = select_fixed if tree.law is Law.FIXED else select_iid
-        return verify_block(select(tree, target, uniforms.selection), target, uniforms)
+        return verify_block(_select(tree, target, uniforms), target, uniforms)
 
 
-def select_iid(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> DraftedPath:
-    """Return the selected path of trees of independent paths, with the laws b along it.
-
-    Args:
-        tree: Trees of law ``iid``.
-        target: The target's laws.
-        uniforms: ``[batch, length, paths, 2]``.
-    """
-    ranked = RankedTree.of(tree, target)
-    real = steps_of(tree)
-    children = tree.path_nodes.flatten(1)
-    parents = rooted(tree.path_nodes)[:, :, :-1].flatten(1)
-    counts = torch.zeros_like(tree.parents)
-    counts.scatter_add_(1, parents, real.flatten(1).to(torch.int64))
-    plan = transport(ranked.laws, counts)
-    label = labels(
-        ranked.laws,
-        plan,
-        Drafts(nodes=parents, ranks=ranked.ranks.gather(1, children)),
-        uniforms.transpose(1, 2).flatten(1, 2),
-    )
-    # The highest label wins, the first drafted among equals: one number says both.
-    first = torch.arange(tree.paths - 1, -1, -1, device=label.device).unsqueeze(1)
-    score = label.view_as(real) * tree.paths + first
-    keys = torch.zeros_like(tree.parents).scatter_reduce(
-        1, children, torch.where(real, score, 0).flatten(1), "amax"
-    )
-    return ranked.path(preferred_path(tree, keys), plan.law)
+def _select(tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> DraftedPath:
+    if tree.law is Law.FIXED:
+        return select_fixed(tree, target, uniforms.selection)
+    if tree.law is Law.GREEDY:
+        return select_greedy(tree, target, uniforms.selection)
+    return select_iid(tree, target.probs_at(tree.draft_ids), uniforms.selection)

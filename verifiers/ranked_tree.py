@@ -5,7 +5,6 @@ from typing import Self
 
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rooted, rows_at
 from eaglegbv.verifiers.transport import RankedLaws
@@ -26,9 +25,9 @@ class RankedTree:
     ranks: Tensor
 
     @classmethod
-    def of(cls, tree: DraftTree, target: TargetLaw) -> Self:
-        """Rank the laws of all nodes."""
-        laws = RankedLaws.of(tree.draft_ids, tree.draft_probs, target.probs_at(tree.draft_ids))
+    def of(cls, tree: DraftTree, probs: Tensor) -> Self:
+        """Rank the laws of all nodes, given ``probs``: the target law at ``tree.draft_ids``."""
+        laws = RankedLaws.of(tree.draft_ids, tree.draft_probs, probs)
         ids, draft = rows_at(laws.ids, tree.parents), rows_at(laws.draft, tree.parents)
         return cls(tree, laws, place_of(tree.token_ids, ids, draft))
 

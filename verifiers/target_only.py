@@ -9,6 +9,7 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.categorical import draw
+from eaglegbv.verifiers.siblings import child_counts
 from eaglegbv.verifiers.walk import walk
 
 
@@ -22,9 +23,7 @@ class TargetOnlyVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge any tree; inner nodes of depth d sample with acceptance number d."""
-        index = torch.arange(tree.nodes, device=tree.token_ids.device)
-        drafted = ((index > 0) & (index < tree.num_nodes.unsqueeze(1))).to(torch.int64)
-        children = torch.zeros_like(tree.parents).scatter_add_(1, tree.parents, drafted)
+        children = child_counts(tree)
 
         def sample(nodes: Tensor, depth: int) -> Tensor:
             number = uniforms.correction

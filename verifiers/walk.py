@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.siblings import drafted_nodes
 
 
 def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdict:
@@ -16,8 +17,7 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
         tree: The draft trees.
         next_token: From the nodes ``[batch]`` reached and their depth to a token each, ``[batch]``.
     """
-    index = torch.arange(tree.nodes, device=tree.token_ids.device)
-    drafted = (index > 0) & (index < tree.num_nodes.unsqueeze(1))
+    drafted = drafted_nodes(tree)
     node = torch.zeros_like(tree.num_nodes)
     going = torch.ones_like(node, dtype=torch.bool)
     accepted, token, visited = node, node, []

@@ -1,0 +1,58 @@
+"""Draft laws in order of popularity, for the laws that fix a node's most likely children."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.drafted_path import place_of, rows_at
+
+
+@dataclass(frozen=True, slots=True)
+class PopularTree:
+    """Draft trees with every node's law sorted: most likely first, ties by token id.
+
+    Attributes:
+        tree: The trees.
+        ids: ``[batch, nodes, width]`` int64.
+        draft: ``[batch, nodes, width]`` float64, q.
+        target: ``[batch, nodes, width]`` float64, p at ``ids``.
+        places: ``[batch, nodes]`` int64, where each node's token stands among its parent's ids.
+    """
+
+    tree: DraftTree
+    ids: Tensor
+    draft: Tensor
+    target: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree, target: TargetLaw) -> Self:
+        """Sort the laws of all nodes."""
+        by_id = tree.draft_ids.argsort(dim=2)
+        by_draft = (-tree.draft_probs).gather(2, by_id).sort(dim=2, stable=True).indices
+        order = by_id.gather(2, by_draft)
+        ids, draft = tree.draft_ids.gather(2, order), tree.draft_probs.gather(2, order)
+        probs = target.probs_at(ids) * (draft > 0)
+        places = place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))
+        return cls(tree, ids, draft, probs, places)
+
+    def first_places(self, count: Tensor) -> Tensor:
+        """Return ``[batch, nodes, width]`` bool: the ``count`` ``[batch, nodes]`` most likely."""
+        places = torch.arange(self.ids.shape[2], device=self.ids.device)
+        return (places < count.unsqueeze(2)) & (self.draft > 0)
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Return ``values`` ``[batch, nodes, width]`` of the parent at each node's own token."""
+        at = self.tree.parents * self.ids.shape[2] + self.places
+        return values.flatten(1).gather(1, at)
+
+
+def tail_law(draft: Tensor, kept: Tensor) -> Tensor:
+    """Return q restricted to the tokens off ``kept``, normalised; all 0 if none has mass."""
+    rest = draft.masked_fill(kept, 0.0)
+    total = rest.sum(dim=-1, keepdim=True)
+    return torch.where(rest == total, (total > 0) & (rest > 0), rest / total).to(draft.dtype)
