@@ -13,6 +13,7 @@ import torch
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.params import SamplingParams
 
 FORMAT = 1
 """Version of the layout of ``results.json``."""
@@ -28,6 +29,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        SamplingParams(temperature=self.temperature)  # raises where it is out of range
 
     @property
     def name(self) -> str:

@@ -1,0 +1,123 @@
+"""``eaglegbv bench``: benchmarks with a report."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.cli.measuring import device_name, generate_with, progress, report_errors
+from eaglegbv.cli.options import (
+    Device,
+    Drafter,
+    DraftTemperature,
+    DraftWidth,
+    Dtype,
+    LawName,
+    Model,
+    base_plan,
+    integers,
+    load_llm,
+    max_paths,
+    names,
+    numbers,
+)
+
+if TYPE_CHECKING:
+    from eaglegbv.eval.records import Record
+
+app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
+
+
+@app.callback()
+def main() -> None:
+    """Measure block efficiency and speed."""
+
+
+@app.command()
+def mt_bench(
+    questions: Annotated[
+        int | None,
+        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
+    ] = None,
+    questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines of questions instead of the usual sources.")
+    ] = None,
+    verifiers: Annotated[
+        str, typer.Option(help="Verifiers to compare; 'none' is plain decoding.")
+    ] = "none,token,block,gbv,otbv",
+    paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "3",
+    depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
+    law: LawName = None,
+    draft_width: DraftWidth = 64,
+    draft_temperature: DraftTemperature = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    system: Annotated[str | None, typer.Option(help="System message of every question.")] = None,
+    seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 3,
+    model: Model = None,
+    drafter: Drafter = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for results.json and results.md; resumes its own run.")
+    ] = Path("runs/mt-bench"),
+) -> None:
+    """Hold two-turn conversations in every setting, in turns, and report figures.
+
+    Questions come from --data, else the folder named by EAGLEGBV_DATA, else the local cache, else
+    the Hugging Face hub; --questions-set builtin is packaged. A run that was interrupted goes on
+    where it stopped when the same command is given again.
+    """
+    from eaglegbv.eval.grid import grid
+    from eaglegbv.eval.questions import load_questions
+    from eaglegbv.eval.records import RunSettings, describe_environment
+    from eaglegbv.eval.report import plain_text, table, write_markdown
+    from eaglegbv.eval.runner import run
+    from eaglegbv.eval.store import RunFolder, write_results
+    from eaglegbv.eval.summary import summarise
+
+    chosen = load_questions(questions_set, data).first(questions)
+    settings = RunSettings(
+        suite=chosen.suite,
+        origin=chosen.origin,
+        question_ids=tuple(question.id for question in chosen.questions),
+        model=model or "tiny",
+        drafter=drafter or "eagle3" if model is None else drafter,
+        system=system,
+        settings=grid(
+            names("verifiers", verifiers),
+            integers("paths", paths),
+            integers("depth", depth),
+            numbers("temperature", temperature),
+            base=base_plan(law, draft_width, draft_temperature),
+            max_paths=max_paths,
+        ),
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=repeats,
+    )
+    plans = [setting.plan for setting in settings.settings]
+    widest = next((plan for plan in plans if plan.speculative), plans[0])
+    llm = load_llm(model, drafter, widest, device, dtype)
+    folder = RunFolder(out, settings, describe_environment(device_name(device)))
+    with progress(settings, len(folder.records)) as show:
+
+        def keep(record: "Record") -> None:
+            folder.add(record)
+            show(record)
+
+        run(
+            generate_with(llm),
+            chosen.questions,
+            settings,
+            done=[record.key for record in folder.records],
+            on_record=keep,
+        )
+    results = folder.results()
+    summaries = summarise(results)
+    written = [write_results(out, results, summaries), write_markdown(out, results, summaries)]
+    typer.echo(plain_text(table(summaries)))
+    report_errors(summaries)
+    typer.echo("\n".join(f"wrote {path}" for path in written), err=True)

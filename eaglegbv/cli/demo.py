@@ -1,0 +1,70 @@
+"""``eaglegbv demo``: an answer, then what each verifier makes of the same questions."""
+
+from typing import Annotated
+
+import typer
+
+from eaglegbv.cli.generate import messages, print_answer
+from eaglegbv.cli.measuring import device_name, generate_with, progress, report_errors
+from eaglegbv.cli.options import load_llm, max_paths
+
+VERIFIERS = ("none", "token", "block", "gbv", "otbv")
+
+
+def demo(
+    prompt: Annotated[
+        str, typer.Option(help="What to ask first.")
+    ] = "Give three tips for a good night's sleep.",
+    questions: Annotated[int, typer.Option(help="Questions for the table, 1 to 16.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+) -> None:
+    """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""
+    from eaglegbv.config import Plan
+    from eaglegbv.eval.grid import grid
+    from eaglegbv.eval.questions import load_questions
+    from eaglegbv.eval.records import Record, Results, RunSettings, describe_environment
+    from eaglegbv.eval.report import plain_text, table
+    from eaglegbv.eval.runner import run
+    from eaglegbv.eval.summary import summarise
+    from eaglegbv.params import SamplingParams
+
+    plan = Plan()
+    chosen = load_questions("builtin").first(questions)
+    settings = RunSettings(
+        suite=chosen.suite,
+        origin=chosen.origin,
+        question_ids=tuple(question.id for question in chosen.questions),
+        model="tiny",
+        drafter="eagle3",
+        system=None,
+        settings=grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan, max_paths=max_paths),
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=1,
+    )
+    llm = load_llm(None, None, plan, None, None)
+    typer.echo(f"> {prompt}")
+    params = SamplingParams(temperature=0.7, max_tokens=2 * max_tokens, seed=seed)
+    print_answer(llm, messages(prompt), params, stream=True)
+
+    typer.echo(
+        f"\nThe same tiny model on {questions} two-turn questions, temperature 1, one at a time:"
+    )
+    records: list[Record] = []
+    with progress(settings, 0) as show:
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            show(record)
+
+        run(generate_with(llm), chosen.questions, settings, on_record=keep)
+    environment = describe_environment(device_name(None))
+    summaries = summarise(Results(settings=settings, environment=environment, records=records))
+    typer.echo(plain_text(table(summaries)))
+    report_errors(summaries)
+    typer.echo(
+        "none: plain decoding; K paths of L drafted tokens; block efficiency: tokens per forward "
+        "of\nthe model; [ ]: 95% interval. Every setting draws from the same law; only speed "
+        "differs."
+    )

@@ -1,0 +1,185 @@
+"""``eaglegbv generate``: answer one prompt."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.cli.options import (
+    Device,
+    Drafter,
+    DraftTemperature,
+    DraftWidth,
+    Dtype,
+    LawName,
+    Model,
+    base_plan,
+    load_llm,
+    max_paths,
+    read_text,
+)
+from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from eaglegbv.config import Plan
+    from eaglegbv.llm import LLM, Completion
+    from eaglegbv.params import SamplingParams
+
+Messages = list[dict[str, str]]
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the prompt; '-' reads standard input.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    model: Model = None,
+    drafter: Drafter = None,
+    verifier: Annotated[str, typer.Option(help="Verifier, or 'none' for plain decoding.")] = "otbv",
+    paths: Annotated[
+        int | None,
+        typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
+    ] = None,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
+    law: LawName = None,
+    draft_width: DraftWidth = 64,
+    draft_temperature: DraftTemperature = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    presence_penalty: Annotated[float, typer.Option()] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the request.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: text, tokens, metrics.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answer a prompt; the text follows the target's law, whatever the drafter and verifier."""
+    message = _prompt(prompt, prompt_file)
+    if raw and system is not None:
+        raise InvalidArgument("system", system, "none with --raw, which has no chat template")
+    from eaglegbv.params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
+    llm = load_llm(model, drafter, plan, device, dtype)
+    request = message if raw else messages(message, system)
+    if as_json:
+        start = time.perf_counter()
+        completion = answer(llm, request, params)
+        typer.echo(_json(llm, completion, time.perf_counter() - start))
+    else:
+        completion = print_answer(llm, request, params, stream=stream)
+        typer.echo(_footer(completion), err=True)
+
+
+def messages(prompt: str, system: str | None = None) -> Messages:
+    """Return a conversation of one user message."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def answer(llm: "LLM", request: str | Messages, params: "SamplingParams") -> "Completion":
+    """Return the whole answer; the pieces of the stream go unused."""
+    for delta in llm.stream(request, params):
+        if delta.completion is not None:
+            return delta.completion
+    raise RuntimeError("the stream ended without a completion")
+
+
+def print_answer(
+    llm: "LLM", request: str | Messages, params: "SamplingParams", *, stream: bool
+) -> "Completion":
+    """Print the answer, piece by piece or at once, and return it."""
+    if not stream:
+        completion = answer(llm, request, params)
+        typer.echo(completion.text)
+        return completion
+    for delta in llm.stream(request, params):
+        typer.echo(delta.text, nl=False)
+        if delta.completion is not None:
+            typer.echo()
+            return delta.completion
+    raise RuntimeError("the stream ended without a completion")
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise InvalidArgument("prompt", prompt, "either --prompt TEXT or --prompt-file FILE")
+    text = prompt if prompt_file is None else read_text(prompt_file)
+    if not text or not text.strip():
+        raise InvalidArgument("prompt", text, "a text that is not empty")
+    return text
+
+
+def _plan(base: "Plan", verifier: str, paths: int | None, depth: int) -> "Plan":
+    import msgspec
+
+    if verifier != "none":
+        most = max_paths(verifier)
+        if paths is None:
+            paths = base.paths if most is None else min(base.paths, most)
+    return msgspec.structs.replace(
+        base, verifier=verifier, paths=base.paths if paths is None else paths, depth=depth
+    )
+
+
+def _json(llm: "LLM", completion: "Completion", seconds: float) -> str:
+    import msgspec
+
+    metrics = completion.metrics
+    result = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "plan": llm.plan,
+        "seconds": seconds,
+        "metrics": {
+            **msgspec.structs.asdict(metrics),
+            "block_efficiency": metrics.block_efficiency,
+            "acceptance_length": metrics.acceptance_length,
+            "acceptance_by_depth": metrics.acceptance_by_depth,
+            "decode_seconds": metrics.decode_seconds,
+        },
+    }
+    return msgspec.json.encode(result).decode()
+
+
+def _footer(completion: "Completion") -> str:
+    metrics = completion.metrics
+    seconds = metrics.decode_seconds
+    rate = f", {metrics.committed_tokens / seconds:.0f} tokens/s" if seconds else ""
+    return (
+        f"[{len(completion.token_ids)} tokens, {metrics.target_forwards} target forwards, "
+        f"{metrics.block_efficiency:.2f} tokens per forward{rate}, {completion.finish_reason}]"
+    )

@@ -1,0 +1,60 @@
+"""The ``eaglegbv`` command."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import eaglegbv
+from eaglegbv.cli import bench, demo, generate
+from eaglegbv.errors import EagleGBVError
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="eaglegbv",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Lossless tree speculation for large language models.",
+)
+app.command()(generate.generate)
+app.command()(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"eaglegbv {eaglegbv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(context: typer.Context) -> None:
+    """Train a target or an EAGLE head."""
+    # Its options come from modules that import torch, so they are read when it is called.
+    from eaglegbv.cli.train import app as train_app
+
+    train_app(context.args, prog_name="eaglegbv train")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; an error the package raises on purpose is one line, status 2."""
+    try:
+        app(arguments)
+    except EagleGBVError as error:
+        typer.echo(f"eaglegbv: {error}", err=True)
+        raise SystemExit(USAGE_ERROR) from None

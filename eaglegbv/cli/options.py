@@ -1,0 +1,109 @@
+"""Options that several commands share, and what they mean together."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from eaglegbv.config import Plan
+    from eaglegbv.llm import LLM
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub name of the target.", show_default="the packaged tiny model"),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda.", show_default="cuda or cpu")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16.", show_default="by device"),
+]
+LawName = Annotated[
+    str | None,
+    typer.Option(help="Draft law: iid or fixed.", show_default="the verifier's own"),
+]
+DraftWidth = Annotated[int, typer.Option(help="Candidates a draft law keeps.")]
+DraftTemperature = Annotated[
+    float, typer.Option(help="Draft temperature as a multiple of the request's; lossless.")
+]
+
+
+def max_paths(verifier: str) -> int | None:
+    """Return the most paths a verifier takes; None for any number."""
+    from eaglegbv.verifiers.registry import make_verifier
+
+    return make_verifier(verifier).max_paths
+
+
+def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "Plan":
+    """Return the default plan with these draft settings."""
+    from eaglegbv.config import Plan
+    from eaglegbv.tree import Law
+
+    if law is not None and law not in set(Law):
+        raise InvalidArgument("law", law, f"one of {sorted(Law)}")
+    return Plan(
+        law=None if law is None else Law(law),
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+    )
+
+
+def load_llm(
+    model: str | None, drafter: str | None, plan: "Plan", device: str | None, dtype: str | None
+) -> "LLM":
+    """Load models as the options say."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from eaglegbv.llm import LLM
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in dtypes:
+        raise InvalidArgument("dtype", dtype, f"one of {sorted(dtypes)}")
+    disable_progress_bar()
+    return LLM(
+        model, drafter, plan=plan, device=device, dtype=None if dtype is None else dtypes[dtype]
+    )
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text; ``-`` is standard input."""
+    if str(path) == "-":
+        return typer.get_text_stream("stdin").read()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("prompt-file", str(path), f"a readable file ({error})") from error
+
+
+def names(option: str, text: str) -> list[str]:
+    """Return the entries of a comma-separated list."""
+    found = [entry.strip() for entry in text.split(",")]
+    if not all(found):
+        raise InvalidArgument(option, text, "names separated by commas")
+    return found
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Return the integers of a comma-separated list."""
+    try:
+        return [int(entry) for entry in text.split(",")]
+    except ValueError:
+        raise InvalidArgument(option, text, "integers separated by commas") from None
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """Return the numbers of a comma-separated list."""
+    try:
+        return [float(entry) for entry in text.split(",")]
+    except ValueError:
+        raise InvalidArgument(option, text, "numbers separated by commas") from None

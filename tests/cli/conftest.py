@@ -1,0 +1,27 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.cli import Result, run
+from support.saved_pair import save_pair
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that name a tiny random pair."""
+    target, head = save_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--drafter", str(head), "--device", "cpu"]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs the command line in this process."""
+    return lambda *arguments: run(capsys, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep questions of this machine out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("EAGLEGBV_DATA", raising=False)

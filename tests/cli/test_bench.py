@@ -1,0 +1,110 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from eaglegbv.eval.store import read_results
+from eaglegbv.eval.summary import Summary
+
+QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
+
+
+def bench(cli, pair, *arguments: str):
+    return cli("bench", "mt-bench", *pair, *arguments)
+
+
+def test_writes_results_and_a_report(cli, pair, tmp_path: Path) -> None:
+    verifiers = ["--verifiers", "none,token,otbv", "--paths", "1,2", "--depth", "3"]
+    result = bench(cli, pair, *QUICK, *verifiers, "--out", str(tmp_path))
+    assert result.status == 0, result.err
+    content = json.loads((tmp_path / "results.json").read_bytes())
+    names = ["none", "token K1 L3", "otbv K1 L3", "otbv K2 L3"]
+    assert [s["setting"] for s in content["summary"]] == names
+    results = read_results(tmp_path / "results.json")
+    assert len(results.records) == 2 * len(names)
+    for record in results.records:
+        assert len(record.turns) == 2
+        assert record.error is None
+    summaries = msgspec.convert(content["summary"], list[Summary])
+    none, otbv = summaries[0], summaries[-1]
+    assert none.block_efficiency.value == 1
+    assert none.speedup is not None
+    assert none.speedup.value == 1
+    assert otbv.block_efficiency.value >= 1
+    assert len(otbv.acceptance_by_depth) == 3
+    assert otbv.tokens_per_second > 0
+    report = (tmp_path / "results.md").read_text(encoding="utf-8")
+    for name in names:
+        assert name in report
+        assert name in result.out
+    assert "conversation" in result.err
+
+
+def test_an_interrupted_run_goes_on(cli, pair, tmp_path: Path) -> None:
+    arguments = [*QUICK, "--verifiers", "none,block", "--out", str(tmp_path)]
+    assert bench(cli, pair, *arguments).status == 0
+    records = tmp_path / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    assert bench(cli, pair, *arguments).status == 0
+    again = records.read_bytes().splitlines(keepends=True)
+    assert again[:2] == lines[:2]
+    assert len(again) == len(lines) == 4
+
+    def tokens(line: bytes) -> object:
+        return [turn["text"] for turn in json.loads(line)["turns"]]
+
+    assert [tokens(line) for line in again] == [tokens(line) for line in lines]
+    other = bench(cli, pair, *arguments, "--seed", "1")
+    assert other.status == 2
+    assert "with the same seed" in other.err
+
+
+def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
+    question = {"id": "long", "category": "math", "turns": ["a" * 200, "b" * 200], "source": "test"}
+    short = {"id": "short", "category": "math", "turns": ["a", "b"], "source": "test"}
+    data = tmp_path / "questions.jsonl"
+    data.write_text("\n".join(json.dumps(q) for q in (short, question)), encoding="utf-8")
+    arguments = ["--data", str(data), "--verifiers", "none", "--max-tokens", "4"]
+    result = bench(cli, pair, *arguments, "--out", str(tmp_path / "out"))
+    assert result.status == 0
+    assert "broke off, counted in no figure: none: 3" in result.err
+    assert "long, repeat 2" in (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--questions", "99"], "questions=99"),
+        (["--questions-set", "nope"], "questions-set='nope'"),
+        (["--data", "/no/such/file"], "data='/no/such/file'"),
+        (["--verifiers", "none,,otbv"], "verifiers='none,,otbv'"),
+        (["--verifiers", "nope"], "verifier='nope'"),
+        (["--paths", "1,x"], "paths='1,x'"),
+        (["--paths", "77"], "paths=77"),
+        (["--depth", "0"], "depth=0"),
+        (["--temperature", "hot"], "temperature='hot'"),
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--max-tokens", "0"], "max_tokens=0"),
+        (["--seed", "-1"], "seed=-1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_line(
+    cli, pair, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    result = bench(cli, pair, *QUICK, "--out", str(tmp_path), *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert result.err.startswith("eaglegbv: ")
+    assert result.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_any_source_the_error_says_where_it_looked(cli, pair, tmp_path: Path) -> None:
+    result = bench(cli, pair, "--out", str(tmp_path / "out"))
+    assert result.status == 2
+    for place in ("--data FILE", "EAGLEGBV_DATA", "cache/eaglegbv", "Hugging Face hub"):
+        assert place in result.err

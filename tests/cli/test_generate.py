@@ -1,0 +1,133 @@
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def generate(cli, pair, *arguments: str):
+    return cli("generate", *pair, "--max-tokens", "12", "--seed", "3", *arguments)
+
+
+def test_json_is_one_object_with_text_tokens_and_metrics(cli, pair) -> None:
+    result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
+    assert result.status == 0, result.err
+    answer = json.loads(result.out)
+    assert len(answer["token_ids"]) == 12
+    assert answer["finish_reason"] == "length"
+    assert isinstance(answer["text"], str)
+    assert answer["plan"]["verifier"] == "otbv"
+    metrics = answer["metrics"]
+    assert metrics["committed_tokens"] == 11
+    assert metrics["block_efficiency"] == 11 / metrics["target_forwards"]
+    assert 0 < metrics["decode_seconds"] < answer["seconds"]
+
+
+def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
+    options = ["--prompt", "Hello"]
+    text = json.loads(generate(cli, pair, *options, "--json").out)["text"]
+    for stream in ("--stream", "--no-stream"):
+        result = generate(cli, pair, *options, stream)
+        assert result.status == 0, result.err
+        assert result.out == text + "\n"
+        assert "tokens per forward" in result.err
+
+
+def test_plain_decoding_at_temperature_0_gives_the_same_text(cli, pair) -> None:
+    texts = {
+        generate(cli, pair, "--prompt", "Hello", "--temperature", "0", "--verifier", v).out
+        for v in ("none", "token", "block", "gbv", "otbv")
+    }
+    assert len(texts) == 1
+
+
+def test_prompt_comes_from_a_file_or_standard_input(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hello", encoding="utf-8")
+    expected = generate(cli, pair, "--prompt", "Hello").out
+    assert generate(cli, pair, "--prompt-file", str(file)).out == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello"), encoding="utf-8"))
+    assert generate(cli, pair, "--prompt-file", "-").out == expected
+
+
+def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
+    def prompt_ids(*options: str) -> list[int]:
+        result = generate(cli, pair, "--prompt", "Hello", "--json", *options)
+        return json.loads(result.out)["prompt_token_ids"]
+
+    plain, system, raw = prompt_ids(), prompt_ids("--system", "Be brief."), prompt_ids("--raw")
+    assert len(system) > len(plain) > len(raw) == len("Hello")
+
+
+def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
+    options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--law", "iid"]
+    more = ["--draft-width", "8", "--draft-temperature", "1.5"]
+    result = generate(cli, pair, "--prompt", "Hello", "--json", *options, *more)
+    assert json.loads(result.out)["plan"] == {
+        "verifier": "gbv",
+        "paths": 2,
+        "depth": 3,
+        "law": "iid",
+        "draft_width": 8,
+        "draft_temperature": 1.5,
+    }
+
+
+def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
+    result = generate(cli, pair, "--prompt", "Hello", "--verifier", "block", "--json")
+    assert json.loads(result.out)["plan"]["paths"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "prompt=None: expected either"),
+        (["--prompt", "a", "--prompt-file", "b"], "prompt='a': expected either"),
+        (["--prompt", " "], "prompt=' ': expected a text"),
+        (["--prompt-file", "/no/such/file"], "prompt-file='/no/such/file'"),
+        (["--prompt", "a", "--raw", "--system", "b"], "system='b'"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p=0.0"),
+        (["--prompt", "a", "--top-k", "0"], "top_k=0"),
+        (["--prompt", "a", "--min-p", "2"], "min_p=2.0"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
+        (["--prompt", "a", "--paths", "0"], "paths=0"),
+        (["--prompt", "a", "--paths", "2", "--verifier", "token"], "paths=2"),
+        (["--prompt", "a", "--depth", "99"], "depth=99"),
+        (["--prompt", "a", "--verifier", "nope"], "verifier='nope'"),
+        (["--prompt", "a", "--law", "nope"], "law='nope'"),
+        (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
+        (["--prompt", "a", "--dtype", "int3"], "dtype='int3'"),
+        (["--prompt", "a" * 300], "at most"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_line(cli, pair, arguments: list[str], message: str) -> None:
+    result = cli("generate", *pair, *arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert message in result.err
+    assert result.err.startswith("eaglegbv: ")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--drafter", "/no/such/drafter"], "drafter='/no/such/drafter'"),
+        (["--verifier", "otbv"], "drafter=None"),
+    ],
+)
+def test_bad_models_are_one_clear_line(cli, pair, models: list[str], message: str) -> None:
+    options = dict(zip(pair[::2], pair[1::2], strict=True))
+    if models[0] == "--verifier":
+        del options["--drafter"]
+    options |= dict([models])
+    result = cli("generate", "--prompt", "a", *[x for pair in options.items() for x in pair])
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err

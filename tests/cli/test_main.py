@@ -1,0 +1,37 @@
+import pytest
+
+import eaglegbv
+
+
+def test_version(cli) -> None:
+    result = cli("--version")
+    assert (result.status, result.out) == (0, f"eaglegbv {eaglegbv.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], ["generate", "demo", "bench", "train"]),
+        (["generate", "--help"], ["--prompt", "--verifier", "--json", "--min-p"]),
+        (["demo", "--help"], ["--questions"]),
+        (["bench", "mt-bench", "--help"], ["--verifiers", "--repeats", "EAGLEGBV_DATA"]),
+        (["train", "--help"], ["target", "eagle"]),
+        (["train", "target", "--help"], ["--data"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help(cli, arguments: list[str], expected: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.status == 0
+    for text in expected:
+        assert text in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nope"], ["generate", "--nope"], ["generate", "--depth", "four"]], ids=" ".join
+)
+def test_usage_errors(cli, arguments: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.status == 2
+    assert result.err
+    assert result.out == ""

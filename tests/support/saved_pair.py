@@ -1,0 +1,68 @@
+"""A tiny random chat model and heads for it, saved as users' models are."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eaglegbv.drafters.checkpoint import save_head
+from eaglegbv.drafters.eagle_head import Arch, Eagle1Head, EagleHead, EagleHeadConfig
+
+HIDDEN = 32
+CONTEXT = 256
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def save_pair(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Write a random target and an EAGLE-1 head into ``folder`` and return their folders."""
+    target, head = folder / "target", folder / "head"
+    tokenizer = _byte_tokenizer()
+    tokenizer.save_pretrained(str(target))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=CONTEXT,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(target)
+        save_head(_eagle1(model), head, torch.float32)
+    return target, head
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _eagle1(model: LlamaForCausalLM) -> EagleHead:
+    config = EagleHeadConfig(
+        arch=Arch.EAGLE1,
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=HIDDEN // 2,
+        vocab_size=model.config.vocab_size,
+        draft_vocab_size=model.config.vocab_size,
+    )
+    embedding = model.get_input_embeddings().weight.detach()
+    return Eagle1Head(config, embedding, model.lm_head.weight.detach())

@@ -1,0 +1,127 @@
+"""The wheel holds what the tree holds, once, and works from where it is unpacked."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import eaglegbv
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("eaglegbv", "drafters", "verifiers", "scheduler")
+NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+IMPORT_ALL = """
+import importlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+sys.path.insert(0, str(root))
+for name in sys.argv[2:]:
+    module = importlib.import_module(name)
+    assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
+"""
+
+
+def shipped_files() -> set[str]:
+    """Every module and asset of the tree, by its path under site-packages."""
+    found = set()
+    for folder, folders, files in os.walk(ROOT / "eaglegbv", followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        inside = Path(folder).relative_to(ROOT)
+        asset = inside.parts[1:2] == ("assets",)
+        found |= {
+            (inside / name).as_posix()
+            for name in files
+            if asset or name == "py.typed" or name.endswith(".py")
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution and the wheel built from it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=NOT_SHIPPED)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    [path] = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_module_and_asset_once(wheel: zipfile.ZipFile) -> None:
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert sorted(names) == sorted(shipped_files())
+    assert "eaglegbv/verifiers/base.py" in names
+    assert "eaglegbv/assets/questions/builtin.jsonl" in names
+
+
+def test_every_module_imports_from_the_unpacked_wheel(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path)
+    modules = [
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in wheel.namelist()
+        if name.endswith(".py")
+    ]
+    assert len(modules) > 20
+    command = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path), *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wheel_carries_version_licence_and_command(wheel: zipfile.ZipFile) -> None:
+    info = f"eaglegbv-{eaglegbv.__version__}.dist-info"
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert "eaglegbv = eaglegbv.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_source_distribution_holds_the_top_level_packages(built: Path) -> None:
+    [path] = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for package in PACKAGES:
+        assert f"{package}/__init__.py" in names
+
+
+def test_top_level_packages_are_linked_into_the_import_package() -> None:
+    for name in PACKAGES[1:]:
+        link = ROOT / "eaglegbv" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name
+
+
+def test_no_module_is_named_like_one_of_the_standard_library_at_the_top() -> None:
+    assert not {Path(name).stem for name in PACKAGES} & sys.stdlib_module_names
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert command.endswith("pytest")
+    assert command in (ROOT / "README.md").read_text().splitlines()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if "==" in line}
+    names = {spec.partition(">")[0].partition("=")[0].strip() for spec in wanted}
+    assert {name.replace("-", "_") for name in names} == {n.replace("-", "_") for n in pinned}
