@@ -1,0 +1,266 @@
+"""The training loop shared by the target and the heads: optimise, log, checkpoint, resume."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from eaglegbv.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How long and how fast to train.
+
+    Training ends after ``steps`` steps or ``minutes`` minutes, whichever comes first; the learning
+    rate follows the same fraction, so that its cosine always ends with the budget. A run limited by
+    steps alone is reproducible bit by bit on a CPU.
+
+    Attributes:
+        steps: Optimiser steps at most.
+        minutes: Minutes of training at most, over all resumed parts; None is no limit.
+        learning_rate: Peak learning rate of AdamW.
+        warm_up: Steps in which the rate rises linearly.
+        final_rate: Fraction of the peak the cosine ends at.
+        weight_decay: AdamW's decay, of matrices only.
+        clip: Largest norm of the gradient.
+        log_every: Steps between two lines of the log.
+        evaluate_every: Steps between two evaluations.
+        checkpoint_every: Steps between two checkpoints.
+        seed: Seed of everything random.
+        bf16: Run the forward in bfloat16; weights and optimiser stay float32.
+    """
+
+    steps: int
+    minutes: float | None = None
+    learning_rate: float = 1.5e-3
+    warm_up: int = 100
+    final_rate: float = 0.01
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    log_every: int = 10
+    evaluate_every: int = 250
+    checkpoint_every: int = 250
+    seed: int = 0
+    bf16: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "warm_up", "log_every", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+        if self.minutes is not None and self.minutes <= 0:
+            raise InvalidArgument("minutes", self.minutes, "a positive number or None")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the spent fraction of the budget; 1 and above is the end."""
+        spent = step / self.steps
+        return spent if self.minutes is None else max(spent, seconds / (60 * self.minutes))
+
+    def rate(self, step: int, progress: float) -> float:
+        """Return the learning rate of a step at a fraction of the budget."""
+        rising = min(1.0, (step + 1) / self.warm_up)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.learning_rate * rising * (self.final_rate + (1 - self.final_rate) * cosine)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a held-out evaluation found: ``score`` (lower is better) chooses the weights to keep."""
+
+    score: float
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; all that a checkpoint holds beside weights and optimiser."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_score: float = math.inf
+    best_step: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        module: The module whose trainable weights are optimised.
+        loss: Loss of a step, given its number and the spent fraction of the budget. It draws its
+            batch as a function of these alone.
+        evaluate: Held-out evaluation.
+        tokens_per_step: Tokens a step trains on, for the log.
+        identity: What must be the same for a checkpoint to be resumed.
+    """
+
+    module: nn.Module
+    loss: Callable[[int, float], Tensor]
+    evaluate: Callable[[], Evaluation]
+    tokens_per_step: int
+    identity: Mapping[str, Any]
+
+
+def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
+    """Train ``task.module``, leaving the weights of the best evaluation in it.
+
+    ``folder`` receives ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume``
+    the run goes on from the checkpoint, if there is one. Every step reseeds torch's generator with
+    the seed and its own number, and the batch depends on the step alone, so there is no generator
+    state to lose.
+
+    Raises:
+        InvalidArgument: The checkpoint belongs to another run.
+        FloatingPointError: The loss is not finite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
+    optimizer = _adamw(task.module, plan)
+    progress = Progress()
+    if resume and checkpoint.exists():
+        progress = _restore(checkpoint, task, optimizer)
+    _drop_lines_after(log, progress.step)
+    with log.open("a") as lines, tqdm(initial=progress.step, unit="step", smoothing=0.1) as bar:
+        while (spent := plan.progress(progress.step, progress.seconds)) < 1:
+            began = time.monotonic()
+            torch.manual_seed(plan.seed * 1_000_003 + progress.step)
+            loss = _step(task, plan, optimizer, progress.step, spent)
+            progress.step += 1
+            bar.update()
+            if progress.step % plan.log_every == 0:
+                _log_loss(lines, bar, task, plan, progress, loss.item(), spent)
+            if progress.step % plan.evaluate_every == 0:
+                _evaluate(lines, bar, task, plan, progress)
+            progress.seconds += time.monotonic() - began
+            if progress.step % plan.checkpoint_every == 0:
+                _save(checkpoint, task, optimizer, progress)
+        if progress.step % plan.evaluate_every:
+            _evaluate(lines, bar, task, plan, progress)
+    _save(checkpoint, task, optimizer, progress)
+    task.module.load_state_dict(progress.best_weights)
+    return progress
+
+
+def _adamw(module: nn.Module, plan: Plan) -> torch.optim.AdamW:
+    weights = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = weights[0].device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95), fused=fused)
+
+
+def _step(task: Task, plan: Plan, optimizer: torch.optim.AdamW, step: int, spent: float) -> Tensor:
+    for group in optimizer.param_groups:
+        group["lr"] = plan.rate(step, spent)
+    task.module.train()
+    with _autocast(task, plan):
+        loss = task.loss(step, spent)
+    loss.backward()
+    nn.utils.clip_grad_norm_(task.module.parameters(), plan.clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _autocast(task: Task, plan: Plan) -> torch.autocast:
+    device = next(task.module.parameters()).device
+    return torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16)
+
+
+def _log_loss(
+    lines: TextIO,
+    bar: "tqdm[Any]",
+    task: Task,
+    plan: Plan,
+    progress: Progress,
+    loss: float,
+    spent: float,
+) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"loss {loss} at step {progress.step}")
+    elapsed = bar.format_dict["elapsed"]
+    done = bar.n - bar.initial
+    rate = task.tokens_per_step * done / elapsed if elapsed else 0.0
+    bar.total = round((progress.step - 1) / spent) if spent else plan.steps
+    bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+    entry = {
+        "step": progress.step,
+        "tokens": progress.step * task.tokens_per_step,
+        "seconds": round(progress.seconds, 1),
+        "rate": plan.rate(progress.step, spent),
+        "loss": loss,
+    }
+    _write(lines, entry)
+
+
+def _evaluate(lines: TextIO, bar: "tqdm[Any]", task: Task, plan: Plan, progress: Progress) -> None:
+    task.module.eval()
+    # Evaluation runs at many shapes, too few times to be worth compiling for.
+    with torch.no_grad(), _autocast(task, plan), torch.compiler.set_stance("force_eager"):
+        found = task.evaluate()
+    _write(lines, {"step": progress.step, "held_out": dict(found.values), "score": found.score})
+    bar.write(f"step {progress.step}: held-out score {found.score:.4f}")
+    if found.score < progress.best_score:
+        progress.best_score, progress.best_step = found.score, progress.step
+        progress.best_weights = {
+            name: tensor.to("cpu", copy=True) for name, tensor in task.module.state_dict().items()
+        }
+
+
+def _write(lines: TextIO, entry: Mapping[str, Any]) -> None:
+    lines.write(json.dumps(entry) + "\n")
+    lines.flush()
+
+
+def _drop_lines_after(log: Path, step: int) -> None:
+    """Forget what was logged after the checkpoint: those steps are run again."""
+    if not log.exists():
+        return
+    kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]
+    log.write_text("".join(kept if step else []))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except json.JSONDecodeError:  # the line being written when the run was killed
+        return math.inf
+
+
+def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:
+    partial = path.with_suffix(".partial")
+    torch.save(
+        {
+            "identity": json.dumps(task.identity, sort_keys=True),
+            "module": task.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": progress.step,
+            "seconds": progress.seconds,
+            "best_score": progress.best_score,
+            "best_step": progress.best_step,
+            "best_weights": progress.best_weights,
+        },
+        partial,
+    )
+    partial.replace(path)
+
+
+def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    identity = json.dumps(task.identity, sort_keys=True)
+    if saved["identity"] != identity:
+        raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
+    task.module.load_state_dict(saved["module"])
+    optimizer.load_state_dict(saved["optimizer"])
+    names = ("step", "seconds", "best_score", "best_step", "best_weights")
+    return Progress(**{name: saved[name] for name in names})

@@ -1,0 +1,313 @@
+"""Training of a small chat model from scratch: a deep and narrow Llama in transformers' format."""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    Row,
+    build_corpus,
+    draw_documents,
+    find_files,
+    mixture_weights,
+    pack,
+    read_rows,
+)
+from eaglegbv.drafters.training.loop import Evaluation, Plan, Task, optimise
+from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.tokenizer import train_tokenizer
+from eaglegbv.errors import InvalidArgument
+
+# Shares of the tokens: mostly human-written instructions, some dialogue, arithmetic and prose.
+MIXTURE: Mapping[str, float] = {
+    "dolly15k": 0.46,
+    "instruct_1100": 0.005,
+    "self_instruct_seed175": 0.005,
+    "gsm8k_train": 0.10,
+    "mbpp_train": 0.01,
+    "topical_chat": 0.16,
+    "sgd_dialogues": 0.12,
+    "books": 0.12,
+    "tinyshakespeare": 0.02,
+}
+# The end of training: short instructions and their answers.
+FINAL_MIXTURE: Mapping[str, float] = {
+    "dolly15k": 0.65,
+    "instruct_1100": 0.02,
+    "self_instruct_seed175": 0.01,
+    "gsm8k_train": 0.08,
+    "mbpp_train": 0.01,
+    "topical_chat": 0.14,
+    "sgd_dialogues": 0.08,
+    "books": 0.0,
+    "tinyshakespeare": 0.0,
+}
+# A source neither mixture names.
+OTHER_SHARE = 0.1
+TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTrainingConfig:
+    """Settings of a target training run.
+
+    Attributes:
+        data: JSON-lines files, or folders of them.
+        out: Folder to write.
+        vocab_size: Number of tokens of the tokenizer.
+        layers: Decoder layers.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        intermediate: Width of the feed-forward layers.
+        context: Positions the model is configured for.
+        window: Tokens of a training row, packed with whole documents.
+        batch: Rows of a step.
+        dropout: Dropout on what each attention and feed-forward block adds to the residual stream.
+        prompt_weight: Loss weight of tokens the assistant did not write.
+        final_phase: Fraction of the budget trained on the final mixture.
+        final_max_tokens: Longest document of the final phase.
+        rows_per_source: Rows read of each file at most.
+        plan: Length and speed of training.
+        device: Device, "cuda" or "cpu".
+        compile: Compile the decoder layers.
+        initial: Folder of a trained shallower target to grow from, tokenizer included; None starts
+            from random weights.
+    """
+
+    data: tuple[Path, ...]
+    out: Path
+    vocab_size: int = 6144
+    layers: int = 20
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 640
+    context: int = 2048
+    window: int = 1024
+    batch: int = 32
+    dropout: float = 0.1
+    prompt_weight: float = 0.3
+    final_phase: float = 0.25
+    final_max_tokens: int = 320
+    rows_per_source: int = 20_000
+    plan: Plan = field(default_factory=lambda: Plan(steps=5_000))
+    device: str = "cpu"
+    compile: bool = False
+    initial: Path | None = None
+
+
+def train_target(
+    config: TargetTrainingConfig, *, command: str = "", resume: bool = False
+) -> TrainingReport:
+    """Train a tokenizer and a target and save both, bf16, in transformers' format.
+
+    Raises:
+        InvalidArgument: No data, or a checkpoint of another run.
+        FloatingPointError: The loss is not finite.
+    """
+    device = torch.device(config.device)
+    rows = list(read_rows(find_files(config.data), config.rows_per_source))
+    tokenizer = (
+        _tokenizer(config, rows) if config.initial is None else _inherit(config, config.initial)
+    )
+    training, held_out = (
+        build_corpus([row for row in rows if row.held_out is kept], tokenizer, config.window)
+        for kept in (False, True)
+    )
+    held_out = held_out.to(device)
+    torch.manual_seed(config.plan.seed)
+    with device:
+        model = LlamaForCausalLM(_model_config(config, tokenizer))
+    if config.initial is not None:
+        grow(LlamaForCausalLM.from_pretrained(config.initial, dtype=torch.float32), model)
+    _add_dropout(model, config.dropout)
+    if config.compile:
+        for layer in model.model.layers:
+            layer.compile()
+    batches = _Batches(training.to(device), config)
+    task = Task(
+        module=model,
+        loss=lambda step, spent: batches.loss(model, step, spent),
+        evaluate=lambda: _evaluate(model, held_out, config),
+        tokens_per_step=config.batch * config.window,
+        identity=_identity(config),
+    )
+    progress = optimise(task, config.plan, config.out, resume=resume)
+    saved = _save(model, config.out)
+    saved.to(device)  # type: ignore[arg-type]
+    with torch.no_grad():
+        final = _evaluate(saved, held_out, config)
+    report = TrainingReport(
+        title="target",
+        command=command,
+        config=_identity(config) | {"data": [str(p) for p in config.data]},
+        parameters=sum(p.numel() for p in model.parameters()),
+        data=training.token_counts(),
+        steps=progress.step,
+        best_step=progress.best_step,
+        tokens=progress.step * task.tokens_per_step,
+        seconds=round(progress.seconds, 1),
+        held_out=final.values,
+        device=device_name(device),
+        versions=versions(),
+    )
+    report.save(config.out)
+    return report
+
+
+def _tokenizer(config: TargetTrainingConfig, rows: list[Row]) -> PreTrainedTokenizerFast:
+    texts: list[str] = []
+    characters: dict[str, int] = {}
+    for row in rows:
+        if row.held_out or characters.get(row.source, 0) > TOKENIZER_CHARACTERS_PER_SOURCE:
+            continue
+        parts = [message["content"] for message in row.messages] or [row.text]
+        characters[row.source] = characters.get(row.source, 0) + sum(map(len, parts))
+        texts += parts
+    tokenizer = train_tokenizer(texts, config.vocab_size, config.context)
+    tokenizer.save_pretrained(config.out)
+    return tokenizer
+
+
+def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _inherit(config: TargetTrainingConfig, initial: Path) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(initial)
+    tokenizer.save_pretrained(config.out)
+    return tokenizer
+
+
+def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
+    """Copy ``shallow`` into ``deep``, whose further layers start by adding nothing.
+
+    Every layer of ``shallow`` is followed by copies of itself whose last matrices are zero, so
+    that the deep model computes what the shallow one does and learns from there (LLaMA Pro, arXiv
+    2401.02415, section 3.2). Shallow layers train faster: growing late buys depth at little cost.
+
+    Raises:
+        InvalidArgument: The depth is not a multiple, or another size differs.
+    """
+    few, many = len(shallow.model.layers), len(deep.model.layers)
+    if many % few:
+        raise InvalidArgument("layers", many, f"a multiple of the {few} layers to grow from")
+    copies = many // few
+    weights = {n: w for n, w in shallow.state_dict().items() if not n.startswith("model.layers.")}
+    for i, layer in enumerate(shallow.model.layers):
+        for name, weight in layer.state_dict().items():
+            last = name in {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+            for copy in range(copies):
+                grown = weight if copy == 0 or not last else torch.zeros_like(weight)
+                weights[f"model.layers.{i * copies + copy}.{name}"] = grown
+    deep.load_state_dict(weights)
+
+
+def _add_dropout(model: LlamaForCausalLM, probability: float) -> None:
+    """Drop what each block adds to the residual stream; transformers' Llama has no such option."""
+
+    def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return functional.dropout(output, probability, module.training)
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(drop)
+        layer.mlp.down_proj.register_forward_hook(drop)
+
+
+class _Batches:
+    """The loss of each step, on rows packed with documents drawn by the mixture."""
+
+    def __init__(self, corpus: Corpus, config: TargetTrainingConfig) -> None:
+        self.corpus = corpus
+        self.config = config
+        self.early = mixture_weights(corpus, MIXTURE, OTHER_SHARE, config.window)
+        self.final = mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.final_max_tokens)
+
+    def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
+        config = self.config
+        weights = self.final if spent >= 1 - config.final_phase else self.early
+        # Documents are at least a few tokens long, so this many fill a row.
+        shape = (config.batch, config.window // 8)
+        documents = draw_documents(weights, shape, config.plan.seed * 1_000_003 + step)
+        rows = pack(self.corpus, documents, config.window)
+        logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
+        weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1).float(), rows.token_ids[:, 1:].flatten(), reduction="none"
+        )
+        weight = weight[:, 1:].flatten()
+        return (losses * weight).sum() / weight.sum()
+
+
+def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig) -> Evaluation:
+    """Perplexity of the assistant's tokens, each document alone, by source and over all.
+
+    The score is the mean log-perplexity under the final mixture.
+    """
+    nll = torch.zeros(len(corpus.sources), dtype=torch.float64, device=corpus.lengths.device)
+    count = torch.zeros_like(nll)
+    for documents in torch.split(corpus.lengths.argsort(), config.batch):
+        window = int(corpus.lengths[documents].max())
+        rows = pack(corpus, documents.unsqueeze(1), window)
+        logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
+        losses = functional.cross_entropy(
+            logits.transpose(1, 2).float(), rows.token_ids[:, 1:], reduction="none"
+        )
+        counted = rows.is_response[:, 1:]
+        source = corpus.source_of[documents]
+        nll.index_add_(0, source, (losses * counted).sum(1).double())
+        count.index_add_(0, source, counted.sum(1).double())
+    found = {
+        source: float(nll[i] / count[i]) for i, source in enumerate(corpus.sources) if count[i] > 0
+    }
+    share = {source: FINAL_MIXTURE.get(source, OTHER_SHARE) for source in found}
+    score = sum(share[s] * found[s] for s in share) / sum(share.values())
+    values = {f"perplexity, {source}": math.exp(mean) for source, mean in found.items()}
+    values["perplexity, all assistant tokens"] = math.exp(float(nll.sum() / count.sum()))
+    return Evaluation(score, values | {"score, final mixture's log-perplexity": score})
+
+
+def _identity(config: TargetTrainingConfig) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in {"data", "out", "initial"}
+    }
+
+
+def _save(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
+    """Save bfloat16 weights and return the model as a user will load it."""
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    saved: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return saved
+
+
+def command_line() -> str:
+    """Return the command line of this process, for the report."""
+    return " ".join(["python -m eaglegbv.cli.train", *sys.argv[1:]])

@@ -1,0 +1,249 @@
+"""Training-time test: a head run on its own outputs, as it is when it drafts.
+
+Row i of a text first reads the target's true feature f_i and token x_{i+1} (depth 0), then its own
+output and x_{i+2} (depth 1), and so on (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv
+2408.15766). A row that drafts sees the true rows up to its own and its own drafted ones. Drafted
+rows do not see each other, so only some of them, the anchors, need be unrolled.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eaglegbv.drafters.eagle_head import EagleHead
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRun:
+    """A batch of texts and what the frozen target computed on them.
+
+    Attributes:
+        token_ids: ``[batch, window]`` int64.
+        is_response: ``[batch, window]`` bool: the tokens a head is asked to draft.
+        features: ``[batch, window, F]``, the head's input.
+        final_hidden: ``[batch, window, target_hidden]``, after the final norm.
+        logits: ``[batch, window, vocab]``.
+    """
+
+    token_ids: Tensor
+    is_response: Tensor
+    features: Tensor
+    final_hidden: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """The rows to unroll.
+
+    Attributes:
+        position: ``[batch, anchors]`` int64.
+        used: ``[batch, anchors]`` bool; False where a text has fewer rows that draft.
+    """
+
+    position: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """One depth of the unroll, at every anchor.
+
+    Attributes:
+        hidden: ``[batch, anchors, hidden]``, the head's output.
+        logits: ``[batch, anchors, draft_vocab]`` float32.
+        target_hidden: ``[batch, anchors, target_hidden]``, what EAGLE-1's output approximates.
+        target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's law of the same token
+            at temperature 1; its mass outside the draft vocabulary is missing.
+        token_ids: ``[batch, anchors]`` int64, the token the text goes on with.
+        used: ``[batch, anchors]`` bool: the text goes on so far, all of it response.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    target_hidden: Tensor
+    target_probs: Tensor
+    token_ids: Tensor
+    used: Tensor
+
+
+def draw_anchors(is_response: Tensor, number: int, seed: int) -> Anchors:
+    """Draw up to ``number`` rows of each text, without replacement, a function of the arguments.
+
+    Row i drafts if x_{i+1}, the root of a draft tree, and x_{i+2}, the first drafted token, are
+    both part of a response.
+    """
+    drafts = functional.pad(is_response[:, 1:-1] & is_response[:, 2:], (0, 2))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(drafts.shape, generator=generator).to(drafts.device)
+    best = order.masked_fill(~drafts, -1.0).topk(min(number, drafts.shape[1]), dim=1)
+    return Anchors(best.indices, best.values >= 0)
+
+
+def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> Iterator[Depth]:
+    """Yield ``depths`` depths; the head's rows at depth 0 are run on the whole text."""
+    window = run.token_ids.shape[1]
+    attention = _UnrolledAttention(anchors.position)
+    next_ids = functional.pad(run.token_ids[:, 1:], (0, 1))
+    positions = torch.arange(window, device=next_ids.device).expand_as(next_ids)
+    everywhere = head(next_ids, head.fuse(run.features), positions, attention)
+    hidden = _rows(everywhere, anchors.position)
+    used = anchors.used
+    for depth in range(depths):
+        # The last token read; the law of what follows it is drafted here.
+        read = anchors.position + depth + 1
+        if depth:
+            token_ids = _entries(run.token_ids, read)
+            hidden = head(token_ids, hidden, anchors.position + depth, attention)
+        used = used & (read + 1 < window) & _entries(run.is_response, read + 1)
+        target_logits = _rows(run.logits, read).float()
+        yield Depth(
+            hidden=hidden,
+            logits=head.logits(hidden).float(),
+            target_hidden=_rows(run.final_hidden, read),
+            target_probs=target_logits.softmax(dim=-1)[..., head.draft_to_target],
+            token_ids=_entries(run.token_ids, read + 1),
+            used=used,
+        )
+
+
+class Loss(StrEnum):
+    """What a head is trained to lower, averaged over anchors; p the target's law, q the head's."""
+
+    CE = "ce"
+    """Soft cross-entropy, -sum p log q."""
+    TV = "tv"
+    """Total variation, 1 - sum min(p, q): one minus the acceptance of a single drafted token."""
+    MIX = "mix"
+    """From cross-entropy, which learns fast, to total variation, which is the aim."""
+
+    def of(self, depth: Depth, spent: float) -> Tensor:
+        """Return the loss of a depth after a fraction ``spent`` of training."""
+        if self is Loss.CE:
+            return _mean(_cross_entropy(depth), depth.used)
+        if self is Loss.TV:
+            return _mean(1 - acceptance(depth), depth.used)
+        mixed = (1 - spent) * _cross_entropy(depth) + spent * (1 - acceptance(depth))
+        return _mean(mixed, depth.used)
+
+
+def feature_loss(depth: Depth) -> Tensor:
+    """EAGLE-1's regression of the target's next hidden state (arXiv 2401.15077, section 3.3)."""
+    error = functional.smooth_l1_loss(
+        depth.hidden.float(), depth.target_hidden.float(), reduction="none"
+    )
+    return _mean(error.mean(dim=-1), depth.used)
+
+
+def acceptance(depth: Depth) -> Tensor:
+    """Return ``[batch, anchors]``: sum min(p, q), the chance that one drafted token is accepted."""
+    return torch.minimum(depth.target_probs, depth.logits.softmax(dim=-1)).sum(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceEstimate:
+    """What token verification of a single path would accept, on texts the target sampled.
+
+    Attributes:
+        by_depth: Mean of sum min(p, q) at each depth, the earlier tokens being the text's.
+        block_efficiency: Expected tokens of a target forward, the correction or bonus included.
+            The expectation over drafted paths is taken over the text by weighting each of its
+            tokens with min(1, q / p), and is exact where the text is the target's own.
+    """
+
+    by_depth: tuple[float, ...]
+    block_efficiency: float
+
+
+class AcceptanceMeter:
+    """Gathers an :class:`AcceptanceEstimate` over batches."""
+
+    def __init__(self, depths: int) -> None:
+        """Measure ``depths`` depths."""
+        self._accepted = torch.zeros(depths, dtype=torch.float64)
+        self._count = torch.zeros(depths, dtype=torch.float64)
+        self._path_accepted = 0.0
+
+    def add(self, head: EagleHead, run: TargetRun, anchors: Anchors) -> None:
+        """Unroll ``head`` on a batch."""
+        reached = anchors.used.double()
+        for i, depth in enumerate(unroll(head, run, anchors, len(self._count))):
+            accepted = acceptance(depth).double() * depth.used
+            self._accepted[i] += float(accepted.sum())
+            self._count[i] += float(depth.used.sum())
+            self._path_accepted += float((reached * accepted).sum())
+            reached = reached * depth.used * _ratio(depth, head.draft_to_target)
+
+    def estimate(self) -> AcceptanceEstimate:
+        """Return the means so far."""
+        by_depth = self._accepted / self._count.clamp(min=1)
+        per_anchor = self._path_accepted / max(1.0, float(self._count[0]))
+        return AcceptanceEstimate(tuple(by_depth.tolist()), 1.0 + per_anchor)
+
+
+def _ratio(depth: Depth, draft_to_target: Tensor) -> Tensor:
+    """min(1, q / p) of the text's own token; 0 where it cannot be drafted."""
+    chosen = draft_to_target == depth.token_ids.unsqueeze(-1)
+    p = (depth.target_probs * chosen).sum(dim=-1).double()
+    q = (depth.logits.softmax(dim=-1) * chosen).sum(dim=-1).double()
+    return (q / p.clamp(min=1e-30)).clamp(max=1.0)
+
+
+def _cross_entropy(depth: Depth) -> Tensor:
+    return -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+def _mean(values: Tensor, used: Tensor) -> Tensor:
+    return (values * used).sum() / used.sum().clamp(min=1)
+
+
+def _rows(values: Tensor, position: Tensor) -> Tensor:
+    """Gather ``values`` ``[batch, window, size]`` at ``position`` ``[batch, anchors]``.
+
+    Positions past the window read its last row; callers mask them.
+    """
+    index = position.clamp(max=values.shape[1] - 1).unsqueeze(-1)
+    return values.gather(1, index.expand(-1, -1, values.shape[2]))
+
+
+def _entries(values: Tensor, position: Tensor) -> Tensor:
+    return values.gather(1, position.clamp(max=values.shape[1] - 1))
+
+
+class _UnrolledAttention:
+    """Attention of an unroll: first causal over the text, then of the anchors alone.
+
+    An anchor sees the true rows up to its own and everything it drafted itself.
+    """
+
+    def __init__(self, position: Tensor) -> None:
+        self._position = position
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = q.shape[-2] // k.shape[-2]
+        self._keys.append(k.repeat_interleave(shared, dim=-2))
+        self._values.append(v.repeat_interleave(shared, dim=-2))
+        return self._causal(q) if len(self._keys) == 1 else self._drafted(q)
+
+    def _causal(self, q: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, self._keys[0], self._values[0]))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    def _drafted(self, q: Tensor) -> Tensor:
+        window = self._keys[0].shape[1]
+        true_scores = torch.einsum("bahd,bthd->baht", q, self._keys[0])
+        later = torch.arange(window, device=q.device) > self._position.unsqueeze(-1)
+        true_scores = true_scores.masked_fill(later.unsqueeze(2), -torch.inf)
+        own_keys, own_values = torch.stack(self._keys[1:]), torch.stack(self._values[1:])
+        own_scores = torch.einsum("bahd,nbahd->bahn", q, own_keys)
+        scores = torch.cat((true_scores, own_scores), dim=-1).float() * q.shape[-1] ** -0.5
+        weights = scores.softmax(dim=-1).to(q.dtype)
+        return torch.einsum("baht,bthd->bahd", weights[..., :window], self._values[0]) + (
+            torch.einsum("bahn,nbahd->bahd", weights[..., window:], own_values)
+        )
