@@ -1,0 +1,1 @@
+"""Drafters: what proposes draft trees, and how it is trained."""

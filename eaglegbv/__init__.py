@@ -1,0 +1,42 @@
+"""Lossless tree speculation for large language models."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eaglegbv.config import EngineConfig, Plan
+    from eaglegbv.errors import EagleGBVError, InvalidArgument
+    from eaglegbv.llm import LLM, Completion, Delta
+    from eaglegbv.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "EagleGBVError",
+    "EngineConfig",
+    "InvalidArgument",
+    "Plan",
+    "SamplingParams",
+    "__version__",
+]
+
+# Loaded on first use: torch and transformers take seconds to import, and `--help` needs neither.
+_HOMES = {
+    "LLM": "eaglegbv.llm",
+    "Completion": "eaglegbv.llm",
+    "Delta": "eaglegbv.llm",
+    "EagleGBVError": "eaglegbv.errors",
+    "EngineConfig": "eaglegbv.config",
+    "InvalidArgument": "eaglegbv.errors",
+    "Plan": "eaglegbv.config",
+    "SamplingParams": "eaglegbv.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module that defines it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eaglegbv' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -46,8 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.law is not None and not isinstance(self.law, Law):
-            if self.law not in set(Law):
-                raise InvalidArgument("law", self.law, f"one of {sorted(Law)}")
+            if self.law not in list(Law):
+                raise InvalidArgument("law", self.law, f"one of {', '.join(sorted(Law))}")
             msgspec.structs.force_setattr(self, "law", Law(self.law))
         temperature = self.draft_temperature
         if isinstance(temperature, bool) or not isinstance(temperature, int | float):

@@ -1,6 +1,7 @@
 """How one request is sampled."""
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -47,10 +48,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._make_tuple("stop", stop, "non-empty strings")
+        self._make_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
         self._check_ranges()
+
+    def _make_tuple(self, name: str, values: object, expected: str) -> None:
+        if values is not None and not isinstance(values, Iterable):
+            raise InvalidArgument(name, values, expected)
+        msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
 
     def _check_ranges(self) -> None:
         _require_number("temperature", self.temperature, 0.0, 100.0)

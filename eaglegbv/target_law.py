@@ -49,9 +49,10 @@ class TargetLaw:
         return torch.exp(logits - self.log_normaliser[rows])
 
     def probs_of(self, nodes: Tensor) -> Tensor:
-        """Return the whole law at one node per request: ``nodes`` ``[batch]`` -> ``[batch, vocab]``.
+        """Return the whole law at one node per request, ``[batch, vocab]`` float64.
 
-        float64.
+        Args:
+            nodes: ``[batch]`` int64.
         """
         rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
         logits = self.logits[rows].to(torch.float64)

@@ -40,7 +40,9 @@ class Stream:
             count: How many; a longer draw starts with the numbers of a shorter one.
         """
         # Philox is keyed by (seed, purpose); the step sits above the 64-bit block counter.
-        bits = np.random.Philox(key=[self.seed, int(purpose)], counter=[0, step, 0, 0])
+        # As an array, for numpy would round large seeds in a list to float64.
+        key = np.array([self.seed, int(purpose)], dtype=np.uint64)
+        bits = np.random.Philox(key=key, counter=[0, step, 0, 0])
         return np.random.Generator(bits).random(count)
 
 

@@ -41,7 +41,7 @@ class WarpSettings:
         """Gather the settings of requests that own ``rows_each`` consecutive rows."""
         repeats = torch.tensor(rows_each, device=device)
 
-        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device).repeat_interleave(repeats)
 
         no_limit = 2**31
@@ -65,6 +65,9 @@ class WarpSettings:
 def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     """Return warped logits ``[rows, tokens]`` in float32: -inf where a token is excluded.
 
+    They are measured from the row's largest, 0: divided by a low temperature, large logits would
+    lose to rounding, and then overflow, what their differences say.
+
     Order: temperature, top-k, top-p (on what top-k left, renormalised), min-p. Ties at the edge of
     top-k are all kept; ties at the edge of top-p are kept in order of their index. Rows of
     temperature 0 keep the first of their most likely tokens, with logit 0.
@@ -74,7 +77,9 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
         settings: One entry per row.
     """
     greedy = settings.temperature == 0
-    warped = logits.float() / settings.temperature.where(~greedy, 1.0).unsqueeze(1)
+    warped = logits.float()
+    warped = warped - warped.amax(dim=1, keepdim=True)
+    warped = warped / settings.temperature.where(~greedy, 1.0).unsqueeze(1)
     if settings.top_k is not None:
         warped = _keep_top_k(warped, settings.top_k)
     if settings.top_p is not None:

@@ -1,0 +1,1 @@
+"""Who decodes next, and with whom."""

@@ -1,0 +1,53 @@
+"""What every drafter is: it watches what the target commits, and proposes draft trees."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.request import Request
+from eaglegbv.tree import DraftTree, Law
+
+
+class Drafter(ABC):
+    """Proposes a draft tree for each request.
+
+    The life of a request, seen from here: ``observe`` after its prompt and after every commit,
+    ``draft`` once per decoding step, ``forget`` at its end. Between the commit and the next draft
+    the accepted tokens are run again on the target's true features.
+    """
+
+    laws: ClassVar[frozenset[Law]]
+
+    @abstractmethod
+    def observe(self, request: Request, features: Tensor) -> None:
+        """Take the target's features ``[tokens, feature_size]`` of newly committed positions.
+
+        They belong to the last ``tokens`` positions of ``request.slots``.
+        """
+
+    @abstractmethod
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Run what was observed and not yet run; ``draft`` does it too."""
+
+    @abstractmethod
+    def draft(
+        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+    ) -> DraftTree:
+        """Propose one tree per request.
+
+        The tokens are drawn from exactly the laws the tree carries, with the numbers of each
+        request's own stream at its own step.
+
+        Args:
+            requests: Requests with at least one committed token each.
+            plan: Paths, depth, width and draft temperature, shared by all of them.
+            law: How children arise; one of :attr:`laws`.
+            tree_slots: For each request ``[plan.tree_nodes]`` KV slots the drafter may write to.
+        """
+
+    @abstractmethod
+    def forget(self, request: Request) -> None:
+        """Drop what is remembered about a request that ended."""

@@ -1,0 +1,54 @@
+"""Drafter logits to draft laws: short lists of candidates that sum to one."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eaglegbv.warp import WarpSettings, warp
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaws:
+    """Laws of the next drafted token, one per row.
+
+    Attributes:
+        ids: ``[rows, width]`` int64 target token ids, most likely first.
+        probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
+            handed to the verifier.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+
+def draft_laws(
+    logits: Tensor, settings: WarpSettings, *, width: int, draft_to_target: Tensor
+) -> DraftLaws:
+    """Keep the ``width`` most likely tokens, warp and normalise them.
+
+    Args:
+        logits: ``[rows, draft_vocab]``.
+        settings: One entry per row.
+        width: Candidates to keep; fewer where the vocabulary is smaller.
+        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+    """
+    values, index = logits.topk(min(width, logits.shape[1]), dim=1)
+    probs = warp(values, settings).double().softmax(dim=1)
+    return DraftLaws(draft_to_target[index], probs)
+
+
+def pick(probs: NDArray[np.float64], uniform: float) -> int:
+    """Return the index ``uniform`` in [0, 1) selects by inverse CDF; never one of probability 0."""
+    cumulative = probs.cumsum()
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    # Rounding can push u * total onto the total itself: stay on the last positive entry.
+    return index if index < len(probs) else int(np.flatnonzero(probs)[-1])
+
+
+def log_laws(logits: Tensor, *, width: int, draft_to_target: Tensor) -> DraftLaws:
+    """Return the ``width`` best tokens with their log-probabilities (in ``probs``), untempered."""
+    values, index = logits.float().log_softmax(dim=1).topk(min(width, logits.shape[1]), dim=1)
+    return DraftLaws(draft_to_target[index], values.to(torch.float64))

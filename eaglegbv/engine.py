@@ -1,0 +1,340 @@
+"""The engine: plan, draft, forward, verify, commit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase, Stopwatch
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.scheduler.batch import Group, Layout, by_plan, lay_out
+from eaglegbv.scheduler.scheduler import Scheduler
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.targets.base import Target, TargetOutput
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Stream, request_seed
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.inputs import fault_error, find_faults
+from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
+
+GREEDY = "greedy"
+PLAIN_VERIFIER = "target_only"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step added to a request.
+
+    Attributes:
+        request: The request; it is finished when ``request.finish_reason`` is set.
+        token_ids: The new tokens, in order.
+    """
+
+    request: Request
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, and for each request what is wrong with the probabilities it rests on (or 0)."""
+
+    verdict: Verdict
+    faults: list[int]
+
+
+class Engine:
+    """Serves requests step by step; every step is one packed forward of the target."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, config: EngineConfig | None = None
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            target: The model whose law the text follows.
+            drafter: Proposes draft trees; None allows plain decoding only.
+            config: Sizes and seed.
+        """
+        self._target = target
+        self._drafter = drafter
+        self._config = config or EngineConfig()
+        self._scheduler = Scheduler(
+            max_batch=self._config.max_batch, slots=target.allocator.num_slots
+        )
+        self._verifiers: dict[str, Verifier] = {}
+        self._added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return self._scheduler.has_work
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, plan: Plan) -> Request:
+        """Queue a request.
+
+        Raises:
+            InvalidArgument: The prompt is empty, too long or holds unknown ids, or the plan does
+                not fit the engine.
+            LawMismatch: The plan's verifier is not lossless for its law.
+        """
+        self.check_plan(plan)
+        number, self._added = self._added, self._added + 1
+        seed = params.seed if params.seed is not None else request_seed(self._config.seed, number)
+        request = Request(
+            number=number,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            plan=plan,
+            stream=Stream(seed),
+            max_tokens=self._token_limit(prompt_ids, params, plan),
+        )
+        request.metrics.prompt_tokens = len(prompt_ids)
+        self._scheduler.add(request)
+        return request
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise unless this engine can run ``plan``."""
+        if not plan.speculative:
+            return
+        if self._drafter is None:
+            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
+        verifier = self._verifier(plan.verifier)
+        law = law_of(plan, verifier)
+        verifier.check_law(law, plan.paths)
+        for needed in (law, Law.FIXED):
+            if needed not in self._drafter.laws:
+                known = ", ".join(sorted(self._drafter.laws))
+                raise InvalidArgument("law", str(needed), f"one the drafter draws: {known}")
+
+    @torch.inference_mode()
+    def step(self) -> list[Commit]:
+        """Advance every running request by one forward of the target."""
+        watch = Stopwatch()
+        requests = self._scheduler.next_batch()
+        new = [r for r in requests if not r.prefilled]
+        with watch.phase(Phase.DRAFT):
+            groups = self._draft([r for r in requests if r.prefilled])
+        groups += self._prefill(new)
+        layouts, rows = lay_out(groups)
+        with watch.phase(Phase.PREFILL if new else Phase.FORWARD):
+            output = self._target.forward(
+                [s for group in groups for s in group.segments], logit_rows=rows
+            )
+        with watch.phase(Phase.VERIFY):
+            judgements = [
+                self._verify(group, layout, output.logits)
+                for group, layout in zip(groups, layouts, strict=True)
+            ]
+        with watch.phase(Phase.COMMIT):
+            commits = [
+                commit
+                for group, layout, judgement in zip(groups, layouts, judgements, strict=True)
+                for commit in self._commit(group, layout, judgement, output)
+            ]
+        with watch.phase(Phase.PREFILL):
+            self._prepare_drafter(new)
+        for request in requests:
+            for phase, seconds in watch.seconds.items():
+                request.metrics.add_seconds(phase, seconds / len(requests))
+        return commits
+
+    def finish(self, request: Request, reason: FinishReason, *, keep: int | None = None) -> None:
+        """End a request, keeping its first ``keep`` tokens, and free what it holds."""
+        if keep is not None and keep < len(request.token_ids):
+            request.metrics.committed_tokens -= len(request.token_ids) - keep
+            del request.token_ids[keep:]
+        self._scheduler.remove(request)
+        self._target.allocator.release(request.slots)
+        request.slots = request.slots[:0]
+        if self._drafter is not None:
+            self._drafter.forget(request)
+        request.finish_reason = reason
+
+    def _draft(self, requests: list[Request]) -> list[Group]:
+        """Draft a tree for each request; those of one plan together."""
+        groups = []
+        for members in by_plan(requests):
+            slots = [self._target.allocator.allocate(r.plan.tree_nodes) for r in members]
+            groups.append(Group.decode(members, self._propose(members, slots), slots))
+        return groups
+
+    def _propose(self, requests: list[Request], slots: list[Tensor]) -> DraftTree:
+        plan = requests[0].plan
+        if self._drafter is None or not plan.speculative:
+            return DraftTree.roots([request.token_ids[-1] for request in requests])
+        # At temperature 0 sampled paths all coincide; a fixed tree covers more.
+        greedy = requests[0].params.greedy
+        law = Law.FIXED if greedy else law_of(plan, self._verifier(plan.verifier))
+        return self._drafter.draft(requests, plan, law, [s[1:] for s in slots])
+
+    def _prefill(self, requests: list[Request]) -> list[Group]:
+        """Read the prompts of newly admitted requests."""
+        groups = []
+        for members in by_plan(requests):
+            slots = [self._target.allocator.allocate(len(r.prompt_ids)) for r in members]
+            groups.append(Group.prefill(members, slots))
+        return groups
+
+    def _verify(self, group: Group, layout: Layout, logits: Tensor) -> Judgement:
+        """Judge a group's trees by the verifier of its plan."""
+        plan, params = group.requests[0].plan, group.requests[0].params
+        drafted = plan.speculative and not group.prefilling
+        name = plan.verifier if drafted else PLAIN_VERIFIER
+        verifier = self._verifier(GREEDY if params.greedy else name)
+        uniforms = VerifyUniforms.draw(
+            [request.stream for request in group.requests],
+            [request.step for request in group.requests],
+            paths=group.tree.paths,
+            length=group.tree.length,
+        )
+        law = target_law(group, layout, logits)
+        faults = find_faults(group.tree, law)
+        return Judgement(verifier.verify(group.tree, law, uniforms), faults.tolist())
+
+    def _commit(
+        self, group: Group, layout: Layout, judgement: Judgement, output: TargetOutput
+    ) -> list[Commit]:
+        """Keep what was accepted: tokens, KV slots and features; free the rest."""
+        accepted = judgement.verdict.accepted.tolist()
+        paths = judgement.verdict.path_nodes.tolist()
+        corrections = judgement.verdict.token_ids.tolist()
+        commits = []
+        for b, request in enumerate(group.requests):
+            if judgement.faults[b]:
+                self._target.allocator.release(group.slots[b])
+                request.error = fault_error(judgement.faults[b], request.number)
+                self.finish(request, FinishReason.ERROR)
+                commits.append(Commit(request, []))
+                continue
+            nodes = [0, *paths[b][: accepted[b]]]
+            self._keep(request, group, b, nodes)
+            self._show_drafter(request, layout, b, nodes, output.features)
+            tokens = [*group.tree.token_ids[b, nodes[1:]].tolist(), corrections[b]]
+            commits.append(self._extend(request, group, b, tokens))
+        return commits
+
+    def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
+        """Move the slots of accepted nodes (and of a prompt) to the request; free the others."""
+        slots = group.slots[b]
+        before_root = len(group.segments[b].token_ids) - int(group.tree.num_nodes[b])
+        keep = torch.zeros(len(slots), dtype=torch.bool)
+        keep[:before_root] = True
+        keep[[before_root + node for node in nodes]] = True
+        request.slots = torch.cat((request.slots, slots[keep]))
+        self._target.allocator.release(slots[~keep])
+
+    def _show_drafter(
+        self, request: Request, layout: Layout, b: int, nodes: list[int], features: Tensor | None
+    ) -> None:
+        if self._drafter is None or features is None or not request.plan.speculative:
+            return
+        first, root = layout.first_tokens[b], layout.root_tokens[b]
+        rows = [*range(first, root), *(root + node for node in nodes)]
+        self._drafter.observe(request, features[rows])
+
+    def _extend(self, request: Request, group: Group, b: int, tokens: list[int]) -> Commit:
+        """Append new tokens, up to the first that ends the text."""
+        prefilling = not request.prefilled
+        kept = self._cut(request, tokens)
+        request.token_ids += kept
+        request.step += 1
+        if not prefilling:
+            request.metrics.count_forward(
+                offered=int(group.tree.depth[b].max()),
+                accepted=len(tokens) - 1,
+                committed=len(kept),
+                nodes=int(group.tree.num_nodes[b]) - 1,
+            )
+        if self._ends(request, kept[-1]):
+            self.finish(request, FinishReason.STOP)
+        elif len(request.token_ids) >= request.max_tokens:
+            self.finish(request, FinishReason.LENGTH)
+        return Commit(request, kept)
+
+    def _cut(self, request: Request, tokens: list[int]) -> list[int]:
+        """Return the tokens up to the first that ends the text, within the request's limit."""
+        tokens = tokens[: request.max_tokens - len(request.token_ids)]
+        ends = (i for i, token in enumerate(tokens) if self._ends(request, token))
+        return tokens[: next(ends, len(tokens) - 1) + 1]
+
+    def _ends(self, request: Request, token: int) -> bool:
+        if token in request.params.stop_token_ids:
+            return True
+        return token in self._target.eos_token_ids and not request.params.ignore_eos
+
+    def _prepare_drafter(self, new: list[Request]) -> None:
+        """Run the drafter over new prompts, so that their cost counts as prefill."""
+        if self._drafter is not None:
+            self._drafter.catch_up([r for r in new if r.plan.speculative and not r.finished])
+
+    def _verifier(self, name: str) -> Verifier:
+        if name not in self._verifiers:
+            self._verifiers[name] = make_verifier(name)
+        return self._verifiers[name]
+
+    def _token_limit(self, prompt_ids: Sequence[int], params: SamplingParams, plan: Plan) -> int:
+        if not prompt_ids:
+            raise InvalidArgument("prompt", list(prompt_ids), "at least one token")
+        vocab = self._target.vocab_size
+        for token in prompt_ids:
+            if not 0 <= token < vocab:
+                raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
+        # A tree reaches beyond the last token kept, and its positions must exist too.
+        reach = plan.depth if plan.speculative else 0
+        room = self._target.max_context - len(prompt_ids) - reach
+        if room < 1:
+            raise InvalidArgument(
+                "prompt",
+                f"{len(prompt_ids)} tokens",
+                f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
+            )
+        return min(params.max_tokens, room)
+
+
+def law_of(plan: Plan, verifier: Verifier) -> Law:
+    """Return the draft law of a plan: its own, else the verifier's."""
+    return plan.law or verifier.default_law
+
+
+def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
+    """Warp the logits of a group's nodes, each by its request's settings and its own path."""
+    params = [request.params for request in group.requests]
+    counts = group.tree.num_nodes.tolist()
+    first = int(layout.logit_rows[0, 0])
+    own = logits[first : first + sum(counts)]
+    if any(p.penalised for p in params):
+        own = penalise(
+            own,
+            *_occurrences(group, counts, logits.shape[1]),
+            PenaltySettings.of(params, counts, device=logits.device),
+        )
+    warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
+    return TargetLaw.of_logits(warped, layout.logit_rows - first)
+
+
+def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, Tensor]:
+    """Return what penalties look at, per node: tokens of the prompt, and counts of the rest.
+
+    Both ``[rows, vocab]``; a node counts the generated tokens and the drafted ones on its path.
+    """
+    in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool)
+    generated = torch.zeros((sum(counts), vocab), dtype=torch.int64)
+    ancestors = group.tree.ancestor_mask()
+    row = 0
+    for b, (request, count) in enumerate(zip(group.requests, counts, strict=True)):
+        own = slice(row, row + count)
+        in_prompt[own, list(request.prompt_ids)] = True
+        seen = torch.tensor(request.token_ids, dtype=torch.int64)
+        generated[own] = torch.bincount(seen, minlength=vocab)
+        # The root is the last of the request's own tokens and is counted there.
+        drafted = ancestors[b, :count, 1:count].to(torch.int64)
+        tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
+        generated[own].scatter_add_(1, tokens, drafted)
+        row += count
+    return in_prompt, generated

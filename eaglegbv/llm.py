@@ -1,0 +1,316 @@
+"""Text in, text out: the Python API."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import msgspec
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.engine import Commit, Engine
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.text import TextStream
+from eaglegbv.tree import Law
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one prompt.
+
+    Attributes:
+        text: The text, cut before a stop string; special tokens are left out.
+        token_ids: The tokens, an end-of-sequence token included.
+        prompt_token_ids: The prompt as the model read it.
+        finish_reason: ``stop`` (end of sequence or a stop), ``length`` or ``error``.
+        error: What went wrong, where the reason is ``error``.
+        metrics: Counts and times.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    error: str | None
+    metrics: RequestMetrics
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: New text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens.
+        completion: The whole answer, with the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+class LLM:
+    """A target, a drafter and an engine.
+
+    ``LLM()`` loads the tiny pair that comes with the package. With a ``model`` of your own name a
+    ``drafter`` too, or pass ``plan=Plan(verifier="none")`` for plain decoding.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        drafter: str | Path | None = None,
+        *,
+        verifier: str = "otbv",
+        paths: int = 3,
+        depth: int = 4,
+        law: Law | str | None = None,
+        draft_width: int = 64,
+        draft_temperature: float = 1.0,
+        plan: Plan | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        engine: EngineConfig | None = None,
+    ) -> None:
+        """Load the models.
+
+        Args:
+            model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
+            drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
+            verifier: See :class:`Plan` for this and the next five.
+            paths: Number of drafted paths.
+            depth: Length of a drafted path.
+            law: How a tree's children arise.
+            draft_width: Candidates a draft law keeps.
+            draft_temperature: Draft temperature as a multiple of the request's.
+            plan: Instead of those six.
+            dtype: float32 on CPU by default, bfloat16 on GPU.
+            device: CUDA where there is one, by default.
+            engine: Sizes and seed of the engine.
+
+        Raises:
+            InvalidArgument: A path or value is not usable; the message names it.
+            ModelNotSupported: The model does not honour the engine's attention.
+            DrafterMismatch: The drafter does not fit the model.
+        """
+        if model is None:
+            model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
+        self.plan = plan or Plan(
+            verifier=verifier,
+            paths=paths,
+            depth=depth,
+            law=cast("Law | None", law),
+            draft_width=draft_width,
+            draft_temperature=draft_temperature,
+        )
+        if not self.plan.speculative:
+            drafter = None
+        self.model_name = str(model)
+        self.drafter_name = None if drafter is None else str(drafter)
+        config = engine or EngineConfig()
+        pair = load_pair(model, drafter, slots=config.kv_slots, dtype=dtype, device=device)
+        self._engine = Engine(pair.target, pair.drafter, config)
+        self._engine.check_plan(self.plan)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Plan | None = None,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Answer one prompt or many.
+
+        Args:
+            prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
+                list of these. Text is read as it is; messages go through the chat template.
+            sampling_params: One for all, or one per prompt.
+            plan: How to speculate, instead of the LLM's own plan.
+            progress: Show a progress bar.
+
+        Returns:
+            A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
+            many, one with bad input has ``finish_reason`` ``error``; the others are answered.
+
+        Raises:
+            EagleGBVError: A single prompt is not usable, or the settings of the call are not.
+        """
+        self._engine.check_plan(plan or self.plan)
+        if _is_one(prompts):
+            [completion] = self._run([cast("Prompt", prompts)], sampling_params, plan, progress)
+            if isinstance(completion, EagleGBVError):
+                raise completion
+            return completion
+        many = cast("Sequence[Prompt]", prompts)
+        return [
+            _failed(c) if isinstance(c, EagleGBVError) else c
+            for c in self._run(many, sampling_params, plan, progress)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Plan | None = None,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece.
+
+        A caller that stops iterating ends the request.
+
+        Raises:
+            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
+        """
+        params = sampling_params or SamplingParams()
+        request = self._add(prompt, params, plan)
+        text = TextStream(self.tokenizer, params.stop)
+        try:
+            while not request.finished:
+                for commit in self._engine.step():
+                    if commit.request is request:
+                        yield self._advance(commit, text)
+            if request.error is not None:
+                raise request.error
+            yield Delta(text=text.flush(), token_ids=[], completion=_completion(request, text.text))
+        finally:
+            if not request.finished:
+                self._engine.finish(request, FinishReason.STOP)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        plan: Plan | None,
+        progress: bool,
+    ) -> list[Completion | EagleGBVError]:
+        params = _per_prompt(sampling_params, len(prompts))
+        requests = [self._try_add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
+        texts = {
+            r.number: TextStream(self.tokenizer, r.params.stop)
+            for r in requests
+            if isinstance(r, Request)
+        }
+        try:
+            with tqdm(total=len(texts), disable=not progress, unit="prompt") as bar:
+                while any(isinstance(r, Request) and not r.finished for r in requests):
+                    for commit in self._engine.step():
+                        self._advance(commit, texts[commit.request.number])
+                        bar.update(commit.request.finished)
+        finally:
+            for request in requests:
+                if isinstance(request, Request) and not request.finished:
+                    self._engine.finish(request, FinishReason.STOP)
+        return [_result(r, texts) for r in requests]
+
+    def _advance(self, commit: Commit, text: TextStream) -> Delta:
+        """Turn new tokens into text, and end the request at a stop string."""
+        before = len(text.token_ids)
+        new = text.feed(commit.token_ids)
+        if text.stopped and not (
+            commit.request.finished and text.token_ids == commit.request.token_ids
+        ):
+            self._engine.finish(commit.request, FinishReason.STOP, keep=len(text.token_ids))
+        return Delta(text=new, token_ids=text.token_ids[before:])
+
+    def _try_add(
+        self, prompt: Prompt, params: SamplingParams, plan: Plan | None
+    ) -> Request | EagleGBVError:
+        try:
+            return self._add(prompt, params, plan)
+        except EagleGBVError as error:
+            return error
+
+    def _add(self, prompt: Prompt, params: SamplingParams, plan: Plan | None) -> Request:
+        return self._engine.add(self._encode(prompt), params, plan or self.plan)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidArgument("prompt", prompt, "a text that is not empty")
+            return list(self.tokenizer.encode(prompt))
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            return self._apply_chat_template(cast("Sequence[Message]", prompt))
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+            raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+        return list(cast("Sequence[int]", prompt))
+
+    def _apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+        for message in messages:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise InvalidArgument("prompt", dict(message), "a message with role and content")
+        if self.tokenizer.chat_template is None:
+            raise InvalidArgument(
+                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
+            )
+        encoded = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )
+        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Tell one prompt (text, ids, messages) from a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
+    return bool(prompts) and isinstance(prompts[0], int | Mapping)
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
+    return list(params)
+
+
+def _result(
+    request: Request | EagleGBVError, texts: Mapping[int, TextStream]
+) -> Completion | EagleGBVError:
+    if isinstance(request, EagleGBVError):
+        return request
+    if isinstance(request.error, EagleGBVError):
+        return request.error
+    return _completion(request, texts[request.number].text)
+
+
+def _completion(request: Request, text: str) -> Completion:
+    if request.finish_reason is None:
+        raise RuntimeError(f"request {request.number} has not ended")
+    return Completion(
+        text=text,
+        token_ids=list(request.token_ids),
+        prompt_token_ids=list(request.prompt_ids),
+        finish_reason=request.finish_reason,
+        error=None,
+        metrics=request.metrics,
+    )
+
+
+def _failed(error: EagleGBVError) -> Completion:
+    return Completion(
+        text="",
+        token_ids=[],
+        prompt_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        metrics=RequestMetrics(),
+    )

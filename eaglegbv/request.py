@@ -1,0 +1,87 @@
+"""One request on its way through the engine: the only mutable object there is."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.params import SamplingParams
+from eaglegbv.uniforms import Stream
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class DraftState:
+    """What a drafter remembers about a request between steps; each drafter has its own kind."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, its settings and what has become of it.
+
+    Attributes:
+        number: The engine's running number of the request.
+        prompt_ids: The prompt.
+        params: Sampling settings.
+        plan: How to speculate.
+        stream: The request's random numbers.
+        max_tokens: Tokens to generate at most: the user's limit, or what the context leaves.
+        token_ids: Tokens generated so far.
+        slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
+            token has none yet.
+        step: Number of verifications done; keys the random numbers.
+        draft_state: The drafter's memory, or None while it has none.
+        finish_reason: Why the request ended, or None while it runs.
+        error: What went wrong, where the reason is ``error``.
+        metrics: Counts and times.
+    """
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    plan: Plan
+    stream: Stream
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    step: int = 0
+    draft_state: DraftState | None = None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def context(self) -> int:
+        """Number of tokens the target has read."""
+        return self.slots.shape[0]
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the target has read the prompt."""
+        return bool(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def slots_needed(self) -> int:
+        """Most KV slots the request can come to hold at once."""
+        return len(self.prompt_ids) + self.max_tokens + self.plan.tree_nodes
+
+    def tokens_from(self, position: int) -> list[int]:
+        """Return prompt and generated tokens from ``position`` on."""
+        prompt = len(self.prompt_ids)
+        if position >= prompt:
+            return self.token_ids[position - prompt :]
+        return [*self.prompt_ids[position:], *self.token_ids]

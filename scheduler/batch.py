@@ -1,0 +1,113 @@
+"""Requests that take one step together: same verifier, same kind of tree."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.request import Request
+from eaglegbv.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests whose trees are judged by one call of one verifier.
+
+    Attributes:
+        requests: The requests.
+        tree: Their trees, ``batch`` = number of requests.
+        segments: Their parts of the target's packed forward. The last rows of a segment are its
+            tree's nodes in order; a prompt's other tokens come before its root.
+        slots: For each request, the KV slots allocated for this step, those of its segment first.
+    """
+
+    requests: list[Request]
+    tree: DraftTree
+    segments: list[Segment]
+    slots: list[Tensor]
+
+    @classmethod
+    def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
+        """Read whole prompts; the tree is its root, the prompt's last token."""
+        tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
+        segments = [
+            Segment.causal(torch.tensor(r.prompt_ids), r.slots, s)
+            for r, s in zip(requests, slots, strict=True)
+        ]
+        return cls(requests, tree, segments, slots)
+
+    @classmethod
+    def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
+        """Read a tree per request."""
+        visible = tree.ancestor_mask()
+        counts = tree.num_nodes.tolist()
+        segments = [
+            _tree_segment(request, tree, visible, b, count, slots[b][:count])
+            for b, (request, count) in enumerate(zip(requests, counts, strict=True))
+        ]
+        return cls(requests, tree, segments, slots)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the group reads prompts."""
+        return not self.requests[0].prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a group's tokens and logits stand in the packed forward.
+
+    Attributes:
+        first_tokens: For each request, the packed row of its segment's first token.
+        root_tokens: For each request, the packed row of its tree's root.
+        logit_rows: ``[batch, nodes]`` int64, row of each node in the forward's logits; padding
+            nodes repeat the root's.
+    """
+
+    first_tokens: list[int]
+    root_tokens: list[int]
+    logit_rows: Tensor
+
+
+def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
+    """Return each group's layout, and the packed rows ``[rows]`` whose logits are wanted."""
+    layouts: list[Layout] = []
+    wanted: list[int] = []
+    token = 0
+    for group in groups:
+        firsts, roots, rows = [], [], []
+        for segment, count in zip(group.segments, group.tree.num_nodes.tolist(), strict=True):
+            firsts.append(token)
+            token += len(segment.token_ids)
+            roots.append(token - count)
+            first_row = len(wanted)
+            rows.append([first_row + (n if n < count else 0) for n in range(group.tree.nodes)])
+            wanted.extend(range(token - count, token))
+        layouts.append(Layout(firsts, roots, torch.tensor(rows)))
+    return layouts, torch.tensor(wanted)
+
+
+def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
+    """Split requests into lists that share a plan and are all greedy or all sampled."""
+    groups: dict[tuple[object, ...], list[Request]] = {}
+    for request in requests:
+        key = (request.plan, request.params.greedy)
+        groups.setdefault(key, []).append(request)
+    return list(groups.values())
+
+
+def _tree_segment(
+    request: Request, tree: DraftTree, visible: Tensor, b: int, count: int, slots: Tensor
+) -> Segment:
+    positions = request.context + tree.depth[b, :count]
+    return Segment(
+        token_ids=tree.token_ids[b, :count],
+        positions=positions,
+        context_slots=request.slots,
+        tree_slots=slots,
+        tree_positions=positions,
+        visible=visible[b, :count, :count],
+    )
