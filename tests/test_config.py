@@ -1,0 +1,94 @@
+"""Plans and engine settings: ranges, and the words that refuse."""
+
+import math
+
+import msgspec
+import pytest
+
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, PLAIN, EngineConfig, Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.tree import Law
+
+BAD_PLANS = [
+    ("paths", 0, "an integer in [1, 16]"),
+    ("paths", MAX_PATHS + 1, "an integer in [1, 16]"),
+    ("paths", 2.0, "an integer in [1, 16]"),
+    ("paths", True, "an integer in [1, 16]"),
+    ("depth", 0, "an integer in [1, 32]"),
+    ("depth", MAX_DEPTH + 1, "an integer in [1, 32]"),
+    ("depth", "4", "an integer in [1, 32]"),
+    ("draft_width", 0, "an integer in [1, 1024]"),
+    ("draft_width", MAX_WIDTH + 1, "an integer in [1, 1024]"),
+    ("verifier", None, "the name of a verifier, or 'none'"),
+    ("law", "iidd", "one of fixed, greedy, hub, iid, wor"),
+    ("law", 3, "one of fixed, greedy, hub, iid, wor"),
+    ("law", ["iid"], "one of fixed, greedy, hub, iid, wor"),
+    ("draft_temperature", 0.0, "a number in [0.05, 20]"),
+    ("draft_temperature", 20.1, "a number in [0.05, 20]"),
+    ("draft_temperature", math.nan, "a number in [0.05, 20]"),
+    ("draft_temperature", "hot", "a number in [0.05, 20]"),
+    ("draft_temperature", True, "a number in [0.05, 20]"),
+]
+BAD_ENGINES = [
+    ("max_batch", 0, "an integer in [1, 4096]"),
+    ("max_batch", 4097, "an integer in [1, 4096]"),
+    ("kv_slots", 15, "an integer in [16, 2147483647]"),
+    ("kv_slots", 2**31, "an integer in [16, 2147483647]"),
+    ("seed", -1, "an integer in [0, 18446744073709551615]"),
+    ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
+    ("seed", 1.0, "an integer in [0, 18446744073709551615]"),
+]
+
+
+def _ids(cases):
+    return [f"{name}={value!r}" for name, value, _ in cases]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_PLANS, ids=_ids(BAD_PLANS))
+def test_a_bad_plan_is_named_with_what_was_expected(name, value, expected):
+    with pytest.raises(InvalidArgument) as caught:
+        Plan(**{name: value})
+    assert str(caught.value) == f"{name}={value!r}: expected {expected}"
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_ENGINES, ids=_ids(BAD_ENGINES))
+def test_a_bad_engine_setting_is_named_with_what_was_expected(name, value, expected):
+    with pytest.raises(InvalidArgument) as caught:
+        EngineConfig(**{name: value})
+    assert str(caught.value) == f"{name}={value!r}: expected {expected}"
+
+
+def test_the_ends_of_the_ranges_are_accepted():
+    Plan(paths=1, depth=1, draft_width=1, draft_temperature=0.05)
+    Plan(paths=MAX_PATHS, depth=MAX_DEPTH, draft_width=MAX_WIDTH, draft_temperature=20)
+    EngineConfig(max_batch=1, kv_slots=16, seed=2**64 - 1)
+    EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_a_law_may_be_named(law):
+    plan = Plan(law=str(law))
+    assert plan.law is law
+    assert plan == Plan(law=law)
+    assert hash(plan) == hash(Plan(law=law))
+
+
+def test_no_law_leaves_the_choice_to_the_verifier():
+    assert Plan().law is None
+
+
+def test_the_largest_tree_of_a_plan():
+    assert Plan(paths=3, depth=4).tree_nodes == 13
+    assert Plan(paths=1, depth=1).tree_nodes == 2
+
+
+def test_a_plain_plan_drafts_nothing():
+    assert not PLAIN.speculative
+    assert PLAIN.tree_nodes == 1
+    assert Plan(verifier="none", paths=4, depth=8).tree_nodes == 1
+    assert Plan(verifier="token", paths=1).speculative
+
+
+def test_a_plan_survives_a_round_trip():
+    plan = Plan(verifier="gbv", paths=2, depth=5, law="iid", draft_temperature=1.5)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
