@@ -1,0 +1,72 @@
+"""The examples and the README's Python run as they are."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.saved_pair import save_pair
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TINY = ROOT / "eaglegbv" / "assets" / "tiny" / "target"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, head = save_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--drafter", str(head)]
+
+
+def run(*command: str, text: str = "") -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        input=text,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example(name: str, pair: list[str], text: str = "") -> str:
+    return run(str(ROOT / "examples" / name), *pair, "--max-tokens", "8", text=text)
+
+
+def test_quickstart(pair: list[str]) -> None:
+    out = example("quickstart.py", pair)
+    assert len(re.findall(r"-- \d+ tokens in \d+ target forwards", out)) == 2
+
+
+def test_compare_verifiers(pair: list[str]) -> None:
+    rows = [line for line in example("compare_verifiers.py", pair).splitlines() if " path" in line]
+    assert len(rows) == 4
+
+
+def test_chat_stream(pair: list[str]) -> None:
+    out = example("chat_stream.py", pair, text="Hello\nAnd you?\n\nnot read\n")
+    assert out.count("you> ") == 3
+
+
+def test_chat_stream_starts_over_when_the_context_is_full(pair: list[str]) -> None:
+    out = example("chat_stream.py", pair, text="a" * 400 + "\nHello\n")
+    assert out.count("starting over") == 1
+    assert out.count("you> ") == 3
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_short_and_tested(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 40
+    assert path.name in Path(__file__).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny pair is not trained yet")
+def test_python_of_the_readme() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert run("-c", code).strip()
