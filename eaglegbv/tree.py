@@ -141,7 +141,7 @@ def check_tree(tree: DraftTree) -> None:
 
     Raises:
         InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
-            siblings share a token, or a path is not a chain of nodes from the root.
+            siblings share a token, or a path is not a chain of real nodes from the root.
     """
     for b in range(tree.batch):
         _check_nodes(tree, b)
@@ -171,10 +171,16 @@ def _check_nodes(tree: DraftTree, b: int) -> None:
 
 
 def _check_paths(tree: DraftTree, b: int) -> None:
-    parents = tree.parents[b].tolist()
+    parents, count = tree.parents[b].tolist(), int(tree.num_nodes[b])
     for k, (nodes, length) in enumerate(
         zip(tree.path_nodes[b].tolist(), tree.path_lengths[b].tolist(), strict=True)
     ):
+        if not 0 <= length <= tree.length:
+            raise InvalidArgument(
+                f"path_lengths[{b}, {k}]", length, f"an integer in [0, {tree.length}]"
+            )
+        if not all(0 <= node < count for node in nodes):
+            raise InvalidArgument(f"path_nodes[{b}, {k}]", nodes, f"real nodes, below {count}")
         previous = 0
         for node in nodes[:length]:
             if node == 0 or parents[node] != previous:
