@@ -1,0 +1,300 @@
+"""Warping against transformers' logits processors, against cases worked by hand, and its edges.
+
+Tolerances: laws in float32 are compared at 1e-6 absolute: a probability p = exp(x) is off by about
+p * |x| * 6e-8, and where p > 1e-6 matters |x| is at most 14. Sets of kept tokens are compared
+exactly, on random logits whose gaps are far above rounding.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from eaglegbv.params import SamplingParams
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
+
+ATOL = 1e-6
+
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=2.5),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=1000),
+    SamplingParams(top_p=0.1),
+    SamplingParams(top_p=0.7),
+    SamplingParams(top_p=0.999),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(min_p=0.02),
+    SamplingParams(min_p=0.5),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=0.6, top_k=7),
+    SamplingParams(temperature=1.7, top_p=0.8),
+    SamplingParams(temperature=1.7, top_k=12, top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1),
+]
+
+
+def name_of(params):
+    values = {n: getattr(params, n) for n in ("temperature", "top_k", "top_p", "min_p")}
+    default = SamplingParams()
+    changed = [f"{n}={value}" for n, value in values.items() if value != getattr(default, n)]
+    return ",".join(changed) or "plain"
+
+
+def random_logits(rows, vocab, seed=0):
+    return 3 * torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed))
+
+
+def transformers_law(logits, params):
+    """The law transformers' ``generate`` samples from, with its processors in its order."""
+    if params.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(1), logits.shape[1]).double()
+    steps = LogitsProcessorList()
+    if params.temperature != 1:
+        steps.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k is not None:
+        steps.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        steps.append(MinPLogitsWarper(params.min_p))
+    ids = torch.zeros((logits.shape[0], 1), dtype=torch.int64)
+    return steps(ids, logits.clone()).double().softmax(1)
+
+
+def law(logits, params):
+    settings = WarpSettings.of([params], [logits.shape[0]])
+    return warp(logits, settings).double().softmax(1)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=name_of)
+@pytest.mark.parametrize("vocab", [1, 2, 6, 200])
+def test_every_setting_gives_the_law_transformers_gives(params, vocab):
+    logits = random_logits(40, vocab, seed=vocab)
+    expected = transformers_law(logits, params)
+    got = law(logits, params)
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("order", [SETTINGS, SETTINGS[::-1], SETTINGS[::3]])
+def test_mixed_settings_give_every_row_what_it_gets_alone(order):
+    rows_each = [1 + i % 3 for i in range(len(order))]
+    logits = random_logits(sum(rows_each), 50)
+    together = warp(logits, WarpSettings.of(order, rows_each))
+    alone = [
+        warp(part, WarpSettings.of([params], [len(part)]))
+        for params, part in zip(order, logits.split(rows_each), strict=True)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_passes_nobody_asked_for_are_skipped():
+    settings = WarpSettings.of([SamplingParams(), SamplingParams(temperature=0.0)], [2, 1])
+    assert settings.top_k is None
+    assert settings.top_p is None
+    assert settings.min_p is None
+    assert settings.temperature.tolist() == [1, 1, 0]
+    settings = WarpSettings.of([SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], [1, 2])
+    assert settings.top_k.tolist()[1:] == [3, 3]
+    assert settings.top_k[0] > 2**30
+    assert settings.top_p.tolist() == [1, 0.5, 0.5]
+    assert settings.min_p is None
+
+
+# p = (0.5, 0.25, 0.125, 0.125), the last two a tie.
+HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),
+        (SamplingParams(temperature=0.5), (16 / 22, 4 / 22, 1 / 22, 1 / 22)),
+        (SamplingParams(top_k=2), (2 / 3, 1 / 3, 0, 0)),
+        (SamplingParams(top_k=3), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),  # ties at the edge all stay
+        (SamplingParams(top_p=0.4), (1, 0, 0, 0)),
+        (SamplingParams(top_p=0.6), (2 / 3, 1 / 3, 0, 0)),
+        (SamplingParams(top_p=0.8), (4 / 7, 2 / 7, 1 / 7, 0)),  # of a tie, the first
+        (SamplingParams(min_p=0.3), (2 / 3, 1 / 3, 0, 0)),
+        (SamplingParams(min_p=0.2), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),
+        # top-p looks at what top-k left, renormalised: 2/3 < 0.7, so two tokens stay; of the whole
+        # law 0.5 + 0.25 would reach 0.7 as well, but 0.65 is reached by 2/3 alone.
+        (SamplingParams(top_k=2, top_p=0.65), (1, 0, 0, 0)),
+        (SamplingParams(top_k=2, top_p=0.7), (2 / 3, 1 / 3, 0, 0)),
+        # Temperature comes first: at 1/2 the most likely token has 16/22 = 0.727.
+        (SamplingParams(temperature=0.5, top_p=0.7), (1, 0, 0, 0)),
+        (SamplingParams(temperature=0.5, top_p=0.75), (16 / 20, 4 / 20, 0, 0)),
+        (SamplingParams(temperature=0.5, min_p=0.2), (16 / 20, 4 / 20, 0, 0)),
+        (SamplingParams(temperature=0.5, min_p=0.26), (1, 0, 0, 0)),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, SamplingParams) else "",
+)
+def test_cases_worked_by_hand(params, expected):
+    torch.testing.assert_close(
+        law(HALVES, params), torch.tensor([expected], dtype=torch.float64), atol=ATOL, rtol=0
+    )
+
+
+def test_ties_are_broken_as_documented():
+    logits = torch.zeros(1, 5)
+    assert (law(logits, SamplingParams(top_k=2)) > 0).all()  # all five are the most likely
+    assert (law(logits, SamplingParams(top_p=0.5))[0] > 0).tolist() == [True] * 3 + [False] * 2
+    assert (law(logits, SamplingParams(min_p=1.0)) > 0).all()
+    assert law(logits, SamplingParams(temperature=0)).tolist() == [[1, 0, 0, 0, 0]]
+    swapped = torch.tensor([[1.0, 3.0, 0.0, 3.0]])
+    assert law(swapped, SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0]]
+
+
+def test_top_p_always_keeps_the_most_likely_token():
+    logits = torch.tensor([[0.0, 1.0, 0.5]])
+    assert law(logits, SamplingParams(top_p=1e-12)).tolist() == [[0, 1, 0]]
+
+
+def test_temperature_zero_ignores_the_other_settings_and_has_logit_zero():
+    logits = random_logits(6, 30)
+    params = SamplingParams(temperature=0.0, top_k=2, top_p=0.3, min_p=0.9)
+    warped = warp(logits, WarpSettings.of([params], [6]))
+    assert (warped > -torch.inf).sum(1).tolist() == [1] * 6
+    assert warped.max(1).values.tolist() == [0.0] * 6
+    assert torch.equal(warped.argmax(1), logits.argmax(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_result_is_float32_whatever_comes_in(dtype):
+    logits = random_logits(3, 20).to(dtype)
+    before = logits.clone()
+    for params in SETTINGS:
+        warped = warp(logits, WarpSettings.of([params], [3]))
+        assert warped.dtype == torch.float32
+        torch.testing.assert_close(
+            warped.double().softmax(1), transformers_law(logits.float(), params), atol=ATOL, rtol=0
+        )
+    assert torch.equal(logits, before)  # the caller's logits are left alone
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=name_of)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_broken_logits_stay_visible_and_touch_no_other_row(params, bad):
+    logits = random_logits(3, 20)
+    broken = logits.clone()
+    broken[1, 7] = bad
+    settings = WarpSettings.of([params], [3])
+    got, expected = warp(broken, settings), warp(logits, settings)
+    normaliser = TargetLaw.of_logits(got, torch.arange(3).unsqueeze(1)).log_normaliser
+    assert normaliser.isfinite().tolist() == [True, False, True]
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=name_of)
+def test_tokens_a_model_rules_out_stay_ruled_out(params):
+    logits = random_logits(3, 20)
+    logits[:, ::2] = -torch.inf
+    got = law(logits, params)
+    assert (got[:, ::2] == 0).all()
+    torch.testing.assert_close(got, transformers_law(logits, params), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-3, 1e-5, 1e-20, 1e-37])
+@pytest.mark.parametrize("level", [0.0, 100.0, -1000.0])
+def test_laws_are_exact_at_low_temperature_and_at_any_level_of_the_logits(temperature, level):
+    # Logits are given in float32, so their exact law in float64 is the measure. The sum of a law is
+    # off by the rounding of a logsumexp that is at most log 1000 = 7: about 7 * 6e-8 relative.
+    logits = random_logits(8, 1000) + level
+    logits[0, :2] = logits[0].max()  # a tie is a tie at every temperature
+    settings = WarpSettings.of([SamplingParams(temperature=temperature)], [8])
+    target = TargetLaw.of_logits(warp(logits, settings), torch.arange(8).unsqueeze(1))
+    probs = target.probs_of(torch.zeros(8, dtype=torch.int64))
+    exact = logits.double()
+    exact = (exact - exact.max(1, keepdim=True).values) / np.float32(temperature).item()
+    torch.testing.assert_close(probs, exact.softmax(1), atol=2e-6, rtol=0)
+    assert (probs.sum(1) - 1).abs().max() < 5e-7
+
+
+# --- penalties
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    prompt, answer = [3, 5, 5], [7, 9]
+    logits = random_logits(1, 12)
+    in_prompt = torch.zeros((1, 12), dtype=torch.bool)
+    in_prompt[0, prompt] = True
+    generated = torch.bincount(torch.tensor(answer), minlength=12).unsqueeze(0)
+    for penalty in (0.5, 1.0, 1.3, 2.0):
+        got = penalise(
+            logits,
+            in_prompt,
+            generated,
+            PenaltySettings.of([SamplingParams(repetition_penalty=penalty)], [1]),
+        )
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        expected = processor(torch.tensor([prompt + answer]), logits.clone())
+        assert torch.equal(got, expected)
+
+
+def test_presence_and_frequency_penalties_count_the_generated_text_alone():
+    logits = torch.tensor([[1.0, 2.0, -3.0, 0.5]])
+    in_prompt = torch.tensor([[True, False, True, True]])
+    generated = torch.tensor([[0, 1, 3, 0]])
+    params = SamplingParams(presence_penalty=0.25, frequency_penalty=0.5)
+    got = penalise(logits, in_prompt, generated, PenaltySettings.of([params], [1]))
+    # token 1 once: - 0.5 - 0.25; token 2 thrice: - 1.5 - 0.25; tokens 0 and 3 are prompt only
+    assert got.tolist() == [[1.0, 1.25, -4.75, 0.5]]
+
+
+def test_all_penalties_together_by_hand():
+    logits = torch.tensor([[4.0, -4.0, 4.0, -4.0, 4.0]])
+    in_prompt = torch.tensor([[True, True, False, False, False]])
+    generated = torch.tensor([[0, 0, 2, 1, 0]])
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=-0.5)
+    got = penalise(logits, in_prompt, generated, PenaltySettings.of([params], [1]))
+    # repetition first (4 / 2, -4 * 2), then - count * -0.5, then - 1 where generated
+    assert got.tolist() == [[2.0, -8.0, 2.0 + 1.0 - 1.0, -8.0 + 0.5 - 1.0, 4.0]]
+
+
+def test_penalties_are_each_rows_own():
+    params = [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
+    ]
+    rows_each = [2, 1, 3]
+    generator = torch.Generator().manual_seed(0)
+    logits = random_logits(6, 9)
+    in_prompt = torch.rand((6, 9), generator=generator) < 0.4
+    generated = torch.randint(0, 3, (6, 9), generator=generator)
+    together = penalise(logits, in_prompt, generated, PenaltySettings.of(params, rows_each))
+    row = 0
+    for one, count in zip(params, rows_each, strict=True):
+        own = slice(row, row + count)
+        alone = penalise(
+            logits[own], in_prompt[own], generated[own], PenaltySettings.of([one], [count])
+        )
+        assert torch.equal(together[own], alone)
+        row += count
+    assert torch.equal(together[:2], logits[:2])  # no penalty changes nothing
+    assert not torch.equal(together[2:], logits[2:])
+
+
+def test_penalties_keep_broken_logits_visible():
+    logits = torch.tensor([[1.0, torch.nan, 2.0]])
+    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.1)
+    got = penalise(
+        logits,
+        torch.tensor([[True, True, False]]),
+        torch.tensor([[0, 1, 0]]),
+        PenaltySettings.of([params], [1]),
+    )
+    assert got[0].isnan().tolist() == [False, True, False]
