@@ -48,5 +48,6 @@ class Stream:
 
 def request_seed(engine_seed: int, request_number: int) -> int:
     """Return the 64-bit seed of a request that names none, from the engine's seed."""
-    words = np.random.SeedSequence([engine_seed, request_number]).generate_state(1, np.uint64)
-    return int(words[0])
+    # A spawn key, for in one list of both the words of a large seed run into those of the number.
+    sequence = np.random.SeedSequence(engine_seed, spawn_key=(request_number,))
+    return int(sequence.generate_state(1, np.uint64)[0])
