@@ -80,7 +80,11 @@ class Verifier(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
+    """Paper, section, equation."""
+    cost: ClassVar[str]
+    """Work of one verification: K paths, length L, N nodes, draft laws of width W."""
     laws: ClassVar[frozenset[Law]]
+    """Draft laws the rule is lossless for."""
     default_law: ClassVar[Law] = Law.IID
     """The law to draft with when the user names none."""
     max_paths: ClassVar[int | None] = None

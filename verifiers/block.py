@@ -14,6 +14,7 @@ class BlockVerifier(Verifier):
 
     name: ClassVar[str] = "block"
     source: ClassVar[str] = "Sun et al., Block Verification, ICLR 2025 (2403.10444), Algorithm 2"
+    cost: ClassVar[str] = "O(L W) and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
     max_paths: ClassVar[int | None] = 1
 

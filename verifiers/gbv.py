@@ -20,6 +20,7 @@ class GbvVerifier(Verifier):
 
     name: ClassVar[str] = "gbv"
     source: ClassVar[str] = "Thomas & Pal 2026 (2602.16961), Algorithm 1, with block verification"
+    cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:

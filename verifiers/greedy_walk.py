@@ -19,6 +19,7 @@ class GreedyWalkVerifier(Verifier):
 
     name: ClassVar[str] = "greedy"
     source: ClassVar[str] = "Stern et al., Blockwise Parallel Decoding (1811.03115)"
+    cost: ClassVar[str] = "L + 1 rows of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset(Law)
     default_law: ClassVar[Law] = Law.FIXED
 

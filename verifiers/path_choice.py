@@ -21,11 +21,18 @@ def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
         tree: The draft trees.
         keys: ``[batch, nodes]`` int64, at least 0; among siblings the largest is preferred.
     """
-    batch, paths, length = tree.path_nodes.shape
-    along = keys.gather(1, tree.path_nodes.flatten(1)).view(batch, paths, length)
-    along = torch.where(steps_of(tree), along, -1)
-    # With powers of two as weights the first difference outweighs all that follow.
-    weights = 2 ** torch.arange(length - 1, -1, -1, device=keys.device)
-    signs = (along.unsqueeze(2) - along.unsqueeze(1)).sign()
-    margins = (signs * weights).sum(dim=3)
+    along = keys.gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
+    margins = lexicographic_margins(torch.where(steps_of(tree), along, -1))
     return margins.amin(dim=2).argmax(dim=1)
+
+
+def lexicographic_margins(keys: Tensor) -> Tensor:
+    """Compare the rows of ``keys`` ``[batch, rows, length]`` int64 lexicographically, in pairs.
+
+    Returns:
+        ``[batch, rows, rows]`` int64: entry (i, j) has the sign of row i minus row j.
+    """
+    # With powers of two as weights the first difference outweighs all that follow.
+    weights = 2 ** torch.arange(keys.shape[2] - 1, -1, -1, device=keys.device)
+    signs = (keys.unsqueeze(2) - keys.unsqueeze(1)).sign()
+    return (signs * weights).sum(dim=3)

@@ -18,6 +18,7 @@ class TargetOnlyVerifier(Verifier):
 
     name: ClassVar[str] = "target_only"
     source: ClassVar[str] = "naive speculative sampling; SpecInfer (2305.09781), section 4"
+    cost: ClassVar[str] = "L + 1 rows of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset(Law)
     default_law: ClassVar[Law] = Law.FIXED
 

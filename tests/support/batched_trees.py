@@ -88,7 +88,7 @@ def build_batch(
             if prefix:
                 token_ids[b, node] = prefix[-1]
                 parents[b, node] = tree.numbers[prefix[:-1]]
-            if prefix not in inner:  # leaves need no law, and drafters give none
+            if prefix not in inner and b % 2:  # leaves need no law, and may have none
                 continue
             q = tree.request.q(prefix)
             support = rng.permutation([x for x in range(vocab) if q[x] > 0])

@@ -1,19 +1,20 @@
-"""The reference of each batched verifier."""
+"""The reference of each batched verifier that keeps no state."""
 
 from collections.abc import Callable, Mapping
 
-from eaglegbv.verifiers.reference.block import block
 from eaglegbv.verifiers.reference.chooser import Chooser
-from eaglegbv.verifiers.reference.gbv import gbv
-from eaglegbv.verifiers.reference.otbv import otbv
-from eaglegbv.verifiers.reference.target_only import target_only
-from eaglegbv.verifiers.reference.token import token
+from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
+from eaglegbv.verifiers.reference.registry import REFERENCES as ALL
+from eaglegbv.verifiers.reference.registry import Reference
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 
-REFERENCES: Mapping[str, Callable[[ReferenceTree, Chooser], Outcome]] = {
-    "token": token,
-    "block": block,
-    "gbv": gbv,
-    "otbv": otbv,
-    "target_only": target_only,
+Decide = Callable[[ReferenceTree, Chooser], Outcome]
+
+
+def _plain(reference: Reference) -> Decide:
+    return lambda tree, chooser: reference.verify(tree, ModifiedTarget(), chooser).outcome
+
+
+REFERENCES: Mapping[str, Decide] = {
+    name: _plain(reference) for name, reference in ALL.items() if not reference.keeps_state
 }

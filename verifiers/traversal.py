@@ -1,0 +1,149 @@
+"""Traversal verification: from the leaves to the root."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.correction import Residual, correction_token
+from eaglegbv.verifiers.drafted_path import rooted, rows_at
+from eaglegbv.verifiers.path_choice import lexicographic_margins, steps_of
+from eaglegbv.verifiers.remaining_laws import RemainingLaws
+from eaglegbv.verifiers.siblings import first_paths
+
+
+class TraversalVerifier(Verifier):
+    """Go down first children to a leaf and test it; on rejection go on with the next child.
+
+    A node is entered with ``w = min(1, w_parent p/q)`` and tested with its w when no child is left;
+    a rejected child changes its parent: ``p <- (w p - q)+``, ``w <- R / (R + 1 - w)``, and q loses
+    the child. The root always accepts. Equal drafts count once.
+    """
+
+    name: ClassVar[str] = "traversal"
+    source: ClassVar[str] = "Traversal Verification (2505.12398)"
+    cost: ClassVar[str] = "O(K L W), one test after the other, and one row of the vocabulary"
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.WOR})
+
+    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+        """Judge trees drawn with or without replacement; node i uses acceptance number i - 1."""
+        visit = _Visit.of(tree, target)
+        for leaf in _leaves(tree):
+            visit.enter(leaf)
+            for depth in range(tree.length - 1, -1, -1):
+                visit.leave(leaf, depth, uniforms.acceptance)
+        return visit.verdict(tree, target, uniforms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """The paths of all requests that come next in depth-first order.
+
+    Attributes:
+        parents: ``[batch, length]`` int64, the node above each of ``nodes``.
+        nodes: ``[batch, length]`` int64.
+        entered: ``[batch, length]`` bool: the node was not on an earlier path.
+        left: ``[batch, length]`` bool: the node is not on a later path.
+    """
+
+    parents: Tensor
+    nodes: Tensor
+    entered: Tensor
+    left: Tensor
+
+
+def _leaves(tree: DraftTree) -> list[_Leaf]:
+    """Return the paths in depth-first order, children in the order of their first path."""
+    real = steps_of(tree)
+    first = first_paths(tree).gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
+    margins = lexicographic_margins(torch.where(real, first, -1))
+    # Stable: equal paths stay in the order drawn.
+    order = (margins > 0).sum(dim=2).argsort(dim=1, stable=True)
+    at = order.unsqueeze(2).expand_as(tree.path_nodes)
+    nodes, real = tree.path_nodes.gather(1, at), real.gather(1, at)
+    changes = nodes[:, 1:] != nodes[:, :-1]
+    ends = torch.ones_like(real[:, :1])
+    entered = real & torch.cat((ends, changes), dim=1)
+    left = real & torch.cat((changes, ends), dim=1)
+    parents = rooted(nodes)[:, :, :-1]
+    return [_Leaf(parents[:, k], nodes[:, k], entered[:, k], left[:, k]) for k in range(tree.paths)]
+
+
+@dataclass(slots=True)
+class _Visit:
+    """The state of the traversal.
+
+    Attributes:
+        laws: The laws left at every node.
+        weights: ``[batch, nodes]`` float64, w of the nodes entered.
+        accepted: ``[batch]`` bool: a node was accepted.
+        stop: ``[batch]`` int64, that node, else the root.
+        path: ``[batch, length]`` int64, a path through it.
+    """
+
+    laws: RemainingLaws
+    weights: Tensor
+    accepted: Tensor
+    stop: Tensor
+    path: Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree, target: TargetLaw) -> Self:
+        root = torch.zeros_like(tree.num_nodes)
+        laws = RemainingLaws.of(tree, target)
+        weights = torch.ones_like(laws.beside)
+        return cls(laws, weights, root.bool(), root, tree.path_nodes[:, 0])
+
+    def enter(self, leaf: _Leaf) -> None:
+        """Give the new nodes of a path their weights, from the top."""
+        ratios = self.laws.ratios(leaf.parents, leaf.nodes)
+        known = self.weights.gather(1, leaf.nodes)
+        weight, column = self.weights[:, 0], []
+        for depth in range(leaf.nodes.shape[1]):
+            fresh = (weight * ratios[:, depth]).clamp(max=1.0)
+            weight = torch.where(leaf.entered[:, depth], fresh, known[:, depth])
+            column.append(weight)
+        values = torch.where(leaf.entered, torch.stack(column, dim=1), 0.0)
+        # Weights of nodes not entered yet are 1, and past its end a path repeats a node: add.
+        self.weights = self.weights.scatter_add(
+            1, leaf.nodes, torch.where(leaf.entered, values - known, 0.0)
+        )
+
+    def leave(self, leaf: _Leaf, depth: int, uniforms: Tensor) -> None:
+        """Test the node at ``depth`` (0 below the root) if none of its children is left."""
+        node, parent = leaf.nodes[:, depth : depth + 1], leaf.parents[:, depth : depth + 1]
+        weight = self.weights.gather(1, node)
+        tested = leaf.left[:, depth : depth + 1] & ~self.accepted.unsqueeze(1)
+        passed = tested & (uniforms.gather(1, (node - 1).clamp(min=0)) < weight)
+        self.stop = torch.where(passed.squeeze(1), node.squeeze(1), self.stop)
+        self.path = torch.where(passed, leaf.nodes, self.path)
+        self.accepted = self.accepted | passed.squeeze(1)
+        self._reject(parent, node, tested & ~passed)
+
+    def _reject(self, parent: Tensor, node: Tensor, rejected: Tensor) -> None:
+        old = self.weights.gather(1, parent)
+        mass = self.laws.subtract(parent, old, rejected)
+        self.laws.lose(parent, node, rejected)
+        new = torch.where(old < 1, mass / (mass + (1 - old)), 1.0)
+        # Where nothing is left, nothing below or at the parent can be accepted.
+        new = torch.where(mass > 0, new, 0.0)
+        self.weights = self.weights.scatter(1, parent, torch.where(rejected, new, old))
+
+    def verdict(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+        """Return the accepted node's path, and draw the token after it."""
+        at = self.stop.unsqueeze(1)
+        residual = Residual(
+            nodes=self.stop,
+            weight=self.laws.scale.gather(1, at).squeeze(1),
+            ids=rows_at(self.laws.ids, at).squeeze(1),
+            draft=rows_at(self.laws.taken, at).squeeze(1),
+        )
+        return Verdict(
+            path_nodes=self.path,
+            accepted=tree.depth.gather(1, at).squeeze(1),
+            token_ids=correction_token(residual, target, uniforms.correction),
+        )
