@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from support.saved_pair import save_pair
 
+from eaglegbv.loading import TINY_TARGET
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TINY = ROOT / "eaglegbv" / "assets" / "tiny" / "target"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_examples_are_short_and_tested(path: Path) -> None:
     assert path.name in Path(__file__).read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny pair is not trained yet")
+@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
 def test_python_of_the_readme() -> None:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     assert run("-c", code).strip()

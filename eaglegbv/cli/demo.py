@@ -61,10 +61,10 @@ def demo(
         run(generate_with(llm), chosen.questions, settings, on_record=keep)
     environment = describe_environment(device_name(None))
     summaries = summarise(Results(settings=settings, environment=environment, records=records))
-    typer.echo(plain_text(table(summaries)))
+    typer.echo(plain_text(table(summaries, intervals=False)))
     report_errors(summaries)
     typer.echo(
         "none: plain decoding; K paths of L drafted tokens; block efficiency: tokens per forward "
-        "of\nthe model; [ ]: 95% interval. Every setting draws from the same law; only speed "
-        "differs."
+        "of\nthe model; with prefill: the speed-up of everything, prompts included. Every setting "
+        "draws\nfrom the same law; only speed differs. A short run is a noisy one: see `bench`."
     )

@@ -10,15 +10,23 @@ from eaglegbv.eval.summary import Summary
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
 
 
-def table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return the main table, headings first: one row a setting."""
+def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[str]]:
+    """Return the main table, headings first: one row a setting, with or without intervals."""
+
+    def figure(estimate: Estimate | None) -> str:
+        if estimate is None:
+            return "-"
+        if not intervals:
+            return f"{estimate.value:.2f}"
+        return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
     rows = [
         [
             s.setting,
-            _figure(s.block_efficiency),
+            figure(s.block_efficiency),
             f"{s.tokens_per_second:.1f}",
-            _times(s.speedup),
-            _times(s.wall_speedup),
+            figure(s.speedup),
+            figure(s.wall_speedup),
         ]
         for s in summaries
     ]
@@ -115,14 +123,6 @@ def _errors(results: Results) -> list[str]:
         return []
     lines = [f"- {r.setting}, {r.question_id}, repeat {r.repeat}: {r.error}" for r in broken]
     return ["## Conversations that broke off (counted in no figure)", "\n".join(lines)]
-
-
-def _figure(estimate: Estimate) -> str:
-    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
-
-
-def _times(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else _figure(estimate)
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
