@@ -1,0 +1,261 @@
+"""Streamed text against the tokenizer's own decoding of the whole.
+
+Two kinds of tokenizers, because characters split across tokens are treated differently: byte-level
+ones (GPT-2, Llama 3, Qwen) join bytes whatever they are; those with byte fallback (Llama 2, Gemma)
+turn a whole run of bytes into garbage if a part of it is no character.
+"""
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from eaglegbv.text import TextStream
+
+CORPUS = [
+    "The answer is forty-two, and the question is unknown.",
+    "Ein Bär läßt die Würfel über die Straße rollen: äöüß",
+    "数学は美しい。Привет, мир! 🎲🎲 naïve café 👩‍🔬",
+    "stop here\nUser: go on\n\nAssistant: no",
+]
+# Characters of one to four bytes, some of which the tokenizers know and some they do not.
+CHARACTERS = "ab .\nUé߀数学🎲👩\u200d🔬"
+TEXTS = st.text(alphabet=CHARACTERS, min_size=1, max_size=24)
+STOPS = st.lists(st.text(alphabet="ab .\né🎲", min_size=1, max_size=4), max_size=3)
+
+
+@functools.cache
+def byte_level() -> PreTrainedTokenizerFast:
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<end>"],
+        show_progress=False,
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+
+
+@functools.cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    pieces = ["<end>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", ".", "é", "▁a", "▁b", "ab", "▁ab", "b."]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("b", ".")]
+    model = BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=merges,
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    core = Tokenizer(model)
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", unk_token="<unk>")
+
+
+TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback}
+each_tokenizer = pytest.mark.parametrize("name", list(TOKENIZERS))
+
+
+def decode(tokenizer, ids) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def chunks_of(ids, sizes):
+    """Cut ``ids`` as a speculating engine does: a few tokens at a time."""
+    at, chunks = 0, []
+    while at < len(ids):
+        size = sizes[len(chunks) % len(sizes)]
+        chunks.append(ids[at : at + size])
+        at += size
+    return chunks
+
+
+def run(tokenizer, chunks, stop=()):
+    """Feed all chunks, to the stop at most; return the stream and what it showed at each."""
+    stream = TextStream(tokenizer, stop)
+    shown = []
+    for chunk in chunks:
+        shown.append(stream.feed(chunk))
+        assert stream.text.startswith("".join(shown)), "shown and then cut"
+        if stream.stopped:
+            break
+    shown.append(stream.flush())
+    return stream, shown
+
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(ids=st.lists(st.integers(0, 339), max_size=30), sizes=SIZES)
+def test_any_ids_of_a_byte_level_tokenizer_stream_to_their_decoding(ids, sizes):
+    tokenizer = byte_level()
+    assert len(tokenizer) == 340
+    stream, shown = run(tokenizer, chunks_of(ids, sizes))
+    assert "".join(shown) == stream.text == decode(tokenizer, ids)
+    assert stream.token_ids == ids
+    assert not stream.stopped
+    assert stream.flush() == ""
+
+
+@each_tokenizer
+@given(text=TEXTS, sizes=SIZES)
+def test_text_streams_to_itself(name, text, sizes):
+    tokenizer = TOKENIZERS[name]()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream, shown = run(tokenizer, chunks_of(ids, sizes))
+    assert "".join(shown) == stream.text == decode(tokenizer, ids)
+    # What is certain is shown at once: without stops nothing but the last character is held back.
+    assert shown[-1] == ""
+
+
+@each_tokenizer
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), count=st.integers(0, 3), sizes=SIZES)
+def test_special_tokens_between_words_leave_no_trace(name, texts, count, sizes):
+    tokenizer = TOKENIZERS[name]()
+    ids = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += [tokenizer.eos_token_id] * count
+    stream, shown = run(tokenizer, chunks_of(ids, sizes))
+    assert "".join(shown) == stream.text == decode(tokenizer, ids)
+
+
+def test_characters_of_several_tokens_come_whole():
+    for make in TOKENIZERS.values():
+        tokenizer = make()
+        # Not in the training text, and too rare to be a token: three bytes each, three in a row.
+        ids = tokenizer("a€€€b", add_special_tokens=False)["input_ids"]
+        stream = TextStream(tokenizer)
+        shown = [stream.feed([token]) for token in ids]
+        assert [piece for piece in shown if piece] == ["a", "€", "€", "€", "b"]
+
+
+@each_tokenizer
+@given(text=TEXTS, stop=STOPS, sizes=SIZES)
+def test_text_ends_before_the_first_stop_string(name, text, stop, sizes):
+    tokenizer = TOKENIZERS[name]()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = decode(tokenizer, ids)
+    stream, shown = run(tokenizer, chunks_of(ids, sizes), stop)
+    assert "".join(shown) == stream.text
+    assert stream.token_ids == ids[: len(stream.token_ids)]
+    assert stream.stopped == any(string in whole for string in stop)
+    if not stream.stopped:
+        assert stream.text == whole
+        return
+    # The stop is the first that is complete, by whole tokens; text before it holds no stop.
+    read = decode(tokenizer, stream.token_ids)
+    ends = [read.find(string) for string in stop if string in read]
+    assert stream.text == read[: min(ends)]
+    before = decode(tokenizer, stream.token_ids[:-1])
+    assert not any(string in before for string in stop)
+
+
+@given(ids=st.lists(st.integers(0, 339), max_size=30), stop=STOPS, sizes=SIZES)
+def test_where_the_steps_end_changes_nothing(ids, stop, sizes):
+    tokenizer = byte_level()
+    one, _ = run(tokenizer, [[token] for token in ids], stop)
+    other, _ = run(tokenizer, chunks_of(ids, sizes), stop)
+    assert (one.text, one.token_ids, one.stopped) == (other.text, other.token_ids, other.stopped)
+
+
+def _ids(text):
+    """One token per byte."""
+    tokenizer = byte_level()
+    return [tokenizer.convert_tokens_to_ids(c) for c in byte_characters(text)]
+
+
+def byte_characters(text):
+    [(piece, _)] = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    ).pre_tokenize_str(text)
+    return piece
+
+
+def feed_bytes(text, stop):
+    stream = TextStream(byte_level(), stop)
+    shown = []
+    for token in _ids(text):
+        shown.append(stream.feed([token]))
+        if stream.stopped:
+            break
+    return stream, shown
+
+
+def test_a_possible_stop_is_held_back_until_it_is_none():
+    stream, shown = feed_bytes("x\nUsual", ("\nUser:",))
+    assert shown == ["x", "", "", "", "\nUsu", "a", "l"]
+    assert not stream.stopped
+
+
+def test_a_stop_across_tokens_is_never_shown():
+    stream, shown = feed_bytes("x\nUser: y", ("\nUser:",))
+    assert shown == ["x", "", "", "", "", "", ""]
+    assert (stream.text, stream.stopped) == ("x", True)
+    assert stream.token_ids == _ids("x\nUser:")
+    assert stream.flush() == ""
+
+
+def test_the_longest_possible_beginning_of_any_stop_is_held_back():
+    # After "ab" the second stop may have begun two characters ago, the first only one.
+    for stop in (("bX", "abc"), ("abc", "bX")):
+        stream, shown = feed_bytes("abcd", stop)
+        assert shown == ["", "", ""]
+        assert (stream.text, stream.stopped) == ("", True)
+
+
+def test_a_stop_of_which_another_is_a_part():
+    stream, _ = feed_bytes("one two three", ("two three", "two"))
+    assert stream.text == "one "
+    assert stream.token_ids == _ids("one two")
+
+
+def test_of_two_stops_within_one_token_the_earlier_counts():
+    tokenizer = byte_fallback()
+    ids = tokenizer.convert_tokens_to_ids([".", "▁ab"])
+    for stop in (("a", "b"), ("b", "a")):
+        stream, shown = run(tokenizer, [ids], stop)
+        assert (stream.text, shown) == (". ", [". ", ""])
+
+
+def test_flush_returns_what_was_held_back():
+    stream, shown = feed_bytes("ab\nUs", ("\nUser:",))
+    assert "".join(shown) == "ab"
+    assert stream.flush() == "\nUs"
+    assert stream.text == "ab\nUs"
+    assert stream.flush() == ""
+
+
+def test_flush_returns_an_unfinished_character_as_decoding_does():
+    stream, shown = feed_bytes("a🎲", ())
+    stream = TextStream(byte_level())
+    assert "".join(stream.feed([token]) for token in _ids("a🎲")[:-1]) == "a"
+    assert stream.flush() == "\ufffd"
+    assert "".join(shown) == "a🎲"
+
+
+def test_tokens_behind_a_stop_in_one_feed_are_dropped():
+    stream = TextStream(byte_level(), ("!",))
+    assert stream.feed(_ids("hey! you")) == "hey"
+    assert stream.token_ids == _ids("hey!")
+
+
+def test_a_stop_of_several_bytes_per_character():
+    stream, shown = feed_bytes("na🎲ïve", ("🎲ï",))
+    assert "".join(shown) == "na"
+    assert stream.stopped
