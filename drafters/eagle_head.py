@@ -293,7 +293,7 @@ class _Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = self.frequencies
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Frequencies rounded to half precision would misplace far positions.
         self.frequencies = exact.to(self.frequencies.device)
         return self

@@ -247,6 +247,8 @@ class _Batches:
         self.config = config
         self.early = mixture_weights(corpus, MIXTURE, OTHER_SHARE, config.window)
         self.final = mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.final_max_tokens)
+        # Compiled, the vocabulary-wide float32 copies are never written out.
+        self.token_losses = torch.compile(_token_losses) if config.compile else _token_losses
 
     def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
         config = self.config
@@ -257,11 +259,14 @@ class _Batches:
         rows = pack(self.corpus, documents, config.window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
         weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real
-        losses = functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows.token_ids[:, 1:].flatten(), reduction="none"
-        )
+        losses = self.token_losses(logits.flatten(0, 1), rows.token_ids[:, 1:].flatten())
         weight = weight[:, 1:].flatten()
         return (losses * weight).sum() / weight.sum()
+
+
+def _token_losses(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return ``[tokens]`` float32 cross-entropies of ``logits`` ``[tokens, vocab]``."""
+    return functional.cross_entropy(logits.float(), token_ids, reduction="none")
 
 
 def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig) -> Evaluation:
@@ -275,9 +280,8 @@ def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingCon
         window = int(corpus.lengths[documents].max())
         rows = pack(corpus, documents.unsqueeze(1), window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
-        losses = functional.cross_entropy(
-            logits.transpose(1, 2).float(), rows.token_ids[:, 1:], reduction="none"
-        )
+        losses = _token_losses(logits.flatten(0, 1), rows.token_ids[:, 1:].flatten())
+        losses = losses.view(len(documents), -1)
         counted = rows.is_response[:, 1:]
         source = corpus.source_of[documents]
         nll.index_add_(0, source, (losses * counted).sum(1).double())
