@@ -231,3 +231,13 @@ def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelNotSupported, match="weights"):
         HFTarget.from_pretrained(tmp_path)
+
+
+def test_outputs_are_ordinary_tensors() -> None:
+    target = HFTarget(tiny_model("llama"), features=FeatureSpec.final(), max_slots=64)
+    slots = target.allocator.allocate(2)
+    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
+    assert out.features is not None
+    for tensor in (out.logits, out.features):
+        assert not tensor.is_inference()
+        assert not tensor.requires_grad
