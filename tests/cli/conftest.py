@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from support.cli import Result, run
 from support.saved_pair import save_pair
@@ -21,7 +22,11 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep questions of this machine out."""
+    """Keep questions of this machine and of the hub out."""
+
+    def offline(*arguments: object, **options: object) -> str:
+        raise ConnectionError("no network")
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.delenv("EAGLEGBV_DATA", raising=False)
