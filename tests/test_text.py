@@ -23,7 +23,7 @@ CORPUS = [
     "stop here\nUser: go on\n\nAssistant: no",
 ]
 # Characters of one to four bytes, some of which the tokenizers know and some they do not.
-CHARACTERS = "ab .\nUé߀数学🎲👩\u200d🔬"
+CHARACTERS = "ab .\nUéß数学🎲👩\u200d🔬"
 TEXTS = st.text(alphabet=CHARACTERS, min_size=1, max_size=24)
 STOPS = st.lists(st.text(alphabet="ab .\né🎲", min_size=1, max_size=4), max_size=3)
 
