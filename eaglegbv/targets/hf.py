@@ -8,9 +8,10 @@ it as a keyword argument, so nothing global says which request or which pool is 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -160,17 +161,7 @@ class HFTarget(Target):
             InvalidArgument: There is no such model.
             ModelNotSupported: The engine cannot drive it.
         """
-        config = load_config(model)
-        folder = Path(model).is_dir()
-        try:
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                model, config=config, dtype=dtype, local_files_only=folder
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelNotSupported(
-                "model", str(model), f"weights of a causal language model ({reason})"
-            ) from error
+        loaded = _load_weights(model, load_config(model), dtype)
         nn.Module.to(loaded, torch.device(device))
         return cls(loaded, features=features, max_slots=max_slots, attention=attention)
 
@@ -229,6 +220,35 @@ def load_config(model: str | Path) -> PreTrainedConfig:
     except ValueError as error:
         raise ModelNotSupported("model", str(model), "a model type transformers knows") from error
     return config
+
+
+def _load_weights(
+    model: str | Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    try:
+        # Annotated as the model alone, though it comes with the report asked for.
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            config=config,
+            dtype=dtype,
+            local_files_only=Path(model).is_dir(),
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelNotSupported(
+            "model", str(model), f"weights of a causal language model ({reason})"
+        ) from error
+    loaded, report = opened
+    # transformers would go on with random numbers in their place.
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])[:4]
+        raise ModelNotSupported(
+            "model", str(model), f"a file with all weights, not without {missing}"
+        )
+    if not isinstance(loaded, PreTrainedModel):
+        raise ModelNotSupported("model", str(model), "a causal language model")
+    return loaded
 
 
 def _weight(module: nn.Module) -> Tensor:

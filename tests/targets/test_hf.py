@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
@@ -215,6 +216,19 @@ def test_loading_a_folder(tmp_path) -> None:
     slots = target.allocator.allocate(3)
     out = target.forward([Segment.causal(torch.tensor([1, 2, 3]), slots[:0], slots)])
     assert_close(out.logits, Plain(model).logits([1, 2, 3]))
+
+
+def test_loading_incomplete_weights(tmp_path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=r"not without .*layers\.1\.mlp\.up_proj"):
+        HFTarget.from_pretrained(tmp_path)
+    file.write_bytes(b"\0" * 100)
+    with pytest.raises(ModelNotSupported, match="weights of a causal language model"):
+        HFTarget.from_pretrained(tmp_path)
 
 
 def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
