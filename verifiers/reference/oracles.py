@@ -191,7 +191,7 @@ def _maximise(
     """Maximise ``gain x`` over x >= 0 with A x <= ``bounds``; A has ``values`` at (row, column)."""
     A = np.zeros((len(bounds), len(gain)))
     rows, columns = np.array(at).T
-    A[rows, columns] = values
+    np.add.at(A, (rows, columns), values)
     result = linprog(-gain, A_ub=A, b_ub=bounds, method="highs")
     if result.status != 0:
         raise ArithmeticError(f"HiGHS: {result.message}")

@@ -1,0 +1,72 @@
+"""Expected acceptance lengths by recursion over prefixes, without walking every branch."""
+
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.reference.gbv import skewed_laws
+from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix
+from eaglegbv.verifiers.reference.transport import multiplicity_law, transport
+from eaglegbv.verifiers.reference.tree import ReferenceTree
+
+
+def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """E[tau] = sum of Pr(the selected path starts with x^i) w_i over all prefixes."""
+
+    def below(prefix: Prefix, drafts: int, w: Number) -> Number:
+        if len(prefix) == length:
+            return 0
+        node = transport(p(prefix), q(prefix), drafts)
+        total: Number = 0
+        for x in node.order:
+            b = node.law[x]
+            if b > 0:
+                v = min(1, w * p(prefix)[x] / b)
+                inner = sum(
+                    share * below((*prefix, x), m, v)
+                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    if share > 0
+                )
+                total += b * (v + inner)
+        return total
+
+    return below((), paths, 1)
+
+
+def gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """The same with the skewed laws of the best-ranked path."""
+
+    def below(prefix: Prefix, w: Number) -> Number:
+        if len(prefix) == length:
+            return 0
+        total: Number = 0
+        for x, mass in enumerate(q(prefix)):
+            if mass > 0:
+                path = (*prefix, x)
+                tree = ReferenceTree(Law.IID, (path,) * paths, p, q)
+                b = skewed_laws(tree, path)[-1][x]
+                if b > 0:
+                    v = min(1, w * p(prefix)[x] / b)
+                    total += b * (v + below(path, v))
+        return total
+
+    return below((), 1)
+
+
+def prefixes(p: LawAt, q: LawAt, length: int):
+    """Joint (p, q) of every prefix of length 1 ... ``length``."""
+    todo: list[tuple[Prefix, Number, Number]] = [((), 1, 1)]
+    while todo:
+        prefix, joint_p, joint_q = todo.pop()
+        for x, (px, qx) in enumerate(zip(p(prefix), q(prefix), strict=True)):
+            below = ((*prefix, x), joint_p * px, joint_q * qx)
+            yield below[1:]
+            if len(below[0]) < length:
+                todo.append(below)
+
+
+def ideal_length(p: LawAt, q: LawAt, length: int) -> Number:
+    """What one path can reach within one step: the sum of min(p, q) over prefixes."""
+    return sum(min(a, b) for a, b in prefixes(p, q, length))
+
+
+def claimed_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """SpecTr-GBV's Theorem 5.3: sum of p [1 - (1 - min(1, q/p))^K] over prefixes."""
+    return sum(a * (1 - (1 - min(1, b / a)) ** paths) for a, b in prefixes(p, q, length) if a > 0)
