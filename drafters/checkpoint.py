@@ -121,7 +121,7 @@ def _head_config(
 ) -> EagleHeadConfig:
     target = target_config.get_text_config()
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        if key not in stored:
+        if stored.get(key) is None:
             raise DrafterMismatch(f"config.json key {key}", None, "an integer")
     arch = _detect(names)
     llama = LlamaConfig(**_llama_keys(stored))

@@ -206,7 +206,9 @@ class _Trainer:
         order = self.held_out.lengths.argsort()[::every]
         for documents in torch.split(order, self.config.batch):
             run = self._run_target(self.held_out, documents.unsqueeze(1))
-            meter.add(head, run, draw_anchors(run.is_response, self.config.anchors, seed=0))
+            anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
+            depths = unroll(head, run, anchors, self.config.depths)
+            meter.add(depths, head.draft_to_target)
         found = meter.estimate()
         values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
         name = f"block efficiency, one path of depth {self.config.depths}, token verification"

@@ -14,6 +14,9 @@ from tqdm import tqdm
 
 from eaglegbv.errors import InvalidArgument
 
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -122,7 +125,7 @@ def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
         FloatingPointError: The loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
+    checkpoint, log = folder / CHECKPOINT, folder / LOG
     optimizer = _adamw(task.module, plan)
     progress = Progress()
     if resume and checkpoint.exists():

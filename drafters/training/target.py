@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.loop import Evaluation, Plan, Task, optimise
+from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Plan, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
 from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
@@ -118,9 +119,7 @@ def train_target(
     """
     device = torch.device(config.device)
     rows = list(read_rows(find_files(config.data), config.rows_per_source))
-    tokenizer = (
-        _tokenizer(config, rows) if config.initial is None else _inherit(config, config.initial)
-    )
+    tokenizer = _tokenizer(config, rows, resume=resume)
     training, held_out = (
         build_corpus([row for row in rows if row.held_out is kept], tokenizer, config.window)
         for kept in (False, True)
@@ -166,18 +165,29 @@ def train_target(
     return report
 
 
-def _tokenizer(config: TargetTrainingConfig, rows: list[Row]) -> PreTrainedTokenizerFast:
-    texts: list[str] = []
-    characters: dict[str, int] = {}
-    for row in rows:
-        if row.held_out or characters.get(row.source, 0) > TOKENIZER_CHARACTERS_PER_SOURCE:
-            continue
-        parts = [message["content"] for message in row.messages] or [row.text]
-        characters[row.source] = characters.get(row.source, 0) + sum(map(len, parts))
-        texts += parts
-    tokenizer = train_tokenizer(texts, config.vocab_size, config.context)
+def _tokenizer(
+    config: TargetTrainingConfig, rows: list[Row], *, resume: bool
+) -> PreTrainedTokenizerFast:
+    """Take the tokenizer of the run resumed or grown from, or train one; save it with the model."""
+    started = resume and (config.out / CHECKPOINT).exists()
+    folder = config.out if started else config.initial
+    tokenizer: PreTrainedTokenizerFast
+    if folder is None:
+        tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, config.context)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.save_pretrained(config.out)
     return tokenizer
+
+
+def _tokenizer_texts(rows: list[Row]) -> Iterator[str]:
+    characters: Counter[str] = Counter()
+    for row in rows:
+        if row.held_out or characters[row.source] > TOKENIZER_CHARACTERS_PER_SOURCE:
+            continue
+        parts = [message["content"] for message in row.messages] or [row.text]
+        characters[row.source] += sum(map(len, parts))
+        yield from parts
 
 
 def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
@@ -196,12 +206,6 @@ def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFa
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-
-
-def _inherit(config: TargetTrainingConfig, initial: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(initial)
-    tokenizer.save_pretrained(config.out)
-    return tokenizer
 
 
 def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:

@@ -6,7 +6,7 @@ output and x_{i+2} (depth 1), and so on (EAGLE-3, arXiv 2503.01840, section 3.2;
 rows do not see each other, so only some of them, the anchors, need be unrolled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -168,15 +168,15 @@ class AcceptanceMeter:
         self._count = torch.zeros(depths, dtype=torch.float64)
         self._path_accepted = 0.0
 
-    def add(self, head: EagleHead, run: TargetRun, anchors: Anchors) -> None:
-        """Unroll ``head`` on a batch."""
-        reached = anchors.used.double()
-        for i, depth in enumerate(unroll(head, run, anchors, len(self._count))):
+    def add(self, depths: Iterable[Depth], draft_to_target: Tensor) -> None:
+        """Take an unrolled batch; ``draft_to_target`` is the head's."""
+        reached: Tensor | float = 1.0
+        for i, depth in enumerate(depths):
             accepted = acceptance(depth).double() * depth.used
             self._accepted[i] += float(accepted.sum())
             self._count[i] += float(depth.used.sum())
             self._path_accepted += float((reached * accepted).sum())
-            reached = reached * depth.used * _ratio(depth, head.draft_to_target)
+            reached = reached * depth.used * _ratio(depth, draft_to_target)
 
     def estimate(self) -> AcceptanceEstimate:
         """Return the means so far."""

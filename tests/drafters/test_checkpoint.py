@@ -1,0 +1,272 @@
+"""Saving and strict loading of heads."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from eaglegbv.drafters.checkpoint import load_head, read_head_config, save_head
+from eaglegbv.drafters.eagle_head import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+)
+from eaglegbv.errors import DrafterMismatch
+
+VOCAB = 30
+EMBEDDING = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(1))
+LM_HEAD = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(2))
+
+
+def target_config(**changes: Any) -> LlamaConfig:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+    }
+    return LlamaConfig(**(sizes | changes))
+
+
+def saved_head(
+    arch: Arch, folder: Path, *, draft_vocab: int = 12, target_hidden: int = 24
+) -> EagleHead:
+    eagle3 = arch is Arch.EAGLE3
+    config = EagleHeadConfig(
+        arch=arch,
+        hidden_size=24,
+        target_hidden_size=target_hidden,
+        intermediate_size=40,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab if eagle3 else VOCAB,
+        feature_layers=(2, 4, 5) if eagle3 else (),
+        fc_bias=not eagle3,
+    )
+    torch.manual_seed(0)
+    head: EagleHead = (
+        Eagle3Head(config, EMBEDDING, 2 * torch.arange(draft_vocab) + 1)
+        if eagle3 and draft_vocab < VOCAB
+        else Eagle3Head(config, EMBEDDING)
+        if eagle3
+        else Eagle1Head(config, EMBEDDING, LM_HEAD)
+    )
+    save_head(head, folder, torch.float32)
+    return head
+
+
+def load(folder: Path, config: LlamaConfig | None = None) -> EagleHead:
+    return load_head(
+        folder,
+        target_config=config or target_config(),
+        target_embedding=EMBEDDING,
+        target_lm_head=LM_HEAD,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def edit(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Replace tensors of the file; None removes one."""
+    tensors: dict[str, Tensor | None] = dict(load_file(folder / "model.safetensors"))
+    tensors |= changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def pass_through(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q * v.sum()
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_a_saved_head_computes_the_same(arch: Arch, tmp_path: Path) -> None:
+    head = saved_head(arch, tmp_path)
+
+    loaded = load(tmp_path)
+
+    assert loaded.config == head.config
+    assert torch.equal(loaded.draft_to_target, head.draft_to_target)
+    token_ids, positions = torch.arange(5), torch.arange(5)
+    features = torch.randn(5, head.config.feature_size)
+    hidden, expected = (
+        h(token_ids, h.fuse(features), positions, pass_through) for h in (loaded, head)
+    )
+    assert torch.equal(hidden, expected)
+    assert torch.equal(loaded.logits(hidden), head.logits(hidden))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_published_names(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE1, tmp_path / "1")
+    saved_head(Arch.EAGLE3, tmp_path / "3")
+    eagle1, eagle3 = (load_file(tmp_path / n / "model.safetensors") for n in "13")
+    projections = [f"self_attn.{n}_proj.weight" for n in "qkvo"]
+    shared = [
+        *projections,
+        *(f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+        "post_attention_layernorm.weight",
+    ]
+    assert set(eagle1) == {"fc.weight", "fc.bias", *(f"layers.0.{n}" for n in shared)}
+    own = ["input_layernorm.weight", "hidden_norm.weight"]
+    assert set(eagle3) == {
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+        *(f"midlayer.{n}" for n in (*shared, *own)),
+    }
+    assert eagle3["d2t"].dtype == torch.int64
+    assert (torch.arange(12) + eagle3["d2t"]).tolist() == eagle3["t2d"].nonzero().squeeze(
+        1
+    ).tolist()
+    assert eagle3["midlayer.self_attn.q_proj.weight"].shape == (24, 48)
+
+
+def test_half_precision_file_loads_into_any_type(tmp_path: Path) -> None:
+    head = saved_head(Arch.EAGLE3, tmp_path)
+    save_head(head, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    assert torch.equal(load(tmp_path).fc.weight, head.fc.weight.bfloat16().float())
+
+
+def test_embedding_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
+    head = saved_head(Arch.EAGLE3, tmp_path, target_hidden=32)
+    loaded = load(tmp_path, target_config(hidden_size=32))
+    assert loaded.config.feature_size == 3 * 32
+    assert torch.equal(loaded.embedding, head.embedding)
+    edit(tmp_path, {"embed_tokens.weight": None})
+    with pytest.raises(DrafterMismatch, match=r"^embed_tokens\.weight="):
+        load(tmp_path, target_config(hidden_size=32))
+
+
+def test_a_copy_of_the_target_embedding_is_left_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_head(Arch.EAGLE1, tmp_path)
+    edit(tmp_path, {"embed_tokens.weight": torch.zeros(VOCAB, 24)})
+    with caplog.at_level(logging.INFO):
+        loaded = load(tmp_path)
+    assert loaded.embedding is EMBEDDING
+    assert "embed_tokens.weight" in caplog.text
+
+
+def test_full_draft_vocabulary_needs_no_map(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE3, tmp_path, draft_vocab=VOCAB)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path).draft_to_target, torch.arange(VOCAB))
+
+
+def test_config_alone(tmp_path: Path) -> None:
+    head = saved_head(Arch.EAGLE3, tmp_path)
+    assert read_head_config(tmp_path, target_config()) == head.config
+
+
+def test_feature_layers_default_to_the_published_ones(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE3, tmp_path)
+    edit_config(tmp_path, eagle_config={})
+    assert read_head_config(tmp_path, target_config()).feature_layers == (2, 4, 5)
+
+
+def test_rope_settings_are_read_in_both_spellings(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE1, tmp_path)
+    edit_config(tmp_path, rope_theta=500000.0)
+    assert read_head_config(tmp_path, target_config()).rope_parameters["rope_theta"] == 500000.0
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    edit_config(tmp_path, rope_scaling=scaling)
+    found = read_head_config(tmp_path, target_config()).rope_parameters
+    assert (found["rope_type"], found["factor"], found["rope_theta"]) == ("linear", 2.0, 500000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"midlayer.mlp.up_proj.weight": None}, "midlayer.mlp.up_proj.weight"),
+        ({"norm.weight": None}, "norm.weight"),
+        ({"d2t": None}, "d2t"),
+        ({"t2d": None}, "t2d"),
+        ({"extra.weight": torch.zeros(2)}, "extra.weight"),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.q_norm.weight"),
+        ({"fc.weight": torch.zeros(24, 48)}, "fc.weight"),
+        ({"lm_head.weight": torch.zeros(13, 24)}, "lm_head.weight"),
+        ({"fc.weight": torch.zeros(24, 72, dtype=torch.int64)}, "fc.weight"),
+        ({"d2t": torch.zeros(12)}, "d2t"),
+        ({"d2t": torch.full((12,), 19)}, "d2t"),
+        ({"d2t": -torch.arange(12)}, "d2t"),
+        ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "t2d"),
+    ],
+)
+def test_wrong_tensors_are_named(
+    changes: dict[str, Tensor | None], named: str, tmp_path: Path
+) -> None:
+    saved_head(Arch.EAGLE3, tmp_path)
+    edit(tmp_path, changes)
+    with pytest.raises(DrafterMismatch) as caught:
+        load(tmp_path)
+    assert caught.value.argument == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": 31}, "config.json key vocab_size"),
+        ({"hidden_size": 32}, "config.json key target_hidden_size"),
+        ({"num_hidden_layers": 5}, "eagle_aux_hidden_state_layer_ids"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    changes: dict[str, int], named: str, tmp_path: Path
+) -> None:
+    saved_head(Arch.EAGLE3, tmp_path)
+    with pytest.raises(DrafterMismatch) as caught:
+        load(tmp_path, target_config(**changes))
+    assert caught.value.argument == named
+
+
+def test_draft_vocabulary_beyond_the_target_is_refused(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE3, tmp_path)
+    edit_config(tmp_path, draft_vocab_size=31)
+    with pytest.raises(DrafterMismatch, match=r"^draft_vocab_size=31"):
+        load(tmp_path)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE1, tmp_path)
+    edit_config(tmp_path, intermediate_size=None)
+    with pytest.raises(DrafterMismatch, match="intermediate_size"):
+        load(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DrafterMismatch, match=r"config\.json"):
+        load(tmp_path)
+    saved_head(Arch.EAGLE1, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(DrafterMismatch, match=r"model\.safetensors.*complete"):
+        load(tmp_path)
+    weights.unlink()
+    with pytest.raises(DrafterMismatch, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_tensors_of_neither_kind_are_refused(tmp_path: Path) -> None:
+    saved_head(Arch.EAGLE1, tmp_path)
+    save_file({"model.layers.0.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(DrafterMismatch, match="midlayer"):
+        load(tmp_path)
