@@ -250,9 +250,8 @@ def _texts(config: EagleTrainingConfig, model: PreTrainedModel) -> Texts:
     if not config.regenerate:
         return Texts(training, weights, held_out)
     training = _answers(config, model, training, weights, config.regenerate, config.plan.seed)
-    held_out = _answers(
-        config, model, held_out, held_out_weights, config.held_out, config.plan.seed + 1
-    )
+    number = min(config.held_out, config.regenerate)
+    held_out = _answers(config, model, held_out, held_out_weights, number, config.plan.seed + 1)
     torch.save({"training": asdict(training), "held_out": asdict(held_out)}, path)
     return Texts(training, torch.ones(len(training.lengths), dtype=torch.float64), held_out)
 

@@ -1,0 +1,146 @@
+"""Heads trained for a tiny random target: they learn its law, survive a kill, and load."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.drafters.checkpoint import load_head
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.training.data import Document, join_documents
+from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
+from eaglegbv.drafters.training.samples import regenerate
+from eaglegbv.drafters.training.tokenizer import train_tokenizer
+from eaglegbv.errors import InvalidArgument
+
+Run = Callable[[list[str]], str]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose logits are spread out, so that there is a law to learn."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> list[str]:
+    sizes = "--window 48 --batch 8 --anchors 16 --depths 3 --max-new-tokens 16"
+    pace = "--steps 24 --learning-rate 3e-3 --evaluate-every 8 --checkpoint-every 5"
+    run = "--regenerate 40 --device cpu --no-bf16"
+    command = f"eagle --arch {arch} --target {target} --data {data} --out {out}"
+    return [*f"{command} {sizes} {pace} {run}".split(), *extra]
+
+
+def scores(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line["score"] for line in lines if "score" in line]
+
+
+@pytest.mark.parametrize(
+    ("arch", "extra"),
+    [("eagle1", ("--loss", "ce")), ("eagle3", ("--draft-vocab", "100", "--loss", "mix"))],
+)
+def test_a_head_learns_and_loads(
+    arch: str, extra: tuple[str, ...], target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    printed = train(arguments(arch, target, chats, tmp_path, *extra))
+
+    found = scores(tmp_path)
+    assert min(found) < found[0]  # the score is minus the block efficiency
+    assert "acceptance at depth 3" in printed
+    model = LlamaForCausalLM.from_pretrained(target)
+    head = load_head(
+        tmp_path,
+        target_config=model.config,
+        target_embedding=model.get_input_embeddings().weight,
+        target_lm_head=model.lm_head.weight,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert head.config.arch == arch
+    assert head.config.draft_vocab_size == (100 if arch == "eagle3" else model.config.vocab_size)
+    assert head.config.feature_layers == ((2, 3, 3) if arch == "eagle3" else ())
+    report = json.loads((tmp_path / "training_report.json").read_text())
+    name = "block efficiency, one path of depth 3, token verification"
+    assert report["held_out"][name] == pytest.approx(-min(found), abs=0.02)
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    target: Path,
+    chats: Path,
+    tmp_path: Path,
+    train: Run,
+    kill_midway: Callable[[list[str], Path], None],
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(arguments("eagle3", target, chats, whole))
+    kill_midway(arguments("eagle3", target, chats, killed), killed)
+    train(arguments("eagle3", target, chats, killed, "--resume"))
+    assert scores(killed) == scores(whole)
+    weights = "model.safetensors"
+    assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_training_without_the_targets_answers(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    train(arguments("eagle1", target, chats, tmp_path, "--regenerate", "0", "--steps", "2"))
+    assert not (tmp_path / "samples.pt").exists()
+    report = json.loads((tmp_path / "training_report.json").read_text())
+    assert set(report["data"]) == {"counting", "prose"}
+
+
+def test_answers_continue_prompts_of_the_data(target: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(target)
+    chat = Document(1, [0, 1, 9, 3, 2, 8, 3], [False] * 5 + [True] * 2)
+    prose = Document(0, [0, 7, 7], [True] * 3)
+    corpus = join_documents([chat, prose], ("prose", "chats"))
+    weights = torch.ones(2, dtype=torch.float64)
+
+    answers = regenerate(
+        model, corpus, weights, 10, max_prompt=8, max_new_tokens=6, batch=4, seed=0
+    )
+
+    assert 0 < len(answers.lengths) < 10  # plain text has no prompt
+    assert (answers.source_of == 1).all()
+    for start, length in zip(answers.starts.tolist(), answers.lengths.tolist(), strict=True):
+        token_ids = answers.token_ids[start : start + length].tolist()
+        assert token_ids[:5] == [0, 1, 9, 3, 2]
+        response = token_ids[5:]
+        assert 3 not in response[:-1]
+        assert response[-1] == 3 or len(response) == 6
+        is_response = answers.is_response[start : start + length].tolist()
+        assert is_response == [False] * 5 + [True] * len(response)
+
+
+def test_draft_vocabulary_is_the_most_frequent_of_responses() -> None:
+    chat = Document(0, [5, 5, 5, 2, 7, 7, 2, 9], [False] * 3 + [True] * 5)
+    corpus = join_documents([chat], ("x",))
+    assert frequent_tokens(corpus, 10, 2).tolist() == [2, 7]
+
+
+def test_impossible_settings_are_refused(tmp_path: Path) -> None:
+    base = {"arch": Arch.EAGLE1, "target": tmp_path, "data": (), "out": tmp_path}
+    with pytest.raises(InvalidArgument, match=r"^max_new_tokens="):
+        EagleTrainingConfig(**base, max_new_tokens=64, window=64)
+    with pytest.raises(InvalidArgument, match=r"^depths="):
+        EagleTrainingConfig(**base, depths=0)

@@ -1,0 +1,109 @@
+"""A tiny target trained from scratch: it learns, survives a kill, and loads in transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from typer.testing import CliRunner
+
+from eaglegbv.cli.train import app
+from eaglegbv.drafters.training.loop import LOG
+from eaglegbv.drafters.training.target import grow
+from eaglegbv.errors import InvalidArgument
+
+Run = Callable[[list[str]], str]
+
+STEPS = 30
+
+
+def arguments(data: Path, out: Path, *extra: str) -> list[str]:
+    sizes = "--layers 2 --hidden 32 --heads 2 --intermediate 48 --vocab-size 300 --window 64"
+    tokens = STEPS * 8 * 64
+    pace = f"--batch 8 --tokens {tokens} --learning-rate 1e-2 --evaluate-every 12"
+    run = "--checkpoint-every 7 --dropout 0.1 --device cpu --no-bf16"
+    command = f"target --data {data} --out {out} {sizes} {pace} {run}"
+    return [*command.split(), *extra]
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+    return [(line["step"], line.get("loss", line.get("score"))) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    result = CliRunner().invoke(app, arguments(chats, out), catch_exceptions=False)
+    torch.set_num_threads(threads)
+    assert result.exit_code == 0
+    return out
+
+
+def test_it_learns(finished: Path) -> None:
+    held_out = [s for step, s in losses(finished) if step % 10]
+    assert held_out[-1] < held_out[0] - 0.2
+    report = json.loads((finished / "training_report.json").read_text())
+    assert report["steps"] == STEPS
+    assert report["tokens"] == STEPS * 8 * 64
+    assert set(report["data"]) == {"counting", "prose"}
+    assert report["held_out"]["perplexity, counting"] < 150
+    assert f"{report['parameters']:,} weights" in (finished / "TRAINING.md").read_text()
+
+
+def test_it_loads_in_transformers(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished)
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Count to 5 for the cat."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+    )
+    output = model.generate(**prompt, max_new_tokens=5, do_sample=False)
+    assert output.shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    chats: Path,
+    finished: Path,
+    tmp_path: Path,
+    train: Run,
+    kill_midway: Callable[[list[str], Path], None],
+) -> None:
+    out = tmp_path / "out"
+    kill_midway(arguments(chats, out), out)
+    train(arguments(chats, out, "--resume"))
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (out / name).read_bytes() == (finished / name).read_bytes()
+    assert losses(out) == losses(finished)
+
+
+def test_a_checkpoint_of_another_run_is_refused(chats: Path, finished: Path, train: Run) -> None:
+    with pytest.raises(InvalidArgument, match=r"^resume="):
+        train(arguments(chats, finished, "--resume", "--seed", "1"))
+
+
+def small_llama(layers: int) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+
+
+def test_a_grown_model_computes_what_the_shallow_one_does() -> None:
+    shallow, deep = small_llama(2), small_llama(6)
+    grow(shallow, deep)
+    token_ids = torch.randint(20, (1, 9))
+    torch.testing.assert_close(deep(token_ids).logits, shallow(token_ids).logits)
+    with pytest.raises(InvalidArgument, match=r"^layers=3"):
+        grow(shallow, small_llama(3))

@@ -1,0 +1,159 @@
+"""Rows, documents, packing, mixtures, and the tokenizer."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    Document,
+    Row,
+    build_corpus,
+    draw_documents,
+    find_files,
+    join_documents,
+    mixture_weights,
+    pack,
+    read_rows,
+)
+from eaglegbv.drafters.training.tokenizer import train_tokenizer
+from eaglegbv.errors import InvalidArgument
+
+TEXTS = ["Hello there, how are you?", "What is 12 + 34?", "  Two  spaces\nand a line."] * 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocab_size=300, context=64)
+
+
+def chat(*contents: str, source: str = "chats") -> Row:
+    roles = ("user", "assistant") * len(contents)
+    messages = tuple({"role": r, "content": c} for r, c in zip(roles, contents, strict=False))
+    return Row(source, messages, "")
+
+
+def corpus_of(*lengths: int) -> Corpus:
+    return join_documents([Document(0, [n] * n, [True] * n) for n in lengths], ("only",))
+
+
+@pytest.mark.parametrize(
+    "text", ["  Hello  world \n\n", "naïve — 日本 🙂", "don 't , x", "a12345b"]
+)
+def test_decoding_gives_back_the_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_digits_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces = tokenizer.tokenize("in 2026, 1234")
+    assert [p for p in pieces if any(c.isdigit() for c in p)] == list("20261234")
+
+
+def test_saved_tokenizer_renders_chats(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": " Hi "},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "More"},
+    ]
+    text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|bos|><|user|>Be kind.\n\nHi<|end|><|assistant|>Yes<|end|>"
+        "<|user|>More<|end|><|assistant|>"
+    )
+    assert loaded.eos_token == "<|end|>"
+    with pytest.raises(TemplateError, match="role tool"):
+        loaded.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(5))
+    (tmp_path / "b.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    files = find_files([tmp_path])
+    rows = list(read_rows(files, rows_per_source=3))
+    assert [(row.source, row.text) for row in rows] == [
+        (source, f"row {i}") for source in ("a", "b") for i in range(3)
+    ]
+
+
+def test_data_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"^data="):
+        find_files([tmp_path / "missing"])
+    with pytest.raises(InvalidArgument, match=r"^data="):
+        find_files([tmp_path])
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(InvalidArgument, match="messages"):
+        list(read_rows([tmp_path / "x.jsonl"], 1))
+
+
+def test_holding_out_depends_on_content_alone() -> None:
+    rows = [chat(f"question {i}", "answer") for i in range(5000)]
+    share = sum(row.held_out for row in rows) / len(rows)
+    assert 0.01 < share < 0.03
+    moved = [chat(f"question {i}", "answer", source="elsewhere") for i in range(5000)]
+    assert [r.held_out for r in rows] == [r.held_out for r in moved]
+
+
+def test_responses_are_what_the_assistant_wrote(tokenizer: PreTrainedTokenizerFast) -> None:
+    corpus = build_corpus([chat("Hello", "you there", "What", "12")], tokenizer, max_tokens=60)
+    rendered = tokenizer.decode(corpus.token_ids.tolist())
+    assert rendered == (
+        "<|bos|><|user|>Hello<|end|><|assistant|>you there<|end|>"
+        "<|user|>What<|end|><|assistant|>12<|end|>"
+    )
+    answered = tokenizer.decode(corpus.token_ids[corpus.is_response].tolist())
+    assert answered == "you there<|end|>12<|end|>"
+
+
+def test_prompt_tokens_are_those_of_inference(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = chat("Hello there", "how are you")
+    corpus = build_corpus([row], tokenizer, max_tokens=60)
+    prompt = tokenizer.apply_chat_template(
+        list(row.messages[:1]), add_generation_prompt=True, return_dict=False
+    )
+    assert corpus.token_ids[~corpus.is_response].tolist() == prompt
+
+
+def test_long_documents_are_cut_or_split(tokenizer: PreTrainedTokenizerFast) -> None:
+    answer_is_cut_off = chat("word " * 30, "answer")
+    text = Row("texts", (), "many words here " * 20)
+    corpus = build_corpus([answer_is_cut_off, text], tokenizer, max_tokens=16)
+    assert corpus.sources == ("chats", "texts")
+    assert corpus.token_counts()["chats"] == 0
+    assert corpus.lengths.max() == 16
+    assert (corpus.token_ids[corpus.starts] == tokenizer.bos_token_id).all()
+    kept = corpus.token_ids[corpus.token_ids != tokenizer.bos_token_id].tolist()
+    assert tokenizer.decode(kept) == text.text
+
+
+def test_packing_lays_documents_end_to_end() -> None:
+    rows = pack(corpus_of(2, 3, 1), torch.tensor([[1, 0, 2], [2, 2, 2]]), window=5)
+    assert rows.token_ids.tolist() == [[3, 3, 3, 2, 2], [1, 1, 1, 0, 0]]
+    assert rows.is_real.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert torch.equal(rows.is_response, rows.is_real)
+
+
+def test_sources_get_their_share_of_the_tokens() -> None:
+    documents = [Document(0, [1] * 10, [True] * 10)] * 3 + [Document(1, [1] * 40, [True] * 40)] * 2
+    corpus = join_documents([*documents, Document(1, [1] * 99, [True] * 99)], ("a", "b"))
+    weights = mixture_weights(corpus, {"a": 0.75}, other=0.25, max_tokens=50)
+    assert weights[-1] == 0
+    tokens = weights * corpus.lengths
+    torch.testing.assert_close(tokens[:3].sum() / tokens.sum(), tokens.new_tensor(0.75))
+
+
+def test_drawn_documents_follow_their_weights() -> None:
+    weights = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64)
+    drawn = draw_documents(weights, (100, 200), seed=3)
+    assert torch.equal(drawn, draw_documents(weights, (100, 200), seed=3))
+    counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
+    torch.testing.assert_close(counts, torch.tensor([0.25, 0.0, 0.75]), atol=0.02, rtol=0)

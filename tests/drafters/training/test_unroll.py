@@ -1,0 +1,206 @@
+"""The unroll against drafting step by step, its losses, and the acceptance estimate."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eaglegbv.drafters.eagle_head import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+)
+from eaglegbv.drafters.training.unroll import (
+    AcceptanceMeter,
+    Anchors,
+    Depth,
+    Loss,
+    TargetRun,
+    acceptance,
+    draw_anchors,
+    feature_loss,
+    unroll,
+)
+
+VOCAB = 12
+WINDOW = 9
+
+
+def make_head(arch: Arch) -> EagleHead:
+    torch.manual_seed(0)
+    eagle3 = arch is Arch.EAGLE3
+    config = EagleHeadConfig(
+        arch=arch,
+        hidden_size=16,
+        target_hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        vocab_size=VOCAB,
+        draft_vocab_size=5 if eagle3 else VOCAB,
+        feature_layers=(2, 3, 4) if eagle3 else (),
+    )
+    embedding = torch.randn(VOCAB, 16)
+    if eagle3:
+        return Eagle3Head(config, embedding, torch.tensor([0, 2, 3, 7, 11]))
+    return Eagle1Head(config, embedding, torch.randn(VOCAB, 16))
+
+
+def make_run(head: EagleHead) -> TargetRun:
+    is_response = torch.ones(2, WINDOW, dtype=torch.bool)
+    is_response[0, :3] = False
+    is_response[1, 7:] = False
+    return TargetRun(
+        token_ids=torch.randint(VOCAB, (2, WINDOW)),
+        is_response=is_response,
+        features=torch.randn(2, WINDOW, head.config.feature_size),
+        final_hidden=torch.randn(2, WINDOW, 16),
+        logits=torch.randn(2, WINDOW, VOCAB),
+    )
+
+
+class CachedAttention:
+    """Attention of one text drafted step by step: each call appends rows that see all before."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = []
+        for row in range(len(q)):
+            self.keys.append(k[row].repeat_interleave(2, dim=0))
+            self.values.append(v[row].repeat_interleave(2, dim=0))
+            scores = torch.einsum("hd,nhd->hn", q[row], torch.stack(self.keys)) / 2.0
+            out.append(torch.einsum("hn,nhd->hd", scores.softmax(1), torch.stack(self.values)))
+        return torch.stack(out)
+
+
+def drafted_logits(head: EagleHead, run: TargetRun, text: int, anchor: int, depths: int) -> Tensor:
+    """Draft along a text from one row, as inference does: true rows, then rows on own outputs."""
+    token_ids = run.token_ids[text]
+    attention = CachedAttention()
+    true_rows = torch.arange(anchor + 1)
+    features = head.fuse(run.features[text, : anchor + 1])
+    hidden = head(token_ids[true_rows + 1], features, true_rows, attention)[-1:]
+    logits = [head.logits(hidden)[0]]
+    for depth in range(1, depths):
+        row = torch.tensor([anchor + depth])
+        hidden = head(token_ids[row + 1], hidden, row, attention)
+        logits.append(head.logits(hidden)[0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_unroll_equals_drafting_step_by_step(arch: Arch) -> None:
+    head = make_head(arch)
+    run = make_run(head)
+    position = torch.tensor([[2, 4], [1, 3]])
+    anchors = Anchors(position, torch.ones_like(position, dtype=torch.bool))
+
+    depths = list(unroll(head, run, anchors, 4))
+
+    for text, column in itertools.product(range(2), range(2)):
+        anchor = int(position[text, column])
+        expected = drafted_logits(head, run, text, anchor, 4)
+        found = torch.stack([depth.logits[text, column] for depth in depths])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_are_the_law_of_the_drafted_token() -> None:
+    head = make_head(Arch.EAGLE3)
+    run = make_run(head)
+    anchors = Anchors(torch.tensor([[3], [1]]), torch.ones(2, 1, dtype=torch.bool))
+    for d, depth in enumerate(unroll(head, run, anchors, 3)):
+        for text, anchor in enumerate((3, 1)):
+            law = run.logits[text, anchor + 1 + d].softmax(0)[head.draft_to_target]
+            torch.testing.assert_close(depth.target_probs[text, 0], law)
+            assert depth.token_ids[text, 0] == run.token_ids[text, anchor + 2 + d]
+            hidden = run.final_hidden[text, anchor + 1 + d]
+            assert torch.equal(depth.target_hidden[text, 0], hidden)
+
+
+def test_rows_leave_the_unroll_where_the_response_or_the_window_ends() -> None:
+    head = make_head(Arch.EAGLE1)
+    run = make_run(head)
+    anchors = Anchors(torch.tensor([[5, 6], [3, 4]]), torch.ones(2, 2, dtype=torch.bool))
+    used = [depth.used.tolist() for depth in unroll(head, run, anchors, 3)]
+    # Text 0 ends with the window at 8, text 1's response at 6: token anchor + 2 + d must be there.
+    assert used == [
+        [[True, True], [True, True]],
+        [[True, False], [True, False]],
+        [[False, False], [False, False]],
+    ]
+
+
+def test_anchors_are_rows_that_draft() -> None:
+    run = make_run(make_head(Arch.EAGLE1))
+    anchors = draw_anchors(run.is_response, 20, seed=1)
+    rows = [
+        sorted(p for p, u in zip(ps, us, strict=True) if u)
+        for ps, us in zip(anchors.position.tolist(), anchors.used.tolist(), strict=True)
+    ]
+    assert rows == [[2, 3, 4, 5, 6], [0, 1, 2, 3, 4]]
+    few = draw_anchors(run.is_response, 2, seed=1)
+    assert few.used.all()
+    assert torch.equal(few.position, draw_anchors(run.is_response, 2, seed=1).position)
+
+
+def one_depth(p: Tensor, q: Tensor, token_ids: Tensor, used: Tensor | None = None) -> Depth:
+    shape = token_ids.shape
+    return Depth(
+        hidden=torch.zeros(*shape, 1),
+        logits=q.log().expand(*shape, -1),
+        target_hidden=torch.full((*shape, 1), 2.0),
+        target_probs=p.expand(*shape, -1),
+        token_ids=token_ids,
+        used=torch.ones_like(token_ids, dtype=torch.bool) if used is None else used,
+    )
+
+
+P = torch.tensor([0.5, 0.25, 0.25])
+Q = torch.tensor([0.2, 0.7, 0.1])
+
+
+def test_losses() -> None:
+    depth = one_depth(P, Q, torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, False]]))
+    cross_entropy = functional.cross_entropy(Q.log(), P)
+    torch.testing.assert_close(Loss.CE.of(depth, 0.3), cross_entropy)
+    torch.testing.assert_close(Loss.TV.of(depth, 0.3), 0.5 * (P - Q).abs().sum())
+    mixed = 0.7 * Loss.CE.of(depth, 0.0) + 0.3 * Loss.TV.of(depth, 0.0)
+    torch.testing.assert_close(Loss.MIX.of(depth, 0.3), mixed)
+    torch.testing.assert_close(feature_loss(depth), torch.tensor(1.5))  # |2 - 0| - 1/2
+
+
+def test_acceptance_counts_only_what_can_be_drafted() -> None:
+    # The target's law restricted to a draft vocabulary misses mass.
+    depth = one_depth(P[:2], Q[:2] / Q[:2].sum(), torch.zeros(1, 1, dtype=torch.int64))
+    expected = torch.minimum(P[:2], Q[:2] / Q[:2].sum()).sum()
+    torch.testing.assert_close(acceptance(depth)[0, 0], expected)
+
+
+def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
+    # Every text of three tokens, as often as a target of law P writes it.
+    counts = (P * 4).to(torch.int64)
+    tokens = torch.arange(3).repeat_interleave(counts)
+    texts = torch.cartesian_prod(tokens, tokens, tokens)
+    meter = AcceptanceMeter(3)
+    meter.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)], torch.arange(3))
+    accepted = float(torch.minimum(P, Q).sum())
+    found = meter.estimate()
+    assert found.by_depth == pytest.approx([accepted] * 3)
+    # Token verification accepts d tokens of a path with probability accepted ** d.
+    assert found.block_efficiency == pytest.approx(1 + accepted + accepted**2 + accepted**3)
+
+
+def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
+    meter = AcceptanceMeter(2)
+    texts = torch.tensor([[[5]], [[9]]])  # 5 can be drafted, 9 cannot
+    law = torch.tensor([1.0])
+    meter.add([one_depth(law, law, token) for token in texts[[1, 0]]], torch.tensor([5]))
+    assert meter.estimate().block_efficiency == pytest.approx(2.0)
