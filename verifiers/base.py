@@ -71,11 +71,11 @@ class Verdict:
     token_ids: Tensor
 
 
-class Verifier(ABC):
-    """A rule that turns a draft tree and the target's laws into committed tokens.
+class Rule(ABC):
+    """What every verification rule says about itself.
 
-    A subclass is lossless for the draft laws it names: the committed text follows the target's law
-    exactly, whatever the drafter proposed. It implements :meth:`judge`; callers use :meth:`verify`.
+    A rule is lossless for the draft laws it names: the committed text follows the target's law
+    exactly, whatever the drafter proposed.
     """
 
     name: ClassVar[str]
@@ -89,6 +89,22 @@ class Verifier(ABC):
     """The law to draft with when the user names none."""
     max_paths: ClassVar[int | None] = None
     """Most paths the rule can use; ``None`` for any number."""
+
+    def check_law(self, law: Law, paths: int) -> None:
+        """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
+        if law not in self.laws:
+            known = ", ".join(sorted(self.laws))
+            raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
+        if self.max_paths is not None and paths > self.max_paths:
+            raise LawMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
+
+
+class Verifier(Rule):
+    """A rule that turns a draft tree and the target's laws into committed tokens.
+
+    Each step is lossless by itself. A subclass implements :meth:`judge`; callers use
+    :meth:`verify`.
+    """
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge the drafts of a batch; a tree of a root alone yields a sample of its target law.
@@ -108,14 +124,6 @@ class Verifier(ABC):
     @abstractmethod
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of an accepted law and of at least one step."""
-
-    def check_law(self, law: Law, paths: int) -> None:
-        """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
-        if law not in self.laws:
-            known = ", ".join(sorted(self.laws))
-            raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
-        if self.max_paths is not None and paths > self.max_paths:
-            raise LawMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
 
     def _sample_roots(
         self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms

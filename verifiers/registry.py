@@ -13,12 +13,15 @@ from eaglegbv.verifiers.global_resolution import (
     LinearResolutionVerifier,
     MaxFlowResolutionVerifier,
 )
+from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier
 from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
+from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.spechub import SpecHubVerifier
 from eaglegbv.verifiers.specinfer import SpecInferVerifier
 from eaglegbv.verifiers.spectr import SpecTrVerifier
+from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 from eaglegbv.verifiers.token import TokenVerifier
 from eaglegbv.verifiers.traversal import TraversalVerifier
@@ -41,16 +44,35 @@ _CLASSES: tuple[type[Verifier], ...] = (
     GreedyWalkVerifier,
 )
 
+_STATEFUL_CLASSES: tuple[type[StatefulVerifier], ...] = (GreedyBlockVerifier, SpecTrGbvVerifier)
+
 VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType({cls.name: cls for cls in _CLASSES})
-"""Every verifier's class, keyed by its name."""
+"""Every verifier whose steps are lossless by themselves, keyed by its name."""
+
+STATEFUL_VERIFIERS: Mapping[str, type[StatefulVerifier]] = MappingProxyType(
+    {cls.name: cls for cls in _STATEFUL_CLASSES}
+)
+"""Every verifier that leaves a modified target to the next step, keyed by its name."""
 
 
 def make_verifier(name: str) -> Verifier:
-    """Return the verifier of that name.
+    """Return the stateless verifier of that name.
 
     Raises:
-        InvalidArgument: No verifier has that name.
+        InvalidArgument: No stateless verifier has that name.
     """
     if name not in VERIFIERS:
         raise InvalidArgument("verifier", name, f"one of {{{', '.join(sorted(VERIFIERS))}}}")
     return VERIFIERS[name]()
+
+
+def make_stateful_verifier(name: str) -> StatefulVerifier:
+    """Return the verifier of that name, which keeps state from step to step.
+
+    Raises:
+        InvalidArgument: No verifier with state has that name.
+    """
+    if name not in STATEFUL_VERIFIERS:
+        known = ", ".join(sorted(STATEFUL_VERIFIERS))
+        raise InvalidArgument("verifier", name, f"one of {{{known}}}")
+    return STATEFUL_VERIFIERS[name]()

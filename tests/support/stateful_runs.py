@@ -1,0 +1,210 @@
+"""Requests that run for several steps by a verifier with state, batched and by the reference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Purpose
+from eaglegbv.verifiers.base import VerifyUniforms
+from eaglegbv.verifiers.modified_target import (
+    Debts,
+    Layers,
+    SparseLaws,
+    StatefulUniforms,
+    StatefulVerifier,
+)
+from eaglegbv.verifiers.reference.chooser import GeneratorChooser, inverse_cdf
+from eaglegbv.verifiers.reference.enumeration import After, StopAfter, VerifyWithState
+from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
+from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
+from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, Stop
+from support.batched_trees import Batch, Request, build_batch, outcomes
+from support.tables import KINDS, Model, Shape, draft
+
+
+@dataclass
+class Snapshot:
+    """The draft law and stopping rule of the step that pushed a layer, by all tokens."""
+
+    draft_law: LawAt
+    stop: Stop
+
+
+@dataclass
+class Running:
+    """One request: its target, its state by the reference, and its batched layers' snapshots."""
+
+    model: Model
+    state: ModifiedTarget = field(default_factory=ModifiedTarget)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    numbers: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def p(self, prefix: Prefix) -> Probs:
+        """p as logits give it back."""
+        return tuple(torch.tensor(self.model.p(prefix), dtype=torch.float64).log().exp().tolist())
+
+
+@dataclass(frozen=True)
+class TableLaws:
+    """Laws of layers by table; ``current`` plants the mistake of using the current draft laws."""
+
+    requests: list[Running]
+    width: int
+    current: list[LawAt] | None = None
+
+    def after(self, tokens: torch.Tensor) -> SparseLaws:
+        most = max(len(r.snapshots) for r in self.requests)
+        probs = torch.zeros((len(self.requests), most, self.width), dtype=torch.float64)
+        for b, request in enumerate(self.requests):
+            context = (*request.state.context, *tokens[b].tolist())
+            for k, snapshot in enumerate(request.snapshots):
+                if not snapshot.stop(context):
+                    law = self.current[b] if self.current else snapshot.draft_law
+                    probs[b, k] = torch.tensor(law(context), dtype=torch.float64)
+        return SparseLaws(torch.arange(self.width).expand_as(probs), probs)
+
+
+@dataclass(frozen=True)
+class StatefulChooser:
+    """Decides by the uniforms of one request, the layers' numbers included."""
+
+    uniforms: StatefulUniforms
+    request: int
+    layers: int
+
+    def choose(self, weights: Probs, purpose: Purpose, index: int) -> int:
+        return inverse_cdf(weights, self._number(purpose, index))
+
+    def _number(self, purpose: Purpose, index: int) -> float:
+        b, plain = self.request, self.uniforms.plain
+        if purpose is Purpose.ACCEPTANCE:
+            return float(plain.acceptance[b, index])
+        if purpose is Purpose.CORRECTION:
+            numbers = [float(plain.correction[b]), *self.uniforms.leaving[b].tolist()]
+            return numbers[index]
+        own = self.uniforms.entering[b, :, : self.layers].flatten()
+        return float(torch.cat((plain.selection[b].flatten(), own))[index])
+
+
+def stateful_uniforms(plain_of: Batch, layers: int, rng: np.random.Generator) -> StatefulUniforms:
+    size, length = plain_of.tree.batch, plain_of.tree.length
+    return StatefulUniforms(
+        plain_of.uniforms,
+        torch.from_numpy(rng.random((size, length, layers))),
+        torch.from_numpy(rng.random((size, layers + 1))),
+    )
+
+
+UNTIED = ("random", "zeros", "one_hot")
+"""Kinds of independent p and q whose ratios never tie, apart from ratio 0.
+
+Ratios M/q that tie in exact arithmetic differ by rounding as soon as layers change M, so the order
+of such tokens, and with it the path selected among several, is not defined by the mathematics.
+"""
+
+
+def start(
+    rng: np.random.Generator, size: int, vocab: int, kinds: Sequence[str] = KINDS
+) -> list[Running]:
+    """Requests with targets of the given kinds."""
+    return [
+        Running(Model(vocab, kinds[k], int(rng.integers(2**31)), 0.5))
+        for k in rng.integers(len(kinds), size=size)
+    ]
+
+
+def layers_of(requests: list[Running], most_drafts: int) -> Layers:
+    most = max(len(r.numbers) for r in requests)
+    rho = torch.zeros((len(requests), most), dtype=torch.float64)
+    drafts, remaining = torch.ones_like(rho).long(), torch.zeros_like(rho).long()
+    for b, request in enumerate(requests):
+        for k, numbers in enumerate(request.numbers):
+            rho[b, k], drafts[b, k], remaining[b, k] = numbers
+    return Layers(rho, drafts, remaining, most_drafts)
+
+
+def _batch(requests: list[Request], shape: Shape, rng: np.random.Generator) -> Batch:
+    if shape.length > 0:
+        return build_batch(
+            Law.IID, requests, shape.vocab, rng, paths=shape.paths, length=shape.length
+        )
+    size = len(requests)
+    probs = torch.tensor([[r.p(())] for r in requests], dtype=torch.float64)
+    uniforms = VerifyUniforms(
+        torch.zeros((size, 0, 0, 2), dtype=torch.float64),
+        torch.zeros((size, 1), dtype=torch.float64),
+        torch.from_numpy(rng.random(size)),
+    )
+    rows = torch.arange(size).unsqueeze(1)
+    logits = probs.squeeze(1).log()
+    return Batch(
+        DraftTree.roots([0] * size), TargetLaw(logits, torch.zeros(size).double(), rows), uniforms
+    )
+
+
+def step(
+    verifier: StatefulVerifier,
+    verify: VerifyWithState,
+    requests: list[Running],
+    shape: Shape,
+    rng: np.random.Generator,
+    *,
+    kinds: Sequence[str] = KINDS,
+    planted: bool = False,
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Take one step by both; every request goes on with its own state of each.
+
+    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft laws; with all
+    of them half of the steps draft by laws related to the target's. ``planted``: the batched
+    verifier is given the current draft laws in place of the layers' own.
+    """
+    drafted, trees = [], []
+    for request in requests:
+        context = request.state.context
+        other = Model(shape.vocab, kinds[rng.integers(len(kinds))], int(rng.integers(2**31)))
+        related = kinds is KINDS and rng.random() < 0.5
+        law = request.model.q if related else other.q
+        end = int(rng.integers(shape.vocab)) if rng.random() < 1 / 3 else -1
+
+        def stop(prefix: Prefix, end: int = end, root: int = len(context)) -> bool:
+            return len(prefix) > root and prefix[-1] == end
+
+        q, below = After(law, context), StopAfter(stop, context)
+        paths = draft(Law.IID, q, shape, GeneratorChooser(rng), below)
+        # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
+        p = After(request.p, context)
+        drafted.append((Request(paths, p, q), Snapshot(law, stop)))
+        trees.append(ReferenceTree(Law.IID, paths, p, q, reach=shape.length, stop=below))
+    batch = _batch([r for r, _ in drafted], shape, rng)
+    layers = layers_of(requests, 4)
+    uniforms = stateful_uniforms(batch, layers.count, rng)
+    current = [snapshot.draft_law for _, snapshot in drafted] if planted else None
+    debts = Debts(layers, TableLaws(requests, shape.vocab, current))
+    result = verifier.verify(batch.tree, batch.target, uniforms, debts)
+    expected = []
+    for b, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+        chooser = StatefulChooser(uniforms, b, len(request.state.layers))
+        after = verify(tree, request.state, chooser)
+        expected.append(after.outcome)
+        request.state = after.target
+        snapshots = [*request.snapshots, *[drafted[b][1]] * (layers.count + 1)]
+        columns = [*range(len(request.snapshots)), layers.count]
+        kept = [
+            (snapshot, k)
+            for snapshot, k in zip(snapshots, columns, strict=False)
+            if int(result.layers.remaining[b, k]) > 0 and not snapshot.stop(request.state.context)
+        ]
+        request.snapshots = [snapshot for snapshot, _ in kept]
+        request.numbers = [
+            (
+                float(result.layers.rho[b, k]),
+                int(result.layers.drafts[b, k]),
+                int(result.layers.remaining[b, k]),
+            )
+            for _, k in kept
+        ]
+    return outcomes(batch.tree, result.verdict), expected

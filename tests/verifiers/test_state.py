@@ -1,0 +1,166 @@
+"""Verifiers with state decide as their references do, step after step, and owe the same debts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import build_batch, random_requests
+from support.stateful_runs import UNTIED, Running, TableLaws, start, stateful_uniforms, step
+from support.tables import KINDS, Shape
+from support.watch import Watch
+
+from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.tree import Law
+from eaglegbv.uniforms import Stream
+from eaglegbv.verifiers.base import VerifyUniforms
+from eaglegbv.verifiers.modified_target import Debts, Layers, StatefulUniforms
+from eaglegbv.verifiers.reference.registry import REFERENCES
+from eaglegbv.verifiers.registry import (
+    STATEFUL_VERIFIERS,
+    VERIFIERS,
+    make_stateful_verifier,
+)
+
+NAMES = sorted(STATEFUL_VERIFIERS)
+
+
+def owed(request: Running) -> list[tuple[float, int, int]]:
+    return [(layer.rho, layer.drafts, layer.remaining) for layer in request.state.layers]
+
+
+def agree(request: Running) -> bool:
+    """Whether both keep the same layers."""
+    mine, its = request.numbers, owed(request)
+    return [n[1:] for n in mine] == [n[1:] for n in its] and all(
+        abs(a[0] - b[0]) <= 1e-9 * b[0] for a, b in zip(mine, its, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_decides_and_owes_as_the_reference(name: str, seed: int) -> None:
+    """Steps of all lengths, 0 among them, on trees of changing draft laws."""
+    rng = np.random.default_rng([seed, len(name)])
+    verifier = make_stateful_verifier(name)
+    kinds = KINDS if verifier.max_paths == 1 else UNTIED
+    debts = 0
+    for _ in range(12):
+        vocab = int(rng.integers(2, 6))
+        requests = start(rng, 12, vocab, kinds)
+        for _ in range(4):
+            paths = verifier.max_paths or int(rng.integers(1, 5))
+            shape = Shape(vocab, int(rng.integers(6)), paths)
+            got, expected = step(
+                verifier, REFERENCES[name].verify, requests, shape, rng, kinds=kinds
+            )
+            assert got == expected
+            assert all(agree(request) for request in requests)
+            debts += sum(len(request.numbers) for request in requests)
+    assert debts > 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_current_draft_law_in_place_of_a_layers_own_is_noticed(name: str) -> None:
+    rng = np.random.default_rng(3)
+    verifier = make_stateful_verifier(name)
+    wrong = 0
+    for _ in range(30):
+        requests = start(rng, 8, 4)
+        shape = Shape(4, 4, verifier.max_paths or 2)
+        step(verifier, REFERENCES[name].verify, requests, shape, rng)
+        got, expected = step(verifier, REFERENCES[name].verify, requests, shape, rng, planted=True)
+        pairs = zip(requests, got, expected, strict=True)
+        wrong += sum(mine != its or not agree(request) for request, mine, its in pairs)
+    assert wrong > 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reads_nothing_on_the_host(name: str) -> None:
+    rng = np.random.default_rng(4)
+    verifier = make_stateful_verifier(name)
+    paths = verifier.max_paths or 3
+    requests = random_requests(Law.IID, rng, 4, paths=paths, length=3, vocab=5)
+    batch = build_batch(Law.IID, requests, 5, rng, paths=paths, length=3)
+    layers = Layers(
+        rho=torch.tensor([[0.5], [2.0], [1.0], [0.0]], dtype=torch.float64),
+        drafts=torch.tensor([[3], [1], [2], [1]]),
+        remaining=torch.tensor([[2], [1], [1], [0]]),
+        most_drafts=3,
+    )
+    running = start(rng, 4, 5)
+    for request in running:
+        request.snapshots = [_ANY]
+    laws = TableLaws(running, 5).after(torch.zeros((4, 0), dtype=torch.int64))
+    uniforms = stateful_uniforms(batch, 1, rng)
+    with Watch() as watch:
+        verifier.verify(batch.tree, batch.target, uniforms, Debts(layers, Always(laws)))
+    assert watch.host_reads == []
+
+
+class Always:
+    """The same laws after all tokens."""
+
+    def __init__(self, laws) -> None:
+        self.laws = laws
+
+    def after(self, tokens: torch.Tensor):
+        return self.laws
+
+
+_ANY = dataclasses.make_dataclass("Any", ["draft_law", "stop"])(
+    lambda prefix: (0.2,) * 5, lambda prefix: False
+)
+
+
+def test_uniforms_do_not_depend_on_the_batch() -> None:
+    streams, steps = [Stream(1), Stream(2), Stream(3)], [4, 0, 9]
+    together = StatefulUniforms.draw(streams, steps, [2, 0, 3], paths=2, length=3)
+    for b, count in enumerate([2, 0, 3]):
+        alone = StatefulUniforms.draw(
+            streams[b : b + 1], steps[b : b + 1], [count], paths=2, length=3
+        )
+        assert torch.equal(together.entering[b, :, :count], alone.entering[0])
+        assert torch.equal(together.leaving[b, : count + 1], alone.leaving[0])
+        assert torch.equal(together.plain.selection[b], alone.plain.selection[0])
+
+
+def test_uniforms_of_a_step_are_all_different() -> None:
+    drawn = StatefulUniforms.draw([Stream(1)], [0], [2], paths=2, length=3)
+    plain = VerifyUniforms.draw([Stream(1)], [0], paths=2, length=3)
+    assert torch.equal(drawn.plain.selection, plain.selection)
+    numbers = torch.cat(
+        [
+            x.flatten()
+            for x in (
+                plain.selection,
+                plain.acceptance,
+                plain.correction,
+                drawn.entering,
+                drawn.leaving,
+            )
+        ]
+    )
+    assert len(set(numbers.tolist())) == 2 * 6 + 6 + 1 + 6 + 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_law_that_is_not_accepted(name: str) -> None:
+    rng = np.random.default_rng(6)
+    verifier = make_stateful_verifier(name)
+    requests = random_requests(Law.WOR, rng, 2, paths=2, length=2, vocab=4)
+    batch = build_batch(Law.WOR, requests, 4, rng)
+    with pytest.raises(LawMismatch, match=name):
+        verifier.verify(
+            batch.tree,
+            batch.target,
+            stateful_uniforms(batch, 0, rng),
+            Debts(Layers.none(2), TableLaws(start(rng, 2, 4), 4)),
+        )
+
+
+def test_names_are_not_mixed_up() -> None:
+    assert not set(VERIFIERS) & set(STATEFUL_VERIFIERS)
+    assert set(STATEFUL_VERIFIERS) == {n for n, r in REFERENCES.items() if r.keeps_state}
+    with pytest.raises(InvalidArgument, match=r"verifier='otbv'.*greedy_block"):
+        make_stateful_verifier("otbv")

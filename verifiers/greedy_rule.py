@@ -1,0 +1,229 @@
+"""Greedy block verification of a path selected for the modified target.
+
+Sun et al., Block Verification, ICLR 2025 (2403.10444), Algorithms 4 to 6, for paths selected by
+exact optimal transport among several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.block_rule import longest_passed
+from eaglegbv.verifiers.categorical import draw
+from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
+from eaglegbv.verifiers.modified_target import (
+    Debts,
+    Layers,
+    ModifiedNode,
+    StatefulUniforms,
+    StatefulVerdict,
+)
+from eaglegbv.verifiers.multiplicity import draw_multiplicity
+from eaglegbv.verifiers.picking import pick
+from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A node on the way down, one per request.
+
+    Attributes:
+        node: ``[batch]`` int64.
+        modified: The modified target there; its ``probs`` are M at the node's draft ids.
+        ranked: ``[batch, width]``: M and q there, ranked.
+        plan: ``[batch, width]``: b, the law of the child selected.
+        drafts: ``[batch]`` int64, n, the drafts in play; 0 at a leaf.
+    """
+
+    node: Tensor
+    modified: ModifiedNode
+    ranked: RankedLaws
+    plan: Transport
+    drafts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Descent:
+    """The nodes visited, root first, and the ranks of the tokens that lead on.
+
+    Attributes:
+        visits: length + 1 visits; those after a path's end mean nothing.
+        chosen: length ranks, ``[batch]`` int64 each.
+        lengths: ``[batch]`` int64, length of the path selected.
+    """
+
+    visits: Sequence[Visit]
+    chosen: Sequence[Tensor]
+    lengths: Tensor
+
+
+def verify_greedily(
+    tree: DraftTree, target: TargetLaw, uniforms: StatefulUniforms, debts: Debts
+) -> StatefulVerdict:
+    """Select a path for the modified target, keep its longest accepted prefix, and settle up.
+
+    ``rho_i`` is the product of M/b without the minimum of block verification;
+    ``h_i = min(1, sum (rho_i M - b)+ / sum (b - rho_i M)+)`` and ``h_L = min(1, rho_L)``.
+    """
+    descent = _descend(tree, target, uniforms, debts)
+    rho, accepted = torch.ones_like(uniforms.plain.correction), torch.zeros_like(descent.lengths)
+    if tree.length > 0:
+        path = _path(descent)
+        products = torch.cat((rho.unsqueeze(1), path.ratios().cumprod(dim=1)), dim=1)
+        chances = _chances(path, products)
+        accepted = longest_passed(chances, path.lengths, uniforms.plain.acceptance)
+        rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
+    stop: Visit = pick(descent.visits, accepted)
+    bonus = accepted == descent.lengths
+    token_ids = _last_token(stop, rho, bonus, target, uniforms.plain.correction)
+    verdict = Verdict(
+        path_nodes=torch.stack([v.node for v in descent.visits], dim=1)[:, 1:],
+        accepted=accepted,
+        token_ids=token_ids,
+    )
+    new = torch.where(bonus, 0, tree.length - accepted - 1)
+    return StatefulVerdict(
+        verdict, _settle(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
+    )
+
+
+def _descend(
+    tree: DraftTree, target: TargetLaw, uniforms: StatefulUniforms, debts: Debts
+) -> Descent:
+    node, lengths = torch.zeros_like(tree.num_nodes), torch.zeros_like(tree.num_nodes)
+    layers, tokens = debts.layers, tree.token_ids[:, :0]
+    alive = torch.ones_like(tree.path_lengths, dtype=torch.bool)
+    visits, chosen = [], []
+    for depth in range(tree.length + 1):
+        alive = alive & (tree.path_lengths > depth)
+        ids, q = _row_at(tree.draft_ids, node), _row_at(tree.draft_probs, node)
+        modified = ModifiedNode.at(target, node, layers, debts.laws.after(tokens), ids)
+        ranked = RankedLaws.of(ids, q, modified.probs)
+        drafts = alive.sum(dim=1)
+        visit = Visit(node, modified, ranked, transport(ranked, drafts), drafts)
+        visits.append(visit)
+        if depth == tree.length:
+            break
+        child, rank = _select(tree, visit, depth, alive, uniforms.plain.selection[:, depth])
+        chosen.append(rank)
+        token = tree.token_ids.gather(1, child.unsqueeze(1))
+        tokens = torch.cat((tokens, token), dim=1)
+        layers = modified.entered(token.squeeze(1), uniforms.entering[:, depth])
+        node = torch.where(drafts > 0, child, node)
+        lengths = lengths + (drafts > 0)
+        alive = alive & (tree.path_nodes[:, :, depth] == child.unsqueeze(1))
+    return Descent(visits, chosen, lengths)
+
+
+def _row_at(table: Tensor, node: Tensor) -> Tensor:
+    """Return the rows of ``table`` at ``node``; trees without draft laws get one empty column."""
+    row = rows_at(table, node.unsqueeze(1)).squeeze(1)
+    return row if row.shape[1] else torch.nn.functional.pad(row, (0, 1))
+
+
+def _select(
+    tree: DraftTree, visit: Visit, depth: int, alive: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the child selected and the rank of its token, ``[batch]`` each."""
+    children = tree.path_nodes[:, :, depth]
+    tokens = tree.token_ids.gather(1, children)
+    ranks = place_of(tokens, visit.ranked.ids.unsqueeze(1), visit.ranked.draft.unsqueeze(1))
+    label = labels(
+        RankedLaws(
+            visit.ranked.ids.unsqueeze(1),
+            visit.ranked.draft.unsqueeze(1),
+            visit.ranked.target.unsqueeze(1),
+        ),
+        Transport(visit.plan.law.unsqueeze(1), visit.plan.highest.unsqueeze(1)),
+        Drafts(nodes=torch.zeros_like(ranks), ranks=ranks),
+        uniforms,
+    )
+    # The highest label wins, the first drafted among equals.
+    first = torch.arange(tree.paths - 1, -1, -1, device=label.device)
+    winner = torch.where(alive, label * tree.paths + first, -1).argmax(dim=1, keepdim=True)
+    return children.gather(1, winner).squeeze(1), ranks.gather(1, winner).squeeze(1)
+
+
+def _path(descent: Descent) -> DraftedPath:
+    inner = descent.visits[:-1]
+    return DraftedPath(
+        nodes=torch.stack([v.node for v in descent.visits], dim=1),
+        lengths=descent.lengths,
+        ids=torch.stack([v.ranked.ids for v in inner], dim=1),
+        draft=torch.stack([v.plan.law for v in inner], dim=1),
+        target=torch.stack([v.ranked.target for v in inner], dim=1),
+        chosen=torch.stack(tuple(descent.chosen), dim=1),
+    )
+
+
+def _chances(path: DraftedPath, products: Tensor) -> Tensor:
+    """Return h_1 ... h_L, ``[batch, length]``, given rho_0 ... rho_L."""
+    inner = products[:, 1:-1]
+    scaled = inner.unsqueeze(2) * path.target[:, 1:]
+    draft = path.draft[:, 1:]
+    beside = (1 - path.target[:, 1:].sum(dim=2)).clamp(min=0)
+    gain = (scaled - draft).clamp(min=0).sum(dim=2) + inner * beside
+    loss = (draft - scaled).clamp(min=0).sum(dim=2)
+    tests = torch.where(loss > 0, gain / loss, 1.0)
+    chances = torch.cat((tests, products[:, -1:]), dim=1)
+    depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    return torch.where(depths == path.lengths.unsqueeze(1), products[:, 1:], chances)
+
+
+def _last_token(
+    stop: Visit, rho: Tensor, bonus: Tensor, target: TargetLaw, uniforms: Tensor
+) -> Tensor:
+    """Draw from (rho M - b)+ over the whole vocabulary; from M after a whole path."""
+    probs = stop.modified.whole(target, stop.node)
+    weights = rho.unsqueeze(1) * probs
+    weights.scatter_add_(1, stop.ranked.ids, -stop.plan.law)
+    weights.clamp_(min=0)
+    # A residual without mass is met by rounding only, and M is its limit.
+    plain = bonus.unsqueeze(1) | (weights.sum(dim=1, keepdim=True) <= 0)
+    return draw(torch.where(plain, probs, weights), uniforms)
+
+
+def _settle(
+    stop: Visit, rho: Tensor, tokens: Tensor, new: Tensor, uniforms: Tensor, paths: int
+) -> Layers:
+    """Return the debts after the last token, the one of this step in the last column.
+
+    Args:
+        stop: The visit the step stopped at.
+        rho: ``[batch]`` float64 there.
+        tokens: ``[batch]`` int64, the last token.
+        new: ``[batch]`` int64, how many tokens this step's debt would cover.
+        uniforms: ``[batch, layers + 1]``.
+        paths: Paths of the tree.
+    """
+    most = max(stop.modified.layers.most_drafts, paths)
+    old = stop.modified.entered(tokens, uniforms)
+    ranks = place_of(tokens, stop.ranked.ids, stop.ranked.draft).unsqueeze(1)
+    found = stop.ranked.ids.gather(1, ranks).squeeze(1) == tokens
+    b = torch.where(found, stop.plan.law.gather(1, ranks).squeeze(1), 0.0)
+    turn = stop.modified.active.sum(dim=1, keepdim=True)
+    drafts = draw_multiplicity(
+        stop.ranked,
+        stop.plan,
+        stop.drafts,
+        ranks.squeeze(1),
+        uniforms.gather(1, turn).squeeze(1),
+        most,
+    )
+    lasts = (new > 0) & (b > 0)
+    factor = stop.ranked.target.gather(1, ranks).squeeze(1) / b
+    return Layers(
+        rho=_joined(old.rho, torch.where(lasts, rho * factor, 0.0)),
+        drafts=_joined(old.drafts, torch.where(lasts, drafts, 1)),
+        remaining=_joined(old.remaining, torch.where(lasts, new, 0)),
+        most_drafts=most,
+    )
+
+
+def _joined(columns: Tensor, last: Tensor) -> Tensor:
+    return torch.cat((columns, last.unsqueeze(1)), dim=1)

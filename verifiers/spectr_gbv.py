@@ -1,0 +1,34 @@
+"""Greedy block verification of a path selected among several by exact optimal transport."""
+
+from typing import ClassVar
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.greedy_rule import verify_greedily
+from eaglegbv.verifiers.modified_target import (
+    Debts,
+    StatefulUniforms,
+    StatefulVerdict,
+    StatefulVerifier,
+)
+
+
+class SpecTrGbvVerifier(StatefulVerifier):
+    """Select as otbv does, for the modified target, and verify by the greedy block rule.
+
+    The paper's promises kept by a rule that is lossless over any number of steps: the acceptance
+    rule in public code for the paper is not target-preserving for two and more paths.
+    """
+
+    name: ClassVar[str] = "spectr_gbv"
+    source: ClassVar[str] = "Lin et al., SpecTr-GBV (2604.25925), with a corrected acceptance rule"
+    cost: ClassVar[str] = "O(L^2 W^2) with full debts and one row of the vocabulary"
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
+
+    def verify(
+        self, tree: DraftTree, target: TargetLaw, uniforms: StatefulUniforms, debts: Debts
+    ) -> StatefulVerdict:
+        """Judge independent paths; selection and tests use the numbers otbv uses."""
+        if tree.length > 0:
+            self.check_law(tree.law, tree.paths)
+        return verify_greedily(tree, target, uniforms, debts)
