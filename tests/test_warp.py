@@ -152,6 +152,10 @@ def test_ties_are_broken_as_documented():
     logits = torch.zeros(1, 5)
     assert (law(logits, SamplingParams(top_k=2)) > 0).all()  # all five are the most likely
     assert (law(logits, SamplingParams(top_p=0.5))[0] > 0).tolist() == [True] * 3 + [False] * 2
+    # A mass of exactly top_p is enough; many ties are still taken in order.
+    for size in (4, 64, 4096):
+        kept = (law(torch.zeros(1, size), SamplingParams(top_p=0.5))[0] > 0).nonzero().flatten()
+        assert torch.equal(kept, torch.arange(size // 2))
     assert (law(logits, SamplingParams(min_p=1.0)) > 0).all()
     assert law(logits, SamplingParams(temperature=0)).tolist() == [[1, 0, 0, 0, 0]]
     swapped = torch.tensor([[1.0, 3.0, 0.0, 3.0]])

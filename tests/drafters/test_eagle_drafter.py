@@ -1,0 +1,335 @@
+"""The EAGLE drafter against a plain recomputation of its head over the whole text.
+
+The plain head has neither pages nor caches and runs in float64; the drafter runs in float32, where
+logits of size 10 are right to a few 1e-6, and so are probabilities: 1e-5 is asked for.
+"""
+
+import numpy as np
+import pytest
+import torch
+from support.drafting import (
+    HIDDEN,
+    VOCAB,
+    Pair,
+    Session,
+    prefix_of,
+    random_pair,
+    text_of,
+)
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import DraftState, Request
+from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.uniforms import Purpose
+
+ATOL = 1e-5
+PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)
+PROMPT = [5, 17, 3, 3, 28, 9]
+# How many drafted tokens each step's commit accepts: none, some, all.
+ACCEPTED = [0, 2, 4, 1, 3]
+
+
+@pytest.fixture(scope="module", params=["eagle1", "eagle3", "eagle3 reduced"])
+def pair(request) -> Pair:
+    if request.param == "eagle3 reduced":
+        return random_pair(Arch.EAGLE3, draft_vocab=15)
+    return random_pair(Arch(request.param))
+
+
+def full_law(tree: DraftTree, b: int, node: int) -> np.ndarray:
+    """A node's law over the target's vocabulary."""
+    law = np.zeros(VOCAB)
+    np.add.at(law, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return law
+
+
+def expected_law(pair: Pair, text, drafted, *, temperature=1.0, width=VOCAB) -> np.ndarray:
+    """The plain head's law, tempered and cut to its most likely tokens."""
+    scores = pair.log_law(text, drafted)
+    kept = np.argsort(-scores)[:width]
+    weights = np.exp((scores[kept] - scores[kept].max()) / temperature)
+    law = np.zeros(VOCAB)
+    law[pair.head.draft_to_target[kept].numpy()] = weights / weights.sum()
+    return law
+
+
+def inner_nodes(tree: DraftTree, b: int) -> list[int]:
+    return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
+
+
+def check_laws(pair: Pair, tree: DraftTree, b: int, text, **settings) -> None:
+    for node in inner_nodes(tree, b):
+        expected = expected_law(pair, text, prefix_of(tree, b, node), **settings)
+        np.testing.assert_allclose(full_law(tree, b, node), expected, atol=ATOL, rtol=0)
+
+
+def check_drawn(tree: DraftTree, b: int, request: Request) -> None:
+    """The paths are what the request's numbers select from the very laws the tree carries."""
+    plan = request.plan
+    numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
+    for nodes, uniforms in zip(
+        tree.path_nodes[b].tolist(), numbers.reshape(plan.paths, plan.depth), strict=True
+    ):
+        for parent, node, u in zip([0, *nodes], nodes, uniforms, strict=False):
+            cumulative = tree.draft_probs[b, parent].cumsum(0)
+            choice = int((u * cumulative[-1] >= cumulative).sum())
+            assert tree.token_ids[b, node] == tree.draft_ids[b, parent, choice]
+
+
+def best_first_prefixes(pair: Pair, text, plan: Plan) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by its definition, from the plain head."""
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    expanded: list[tuple[int, ...]] = [()]
+    for _ in range(plan.depth):
+        children = {}
+        for prefix in expanded:
+            log_law = pair.log_law(text, prefix)
+            for index in np.argsort(-log_law)[: plan.paths]:
+                token = int(pair.head.draft_to_target[index])
+                children[(*prefix, token)] = scores[prefix] + log_law[index]
+        scores |= children
+        expanded = sorted(children, key=children.__getitem__, reverse=True)[: plan.paths]
+    del scores[()]
+    best = sorted(scores, key=scores.__getitem__, reverse=True)
+    return {(), *best[: plan.paths * plan.depth]}
+
+
+def advance(session: Session, request: Request, tree: DraftTree, b: int, accepted: int) -> None:
+    """Commit the first ``accepted`` nodes of a path that reaches so deep, and a token more."""
+    lengths = tree.path_lengths[b].tolist()
+    path = next(k for k, length in enumerate(lengths) if length >= min(accepted, max(lengths)))
+    nodes = tree.path_nodes[b, path, : min(accepted, lengths[path])].tolist()
+    correction = (7 * request.step + 3) % VOCAB
+    session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
+
+
+def test_the_pair_can_tell_right_from_wrong(pair):
+    # If the laws did not depend on the text, its order and the drafted tokens, nothing below
+    # would test anything.
+    text = [*PROMPT, 11]
+    law = expected_law(pair, text, [4, 8])
+    for other in (
+        expected_law(pair, text, [4]),
+        expected_law(pair, text, [8, 8]),
+        expected_law(pair, [*text, 4], [8]),  # true features instead of drafted ones
+        expected_law(pair, [PROMPT[1], PROMPT[0], *text[2:]], [4, 8]),
+    ):
+        assert np.abs(law - other).sum() > 0.02
+    assert 1e-3 < np.sort(law)[-2] < 0.5
+
+
+def test_sampled_trees_carry_the_heads_laws_over_several_commits(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, seed=3)
+    for accepted in ACCEPTED:
+        tree = session.draft([request], Law.IID)
+        check_tree(tree)
+        assert tree.law is Law.IID
+        assert (tree.paths, tree.length) == (PLAN.paths, PLAN.depth)
+        assert tree.path_lengths.tolist() == [[PLAN.depth] * PLAN.paths]
+        assert int(tree.token_ids[0, 0]) == request.token_ids[-1]
+        check_laws(pair, tree, 0, text_of(request))
+        check_drawn(tree, 0, request)
+        advance(session, request, tree, 0, accepted)
+
+
+def test_fixed_trees_are_the_best_nodes_over_several_commits(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN)
+    for accepted in ACCEPTED:
+        tree = session.draft([request], Law.FIXED)
+        check_tree(tree)
+        assert tree.law is Law.FIXED
+        assert tree.width == 0
+        drafted = {tuple(prefix_of(tree, 0, n)) for n in range(int(tree.num_nodes[0]))}
+        assert drafted == best_first_prefixes(pair, text_of(request), PLAN)
+        advance(session, request, tree, 0, accepted)
+
+
+def test_a_request_served_step_by_step_drafts_like_one_that_saw_the_text_at_once(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, seed=3)
+    for accepted in ACCEPTED:
+        advance(session, request, session.draft([request], Law.IID), 0, accepted)
+    text = text_of(request)
+    assert len(text) == len(PROMPT) + 1 + sum(a + 1 for a in ACCEPTED)
+    fresh = Session(pair)
+    at_once = fresh.start(text[:-1], text[-1], PLAN, seed=3)
+    at_once.step = request.step
+    stepped, whole = session.draft([request], Law.IID), fresh.draft([at_once], Law.IID)
+    assert torch.equal(stepped.token_ids, whole.token_ids)
+    assert torch.equal(stepped.parents, whole.parents)
+    torch.testing.assert_close(full_laws(stepped), full_laws(whole), atol=ATOL, rtol=0)
+
+
+def full_laws(tree: DraftTree) -> torch.Tensor:
+    laws = [
+        [full_law(tree, b, n) for n in range(int(tree.num_nodes[b]))] for b in range(tree.batch)
+    ]
+    return torch.from_numpy(np.array(laws))
+
+
+def test_features_may_come_in_pieces_before_the_head_runs(pair):
+    # A step that drafts nothing still shows the drafter what it commits.
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, seed=3, observe=False)
+    features = pair.features(PROMPT)
+    for piece in features.split([1, 3, 2]):
+        session.drafter.observe(request, piece)
+    tree = session.draft([request], Law.IID)
+    check_laws(pair, tree, 0, text_of(request))
+
+
+def test_catching_up_early_or_late_is_the_same(pair):
+    early, late = Session(pair), Session(pair)
+    first = early.start(PROMPT, 11, PLAN, seed=3)
+    early.drafter.catch_up([first])
+    early.drafter.catch_up([first])  # nothing is left to run
+    second = late.start(PROMPT, 11, PLAN, seed=3)
+    one, other = early.draft([first], Law.IID), late.draft([second], Law.IID)
+    assert torch.equal(one.token_ids, other.token_ids)
+    assert torch.equal(one.draft_probs, other.draft_probs)
+
+
+@pytest.mark.parametrize("law", [Law.IID, Law.FIXED])
+def test_two_requests_together_get_what_each_gets_alone(pair, law):
+    starts = [(PROMPT, 11, 3), ([1, 2], 30, 4), ([8] * 9, 0, 5)]
+    together = Session(pair)
+    alone = [Session(pair) for _ in starts]
+    params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_p=0.8)]
+    batch = [
+        together.start(prompt, first, PLAN, params=p, seed=seed)
+        for (prompt, first, seed), p in zip(starts, params, strict=True)
+    ]
+    single = [
+        session.start(prompt, first, PLAN, params=p, seed=seed)
+        for session, (prompt, first, seed), p in zip(alone, starts, params, strict=True)
+    ]
+    for accepted in ACCEPTED:
+        both = together.draft(batch, law)
+        check_tree(both)
+        for b, (session, request) in enumerate(zip(alone, single, strict=True)):
+            own = session.draft([request], law)
+            nodes = int(own.num_nodes[0])
+            assert int(both.num_nodes[b]) == nodes
+            for name in ("token_ids", "parents", "depth"):
+                assert torch.equal(getattr(both, name)[b, :nodes], getattr(own, name)[0, :nodes])
+            for node in inner_nodes(own, 0):
+                np.testing.assert_allclose(
+                    full_law(both, b, node), full_law(own, 0, node), atol=ATOL, rtol=0
+                )
+            # Requests advance by different numbers of tokens.
+            take = (accepted + b) % 5
+            advance(session, request, own, 0, take)
+            advance(together, batch[b], both, b, take)
+            assert text_of(batch[b]) == text_of(request)
+
+
+@pytest.mark.parametrize(
+    ("params", "plan", "temperature", "width"),
+    [
+        (SamplingParams(temperature=0.5), PLAN, 0.5, VOCAB),
+        (SamplingParams(), Plan(paths=3, depth=4, draft_width=6), 1.0, 6),
+        (
+            SamplingParams(temperature=0.5),
+            Plan(paths=3, depth=4, draft_width=10, draft_temperature=1.6),
+            0.8,
+            10,
+        ),
+    ],
+)
+def test_laws_have_the_plans_width_and_draft_temperature(pair, params, plan, temperature, width):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, plan, params=params)
+    tree = session.draft([request], Law.IID)
+    assert tree.width == min(width, pair.head.config.draft_vocab_size)
+    check_laws(pair, tree, 0, text_of(request), temperature=temperature, width=width)
+    check_drawn(tree, 0, request)
+
+
+def test_laws_are_cut_as_the_request_asks(pair):
+    session = Session(pair)
+    params = SamplingParams(top_k=4, min_p=0.05)
+    request = session.start(PROMPT, 11, PLAN, params=params)
+    tree = session.draft([request], Law.IID)
+    for node in inner_nodes(tree, 0):
+        law = expected_law(pair, text_of(request), prefix_of(tree, 0, node), width=4)
+        law[law < 0.05 * law.max()] = 0
+        np.testing.assert_allclose(full_law(tree, 0, node), law / law.sum(), atol=ATOL, rtol=0)
+    check_drawn(tree, 0, request)
+
+
+def test_penalties_are_the_targets_business(pair):
+    plain, penalised = Session(pair), Session(pair)
+    one = plain.start(PROMPT, 11, PLAN)
+    other = penalised.start(PROMPT, 11, PLAN, params=SamplingParams(repetition_penalty=1.5))
+    assert torch.equal(
+        plain.draft([one], Law.IID).draft_probs, penalised.draft([other], Law.IID).draft_probs
+    )
+
+
+def test_a_reduced_vocabulary_drafts_the_targets_tokens():
+    pair = random_pair(Arch.EAGLE3, draft_vocab=15)
+    known = set(pair.head.draft_to_target.tolist())
+    assert known != set(range(15))
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN)
+    for law in (Law.IID, Law.FIXED):
+        tree = session.draft([request], law)
+        count = int(tree.num_nodes[0])
+        assert set(tree.token_ids[0, 1:count].tolist()) <= known
+        advance(session, request, tree, 0, 1)
+
+
+def test_more_paths_than_tokens_to_draft():
+    pair = random_pair(Arch.EAGLE3, draft_vocab=2)
+    plan = Plan(paths=5, depth=3)
+    session = Session(pair)
+    request = session.start(PROMPT, 11, plan)
+    for law in (Law.IID, Law.FIXED, Law.IID):
+        tree = session.draft([request], law)
+        check_tree(tree)
+        assert int(tree.num_nodes[0]) <= plan.tree_nodes
+        advance(session, request, tree, 0, 2)
+    fixed = session.draft([request], Law.FIXED)
+    drafted = {tuple(prefix_of(fixed, 0, n)) for n in range(int(fixed.num_nodes[0]))}
+    assert drafted == best_first_prefixes(pair, text_of(request), plan)
+
+
+def test_a_path_of_one_token_needs_no_drafted_feature(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, Plan(paths=2, depth=1, draft_width=VOCAB))
+    tree = session.draft([request], Law.IID)
+    assert tree.depth.max() == 1
+    check_laws(pair, tree, 0, text_of(request))
+
+
+def test_a_forgotten_request_starts_anew(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN)
+    session.drafter.catch_up([request])
+    session.drafter.forget(request)
+    assert request.draft_state is None
+    with pytest.raises(RuntimeError, match="request 0 drafts before any feature was observed"):
+        session.draft([request], Law.IID)
+
+
+def test_a_request_of_another_drafter_is_refused(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, observe=False)
+    request.draft_state = DraftState()
+    with pytest.raises(TypeError, match="request 0 belongs to another drafter"):
+        session.drafter.observe(request, torch.zeros(1, HIDDEN))
+
+
+@pytest.mark.parametrize("law", [Law.WOR, Law.GREEDY, Law.HUB])
+def test_a_law_it_does_not_draw_is_refused(pair, law):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN)
+    with pytest.raises(InvalidArgument) as caught:
+        session.draft([request], law)
+    assert str(caught.value) == f"law='{law}': expected one an EAGLE drafter draws: fixed, iid"
+    assert law not in session.drafter.laws

@@ -1,0 +1,198 @@
+"""Requests as a drafter sees them, and what an EAGLE head says of a text, worked out plainly."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
+from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.config import Plan
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_head import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Stream
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
+FEATURE_LAYERS = (2, 3, 4)
+SLOTS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A random Llama and a random head over it, float32, and the head once more in float64."""
+
+    model: LlamaForCausalLM
+    head: EagleHead
+    exact: EagleHead
+    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def features(self, text: Sequence[int]) -> Tensor:
+        """The true features of a text, by one plain forward of the model."""
+        if tuple(text) not in self.known:
+            self.known[tuple(text)] = self._features(text)
+        return self.known[tuple(text)]
+
+    def _features(self, text: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            out = self.model.model(torch.tensor([list(text)]), output_hidden_states=True)
+        if self.head.config.arch is Arch.EAGLE1:
+            return out.last_hidden_state[0]
+        return torch.cat([out.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
+
+    def log_law(self, text: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float64]:
+        """Log-probabilities ``[draft_vocab]`` of the token after ``text`` and ``drafted``.
+
+        The head reads the whole text at once, without any cache, then once more for every drafted
+        token, on its own output for the token before.
+        """
+        with torch.no_grad():
+            hidden = self.exact.fuse(self.features(text[:-1]).double())
+            for end in range(len(drafted) + 1):
+                tokens = torch.tensor([*text[1:], *drafted[:end]])
+                positions = torch.arange(len(tokens))
+                out = self.exact(tokens, hidden, positions, _causal)
+                hidden = torch.cat((hidden, out[-1:]))
+            log_law: NDArray[np.float64] = self.exact.logits(out[-1]).log_softmax(0).numpy()
+        return log_law
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+
+
+def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
+    """Weights are well above the usual start, so that attention and position matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_hidden_layers=5,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+        )
+        model = LlamaForCausalLM(config).eval()
+        _randomise(model)
+        embedding = model.get_input_embeddings().weight.detach()
+        settings = EagleHeadConfig(
+            arch=arch,
+            hidden_size=HIDDEN,
+            target_hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            vocab_size=VOCAB,
+            draft_vocab_size=draft_vocab,
+            feature_layers=() if arch is Arch.EAGLE1 else FEATURE_LAYERS,
+        )
+        head: EagleHead
+        if arch is Arch.EAGLE1:
+            head = Eagle1Head(settings, embedding, model.lm_head.weight.detach())
+            _randomise(head)
+            # Its state has no norm: keep it from growing from one drafted token to the next.
+            with torch.no_grad():
+                head.fc.weight.mul_(0.4)
+                head.layer["self_attn"].o_proj.weight.mul_(0.4)
+        else:
+            chosen = torch.randperm(VOCAB)[:draft_vocab]
+            head = Eagle3Head(settings, embedding, chosen)
+            _randomise(head)
+    head = head.eval().requires_grad_(requires_grad=False)
+    return Pair(model, head, copy.deepcopy(head).double())
+
+
+def _randomise(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.25)
+
+
+class Session:
+    """A drafter, and requests whose target is the plain model: every commit has true features.
+
+    Slots nobody wrote to hold NaN, so that reading one of them shows.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+        pool.keys.fill_(torch.nan)
+        pool.values.fill_(torch.nan)
+        self.drafter = EagleDrafter(pair.head, TorchPagedAttention(pool))
+        self.allocator = SlotAllocator(SLOTS)
+        self._tree_slots: dict[int, Tensor] = {}
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        first: int,
+        plan: Plan,
+        *,
+        params: SamplingParams | None = None,
+        seed: int = 0,
+        observe: bool = True,
+    ) -> Request:
+        """A request whose prompt was read and whose first token is ``first``."""
+        request = Request(
+            number=seed,
+            prompt_ids=tuple(prompt),
+            params=params or SamplingParams(),
+            plan=plan,
+            stream=Stream(seed),
+            max_tokens=100,
+        )
+        request.slots = self.allocator.allocate(len(prompt))
+        request.token_ids.append(first)
+        request.step = 1
+        if observe:
+            self.drafter.observe(request, self.pair.features(prompt))
+        return request
+
+    def draft(self, requests: Sequence[Request], law: Law) -> DraftTree:
+        slots = [self.allocator.allocate(r.plan.tree_nodes) for r in requests]
+        self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
+        return self.drafter.draft(requests, requests[0].plan, law, [s[1:] for s in slots])
+
+    def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
+        """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""
+        slots = self._tree_slots.pop(request.number)
+        keep = torch.zeros(len(slots), dtype=torch.bool)
+        keep[[0, *nodes]] = True
+        request.slots = torch.cat((request.slots, slots[keep]))
+        self.allocator.release(slots[~keep])
+        features = self.pair.features(text_of(request) + list(tokens[:-1]))
+        request.token_ids += tokens
+        request.step += 1
+        self.drafter.observe(request, features[-(len(nodes) + 1) :])
+
+
+def text_of(request: Request) -> list[int]:
+    """Everything known: the prompt and the tokens, the root of the next tree last."""
+    return [*request.prompt_ids, *request.token_ids]
+
+
+def prefix_of(tree: DraftTree, b: int, node: int) -> list[int]:
+    """The drafted tokens down to ``node``."""
+    tokens: list[int] = []
+    while node:
+        tokens.append(int(tree.token_ids[b, node]))
+        node = int(tree.parents[b, node])
+    return tokens[::-1]
