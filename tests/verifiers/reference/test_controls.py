@@ -1,0 +1,265 @@
+"""Rules that are wrong on purpose: the tests of losslessness must reject every one of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from support.tables import Model, Shape, constant, problem
+
+from eaglegbv.tree import Law
+from eaglegbv.uniforms import Purpose, Stream
+from eaglegbv.verifiers.reference.block import (
+    acceptance,
+    block_verification,
+    block_weights,
+)
+from eaglegbv.verifiers.reference.chooser import Chooser, accepts, inverse_cdf
+from eaglegbv.verifiers.reference.drafting import draft_iid
+from eaglegbv.verifiers.reference.enumeration import (
+    Problem,
+    Verify,
+    VerifyWithState,
+    max_error,
+    stateless,
+    target_joint,
+)
+from eaglegbv.verifiers.reference.gbv import gbv, skewed_laws
+from eaglegbv.verifiers.reference.greedy_block import (
+    Step,
+    Visit,
+    greedy_block,
+    greedy_verification,
+)
+from eaglegbv.verifiers.reference.modified_target import (
+    ModifiedTarget,
+    entering_draw,
+)
+from eaglegbv.verifiers.reference.otbv import otbv, select_child
+from eaglegbv.verifiers.reference.probs import Number, Probs, residual, residual_or_target
+from eaglegbv.verifiers.reference.spectr_gbv import spectr_gbv
+from eaglegbv.verifiers.reference.token import token
+from eaglegbv.verifiers.reference.transport import ranked, transport
+from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+
+CAUGHT = 1e-3
+"""Far above the tolerance of 1e-12: a control that errs by less proves little."""
+
+
+def worst(verify: VerifyWithState, kind: str, shape: Shape, seeds: int = 6) -> float:
+    cases = [problem(Law.IID, Model(shape.vocab, kind, s), shape) for s in range(seeds)]
+    return max(max_error(verify, [case], shape.length + 1) for case in cases)
+
+
+def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
+    (path,) = tree.paths
+    laws = [tree.draft_law(path[:i]) for i in range(len(path))]
+    w = block_weights(tree, path, laws)
+    for i in range(len(path), -1, -1):
+        p = tree.target_law(path[:i])
+        h: Number = w[i]
+        if i < len(path):
+            h = acceptance(w[i], sum(residual(1, p, laws[i])))
+        if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
+            weights = p if i == len(path) else residual_or_target(w[i], p, laws[i])
+            return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
+    raise AssertionError("the root accepts")
+
+
+def test_block_verification_without_w_is_rejected() -> None:
+    assert worst(stateless(block_without_weight), "random", Shape(3, 3, 1)) > CAUGHT
+
+
+@pytest.mark.parametrize(
+    ("verify", "paths"), [(greedy_block, 1), (spectr_gbv, 2)], ids=["greedy_block", "spectr_gbv"]
+)
+def test_a_greedy_rule_without_its_modified_target_is_rejected(
+    verify: VerifyWithState, paths: int
+) -> None:
+    def forgetful(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        step = verify(tree, ModifiedTarget(target.context), chooser)
+        return Step(step.outcome, ModifiedTarget(step.target.context))
+
+    assert worst(forgetful, "random", Shape(3, 2, paths)) > CAUGHT
+
+
+def two_steps(verify: VerifyWithState, shape: Shape, seed: int = 1) -> float:
+    """Error over two steps whose draft laws differ."""
+    first, second = (Model(shape.vocab, "random", s) for s in (seed, seed + 1))
+    case = problem(Law.IID, first, shape)
+    return max_error(verify, [case, replace(case, draft_law=second.q)], 4)
+
+
+def test_a_debt_with_the_current_draft_law_is_rejected() -> None:
+    """A layer needs the draft law of the step that pushed it."""
+
+    def current_law(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        depth = len(target.context)
+        layers = tuple(
+            replace(layer, draft_law=lambda prefix: tree.draft_law(prefix[depth:]))
+            for layer in target.layers
+        )
+        return greedy_block(tree, replace(target, layers=layers), chooser)
+
+    assert two_steps(greedy_block, Shape(2, 3, 1)) < 1e-12
+    assert two_steps(current_law, Shape(2, 3, 1)) > CAUGHT
+
+
+def test_a_debt_that_keeps_its_number_of_drafts_is_rejected() -> None:
+    """The drafts on the emitted token must be drawn anew, not kept."""
+
+    def all_drafts(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        step = spectr_gbv(tree, target, chooser)
+        layers = tuple(replace(layer, drafts=2) for layer in step.target.layers)
+        return Step(step.outcome, replace(step.target, layers=layers))
+
+    assert two_steps(spectr_gbv, Shape(2, 2, 2)) < 1e-12
+    assert two_steps(all_drafts, Shape(2, 2, 2)) > CAUGHT
+
+
+def test_selecting_for_the_plain_target_under_a_debt_is_rejected() -> None:
+    """Where a debt is open, paths are selected for M, not for p, and b must say so."""
+
+    assert two_steps(spectr_gbv, Shape(2, 2, 2), seed=10) < 1e-12
+    assert two_steps(spectr_gbv_selecting_by_p, Shape(2, 2, 2), seed=10) > CAUGHT
+
+
+def spectr_gbv_selecting_by_p(
+    tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser
+) -> Step:
+    path: tuple[int, ...] = ()
+    visits, state = [], target
+    while drafts := tree.drafts(path):
+        p = tree.target_law(path)
+        M = state.law(p)
+        honest = select_law(tree, path, M)
+        selection = select_child(tree, path, p, chooser)
+        visits.append(Visit(state, M, honest, len(drafts)))
+        draw = entering_draw(tree, chooser, len(path), len(target.layers))
+        state = state.entered(p, selection.token, draw)
+        path = (*path, selection.token)
+    return greedy_verification(tree, path, visits, state, chooser)
+
+
+def select_law(tree: ReferenceTree, prefix: tuple[int, ...], M: Probs) -> Probs:
+    q = tree.draft_law(prefix)
+    n = len(tree.drafts(prefix))
+    return q if n == 1 else transport(M, q, n).law
+
+
+def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+    """Every path is verified as if it were the only one; the longest acceptance is kept."""
+    alone = ModifiedTarget(target.context)
+    steps = (
+        greedy_block(replace(tree, paths=(path,)), alone, Shift(chooser, k))
+        for k, path in enumerate(tree.paths)
+    )
+    best = max(steps, key=lambda step: len(step.outcome.accepted))
+    return Step(best.outcome, ModifiedTarget(best.target.context))
+
+
+class Shift:
+    """Gives every path numbers of its own."""
+
+    def __init__(self, chooser: Chooser, path: int) -> None:
+        self.chooser, self.path = chooser, path
+
+    def choose(self, weights, purpose: Purpose, index: int) -> int:
+        return self.chooser.choose(weights, purpose, 100 * self.path + index)
+
+
+def test_verifying_every_path_alone_is_rejected() -> None:
+    assert worst(each_path_alone, "random", Shape(3, 1, 2)) > CAUGHT
+
+
+def gbv_first_drafted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """The best path by ratios alone: among equals the first drafted."""
+
+    def ratios(path: tuple[int, ...]) -> tuple[float, ...]:
+        laws = ((tree.target_law(path[:i]), tree.draft_law(path[:i])) for i in range(len(path)))
+        return tuple(p[x] / q[x] for (p, q), x in zip(laws, path, strict=True))
+
+    path = max(tree.paths, key=ratios)
+    return block_verification(tree, path, skewed_laws(tree, path), chooser)
+
+
+def test_gbv_that_breaks_ties_by_order_of_drafting_is_rejected() -> None:
+    assert worst(stateless(gbv), "ties", Shape(4, 2, 2)) < 1e-12
+    assert worst(stateless(gbv_first_drafted), "ties", Shape(4, 2, 2)) > CAUGHT
+
+
+TOY = Problem(
+    Law.IID,
+    lambda prefix: (1 / 3, 2 / 3),
+    lambda prefix: (2 / 3, 1 / 3),
+    Shape(2, 3, 1),
+)
+
+
+class Numbers:
+    """Decides by a request's stream; ``step_of`` and ``index_of`` say which number it takes."""
+
+    def __init__(self, stream: Stream, step_of, index_of) -> None:
+        self.stream, self.step_of, self.index_of = stream, step_of, index_of
+
+    def choose(self, weights, purpose: Purpose, index: int) -> int:
+        index = self.index_of(purpose, index)
+        u = self.stream.draw(self.step_of(purpose), purpose, index + 1)[index]
+        return inverse_cdf(weights, float(u))
+
+
+def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int, ...]:
+    """The first ``total`` tokens of one request, step after step."""
+    tokens: tuple[int, ...] = ()
+    step = 0
+    while len(tokens) < total:
+        numbers = Numbers(Stream(seed), *keys(step, len(tokens)))
+        q, p = TOY.draft_law, TOY.target_law
+        paths = draft_iid(q, 1, TOY.shape.length, numbers)
+        tokens += verify(ReferenceTree(Law.IID, paths, p, q), numbers).tokens
+        step += 1
+    return tokens[:total]
+
+
+def p_value(verify: Verify, keys: Callable, requests: int = 3000, total: int = 4) -> float:
+    """G-test of the joint law of the first tokens."""
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(requests):
+        key = written(verify, seed, total, keys)
+        counts[key] = counts.get(key, 0) + 1
+    joint = target_joint(TOY.target_law, total)
+    G = 2 * sum(n * np.log(n / (requests * joint[key])) for key, n in counts.items())
+    return float(chi2.sf(G, len(joint) - 1))
+
+
+def by_step(step: int, written: int):
+    return lambda purpose: step, lambda purpose, index: index
+
+
+def always_the_same(step: int, written: int):
+    return lambda purpose: 0, lambda purpose, index: index
+
+
+def by_position(step: int, written: int):
+    """Numbers belong to text positions: those of rejected positions come again."""
+    return lambda purpose: 0, lambda purpose, index: index + written
+
+
+@pytest.mark.parametrize("verify", [token, otbv], ids=["token", "otbv"])
+def test_numbers_of_every_step_are_its_own(verify: Verify) -> None:
+    assert p_value(verify, by_step) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("verify", "keys"), [(token, always_the_same), (otbv, always_the_same), (otbv, by_position)]
+)
+def test_numbers_used_again_in_the_next_step_are_rejected(verify: Verify, keys: Callable) -> None:
+    assert p_value(verify, keys) < 1e-9
+
+
+def test_ranking_of_ties_is_shared() -> None:
+    """The exact fractions of the controls: two tokens of one ratio, ranked by id."""
+    p, q = constant("1/2", "1/4", "1/4")(()), constant("1/4", "3/8", "3/8")(())
+    assert ranked(p, q) == (1, 2, 0)
