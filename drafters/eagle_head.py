@@ -199,7 +199,8 @@ class Eagle1Head(EagleHead):
         self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
     ) -> Tensor:
         """See :class:`Eagle1Head`."""
-        x = self.fc(torch.cat((embedded, hidden), dim=-1))
+        # Under autocast the residual stream keeps the type of the state it continues.
+        x = self.fc(torch.cat((embedded, hidden), dim=-1)).to(hidden.dtype)
         x = x + self.layer["self_attn"](x, rotation, attend)
         result: Tensor = x + self.layer["mlp"](self.layer["post_attention_layernorm"](x))
         return result

@@ -132,6 +132,7 @@ def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
         progress = _restore(checkpoint, task, optimizer)
     _drop_lines_after(log, progress.step)
     with log.open("a") as lines, tqdm(initial=progress.step, unit="step", smoothing=0.1) as bar:
+        journal = _Journal(lines, bar, task.tokens_per_step)
         while (spent := plan.progress(progress.step, progress.seconds)) < 1:
             began = time.monotonic()
             torch.manual_seed(plan.seed * 1_000_003 + progress.step)
@@ -139,14 +140,15 @@ def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
             progress.step += 1
             bar.update()
             if progress.step % plan.log_every == 0:
-                _log_loss(lines, bar, task, plan, progress, loss.item(), spent)
+                spent = plan.progress(progress.step, progress.seconds)
+                journal.write_loss(progress, loss.item(), spent)
             if progress.step % plan.evaluate_every == 0:
-                _evaluate(lines, bar, task, plan, progress)
+                journal.write_evaluation(progress.step, _evaluate(task, plan, progress))
             progress.seconds += time.monotonic() - began
             if progress.step % plan.checkpoint_every == 0:
                 _save(checkpoint, task, optimizer, progress)
         if progress.step % plan.evaluate_every:
-            _evaluate(lines, bar, task, plan, progress)
+            journal.write_evaluation(progress.step, _evaluate(task, plan, progress))
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
     return progress
@@ -180,49 +182,51 @@ def _autocast(task: Task, plan: Plan) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16)
 
 
-def _log_loss(
-    lines: TextIO,
-    bar: "tqdm[Any]",
-    task: Task,
-    plan: Plan,
-    progress: Progress,
-    loss: float,
-    spent: float,
-) -> None:
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"loss {loss} at step {progress.step}")
-    elapsed = bar.format_dict["elapsed"]
-    done = bar.n - bar.initial
-    rate = task.tokens_per_step * done / elapsed if elapsed else 0.0
-    bar.total = round((progress.step - 1) / spent) if spent else plan.steps
-    bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-    entry = {
-        "step": progress.step,
-        "tokens": progress.step * task.tokens_per_step,
-        "seconds": round(progress.seconds, 1),
-        "rate": plan.rate(progress.step, spent),
-        "loss": loss,
-    }
-    _write(lines, entry)
-
-
-def _evaluate(lines: TextIO, bar: "tqdm[Any]", task: Task, plan: Plan, progress: Progress) -> None:
+def _evaluate(task: Task, plan: Plan, progress: Progress) -> Evaluation:
+    """Evaluate, and keep the weights if they are the best so far."""
     task.module.eval()
     # Evaluation runs at many shapes, too few times to be worth compiling for.
     with torch.no_grad(), _autocast(task, plan), torch.compiler.set_stance("force_eager"):
         found = task.evaluate()
-    _write(lines, {"step": progress.step, "held_out": dict(found.values), "score": found.score})
-    bar.write(f"step {progress.step}: held-out score {found.score:.4f}")
     if found.score < progress.best_score:
         progress.best_score, progress.best_step = found.score, progress.step
         progress.best_weights = {
             name: tensor.to("cpu", copy=True) for name, tensor in task.module.state_dict().items()
         }
+    return found
 
 
-def _write(lines: TextIO, entry: Mapping[str, Any]) -> None:
-    lines.write(json.dumps(entry) + "\n")
-    lines.flush()
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """What a run tells: the progress bar, and the log of JSON lines."""
+
+    lines: TextIO
+    bar: "tqdm[Any]"
+    tokens_per_step: int
+
+    def write_loss(self, progress: Progress, loss: float, spent: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"loss {loss} at step {progress.step}")
+        bar = self.bar
+        tokens = self.tokens_per_step * (bar.n - bar.initial)
+        # The budget may be minutes: the number of steps is an estimate.
+        bar.total = round(progress.step / spent)
+        bar.set_postfix_str(f"loss {loss:.3f}, {tokens / bar.format_dict['elapsed']:,.0f} tokens/s")
+        entry = {
+            "step": progress.step,
+            "tokens": progress.step * self.tokens_per_step,
+            "seconds": round(progress.seconds, 1),
+            "loss": loss,
+        }
+        self._write(entry)
+
+    def write_evaluation(self, step: int, found: Evaluation) -> None:
+        self._write({"step": step, "held_out": dict(found.values), "score": found.score})
+        self.bar.write(f"step {step}: held-out score {found.score:.4f}")
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        self.lines.write(json.dumps(entry) + "\n")
+        self.lines.flush()
 
 
 def _drop_lines_after(log: Path, step: int) -> None:

@@ -1,7 +1,6 @@
 """Training of a small chat model from scratch: a deep and narrow Llama in transformers' format."""
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -314,8 +313,3 @@ def _save(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
     model.save_pretrained(folder)
     saved: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return saved
-
-
-def command_line() -> str:
-    """Return the command line of this process, for the report."""
-    return " ".join(["python -m eaglegbv.cli.train", *sys.argv[1:]])

@@ -90,7 +90,8 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
     attention = _UnrolledAttention(anchors.position)
     next_ids = functional.pad(run.token_ids[:, 1:], (0, 1))
     positions = torch.arange(window, device=next_ids.device).expand_as(next_ids)
-    everywhere = head(next_ids, head.fuse(run.features), positions, attention)
+    # The recurrent state stays float32 under autocast.
+    everywhere = head(next_ids, head.fuse(run.features).float(), positions, attention)
     hidden = _rows(everywhere, anchors.position)
     used = anchors.used
     for depth in range(depths):

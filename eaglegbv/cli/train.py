@@ -1,5 +1,6 @@
 """``eaglegbv train``: the target and the EAGLE heads."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
 from eaglegbv.drafters.training.loop import Plan
-from eaglegbv.drafters.training.target import TargetTrainingConfig, command_line, train_target
+from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.unroll import Loss
 
 app = typer.Typer(no_args_is_help=True, help="Train a target or an EAGLE head.")
@@ -91,7 +92,7 @@ def target(
         device=_resolve(device),
         compile=compile_layers,
     )
-    print(train_target(config, command=command_line(), resume=resume).card())
+    print(train_target(config, command=_command_line(), resume=resume).card())
 
 
 @app.command()
@@ -162,7 +163,13 @@ def eagle(
         device=_resolve(device),
         compile=compile_layers,
     )
-    print(train_eagle(config, command=command_line(), resume=resume).card())
+    print(train_eagle(config, command=_command_line(), resume=resume).card())
+
+
+def _command_line() -> str:
+    """Return the command line of this process, for the report."""
+    arguments = sys.argv[1:]
+    return " ".join(["eaglegbv", *([] if arguments[:1] == ["train"] else ["train"]), *arguments])
 
 
 def _resolve(device: str) -> str:
