@@ -1,6 +1,7 @@
 """Growing one request's draft tree level by level, on the host."""
 
 from abc import ABC, abstractmethod
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,7 +149,9 @@ class BestFirstTree(GrowingTree):
         return sorted(sorted(new, key=self._rank)[: self._beam])
 
     def _rank(self, candidate: int) -> tuple[float, int]:
-        return -self._scores[candidate], candidate
+        score = self._scores[candidate]
+        # A broken head's NaN compares with nothing and would tear children from their parents.
+        return math.inf if math.isnan(score) else -score, candidate
 
     def finish(self) -> GrownTree:
         """Keep the best ``budget`` candidates, parents before children; a path for every leaf."""

@@ -276,6 +276,20 @@ def test_a_child_never_outranks_its_parent_even_in_a_tie(value, budget):
     assert len(grown.token_ids) == 1 + min(budget, 2 + 4 + 4)
 
 
+@given(seed=st.integers(0, 10_000), beam=st.integers(1, 4), budget=st.integers(1, 12))
+def test_a_broken_head_still_gives_a_tree(seed, beam, budget):
+    # A fixed tree is lossless whatever it holds, so NaN must not fail the requests beside it.
+    rng = np.random.default_rng(seed)
+
+    def law(prefix):
+        scores = -rng.exponential(size=beam)
+        scores[rng.random(beam) < 0.15] = np.nan
+        return np.arange(beam), scores
+
+    grown = grow_fully(BestFirstTree(99, beam=beam, budget=budget), 3, law)
+    check_tree(stack_trees([grown], Law.FIXED, device=CPU))
+
+
 def test_a_certain_chain_is_preferred_to_its_siblings():
     def law(prefix):
         return np.array([1, 2]), np.log([0.99, 0.01])

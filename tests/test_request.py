@@ -1,0 +1,60 @@
+"""A request's bookkeeping."""
+
+import pytest
+import torch
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.uniforms import Stream
+
+
+def request(prompt=(4, 5, 6), generated=(), plan=PLAIN):
+    made = Request(
+        number=0,
+        prompt_ids=tuple(prompt),
+        params=SamplingParams(),
+        plan=plan,
+        stream=Stream(0),
+        max_tokens=20,
+    )
+    made.token_ids = list(generated)
+    return made
+
+
+@pytest.mark.parametrize("generated", [(), (7,), (7, 8, 9)])
+def test_tokens_from_a_position_are_those_of_the_whole_text(generated):
+    whole = [4, 5, 6, *generated]
+    for position in range(len(whole) + 2):
+        assert request(generated=generated).tokens_from(position) == whole[position:]
+
+
+def test_tokens_handed_out_are_a_copy():
+    made = request(generated=(7, 8))
+    for position in (0, 3):
+        made.tokens_from(position).clear()
+    assert made.token_ids == [7, 8]
+
+
+def test_a_request_goes_from_waiting_to_running_to_finished():
+    made = request()
+    assert (made.prefilled, made.finished, made.context) == (False, False, 0)
+    made.slots = torch.arange(3)
+    made.token_ids.append(9)
+    assert (made.prefilled, made.finished, made.context) == (True, False, 3)
+    made.finish_reason = FinishReason.LENGTH
+    assert made.finished
+
+
+def test_slots_needed_are_the_text_and_one_tree():
+    assert request().slots_needed == 3 + 20 + 1
+    assert request(plan=Plan(paths=2, depth=5)).slots_needed == 3 + 20 + 11
+
+
+def test_requests_share_nothing_and_are_equal_to_themselves_alone():
+    one, other = request(), request()
+    assert one != other
+    one.token_ids.append(1)
+    one.metrics.target_forwards += 1
+    assert other.token_ids == []
+    assert other.metrics.target_forwards == 0
