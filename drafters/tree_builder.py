@@ -1,7 +1,7 @@
 """Growing one request's draft tree level by level, on the host."""
 
-from abc import ABC, abstractmethod
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
