@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias, cast, overload
 
 import msgspec
 import torch
@@ -19,8 +19,9 @@ from eaglegbv.request import FinishReason, Request
 from eaglegbv.text import TextStream
 from eaglegbv.tree import Law
 
-Message: TypeAlias = Mapping[str, str]
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[int] | list[Message]
+"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,11 +120,32 @@ class LLM:
         pair = load_pair(model, drafter, slots=config.kv_slots, dtype=dtype, device=device)
         self._engine = Engine(pair.target, pair.drafter, config)
         self._engine.check_plan(self.plan)
+        self.device = pair.target.device
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Plan | None = None,
+        progress: bool = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Plan | None = None,
+        progress: bool = False,
+    ) -> list[Completion]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: object,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         plan: Plan | None = None,
@@ -133,7 +155,7 @@ class LLM:
 
         Args:
             prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
-                list of these. Text is read as it is; messages go through the chat template.
+                list of such prompts. Text is read as it is; messages go through the chat template.
             sampling_params: One for all, or one per prompt.
             plan: How to speculate, instead of the LLM's own plan.
             progress: Show a progress bar.
@@ -239,12 +261,12 @@ class LLM:
                 raise InvalidArgument("prompt", prompt, "a text that is not empty")
             return list(self.tokenizer.encode(prompt))
         if prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self._apply_chat_template(cast("Sequence[Message]", prompt))
+            return self._apply_chat_template(cast("list[Message]", prompt))
         if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
             raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
-        return list(cast("Sequence[int]", prompt))
+        return list(cast("list[int]", prompt))
 
-    def _apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
         for message in messages:
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise InvalidArgument("prompt", dict(message), "a message with role and content")
@@ -261,7 +283,7 @@ class LLM:
         return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+def _is_one(prompts: object) -> bool:
     """Tell one prompt (text, ids, messages) from a list of prompts."""
     if isinstance(prompts, str):
         return True

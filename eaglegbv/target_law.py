@@ -55,5 +55,6 @@ class TargetLaw:
             nodes: ``[batch]`` int64.
         """
         rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        # Indexing copied the rows, so the rest may work in place.
         logits = self.logits[rows].to(torch.float64)
-        return torch.exp(logits - self.log_normaliser[rows].unsqueeze(1))
+        return logits.sub_(self.log_normaliser[rows].unsqueeze(1)).exp_()

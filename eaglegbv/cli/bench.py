@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eaglegbv.cli.measuring import device_name, generate_with, progress, report_errors
+from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
     Device,
     Drafter,
@@ -101,7 +101,7 @@ def mt_bench(
     plans = [setting.plan for setting in settings.settings]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
     llm = load_llm(model, drafter, widest, device, dtype)
-    folder = RunFolder(out, settings, describe_environment(device_name(device)))
+    folder = RunFolder(out, settings, describe_environment(str(llm.device)))
     with progress(settings, len(folder.records)) as show:
 
         def keep(record: "Record") -> None:
@@ -109,7 +109,7 @@ def mt_bench(
             show(record)
 
         run(
-            generate_with(llm),
+            llm.generate,
             chosen.questions,
             settings,
             done=[record.key for record in folder.records],

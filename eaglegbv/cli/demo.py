@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from eaglegbv.cli.generate import messages, print_answer
-from eaglegbv.cli.measuring import device_name, generate_with, progress, report_errors
+from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import load_llm, max_paths
 
 VERIFIERS = ("none", "token", "block", "gbv", "otbv")
@@ -58,8 +58,8 @@ def demo(
             records.append(record)
             show(record)
 
-        run(generate_with(llm), chosen.questions, settings, on_record=keep)
-    environment = describe_environment(device_name(None))
+        run(llm.generate, chosen.questions, settings, on_record=keep)
+    environment = describe_environment(str(llm.device))
     summaries = summarise(Results(settings=settings, environment=environment, records=records))
     typer.echo(plain_text(table(summaries, intervals=False)))
     report_errors(summaries)

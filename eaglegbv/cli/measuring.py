@@ -9,33 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from eaglegbv.eval.records import Record, RunSettings
-    from eaglegbv.eval.runner import Generate
     from eaglegbv.eval.summary import Summary
-    from eaglegbv.llm import LLM
-
-
-def generate_with(llm: "LLM") -> "Generate":
-    """Return the benchmark's view of ``llm``: one conversation in, one completion out."""
-    from eaglegbv.config import Plan
-    from eaglegbv.llm import Completion
-    from eaglegbv.params import SamplingParams
-
-    def generate(
-        prompt: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Completion:
-        completion = llm.generate(prompt, sampling_params, plan=plan)
-        if not isinstance(completion, Completion):
-            raise TypeError("one conversation has one completion")
-        return completion
-
-    return generate
-
-
-def device_name(device: str | None) -> str:
-    """Return the device models are put on when ``device`` was asked for."""
-    import torch
-
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Generate(Protocol):
     """Answers chat messages, as :meth:`eaglegbv.llm.LLM.generate` does."""
 
     def __call__(
-        self, prompt: list[Message], sampling_params: SamplingParams, *, plan: Plan
+        self, prompts: list[Message], sampling_params: SamplingParams, *, plan: Plan
     ) -> Answer:
         """Return the answer to one conversation."""
 

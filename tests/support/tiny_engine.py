@@ -1,0 +1,124 @@
+"""A small random target with a small random EAGLE head, put together into an engine."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_head import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+    default_feature_layers,
+)
+from eaglegbv.engine import Engine
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.targets.base import FeatureSpec
+from eaglegbv.targets.hf import HFTarget
+
+LAYERS = 6
+WIDTH = 32
+HEAD_DIM = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TinyEngine:
+    """An engine and the plain model its target wraps a copy of."""
+
+    engine: Engine
+    model: LlamaForCausalLM
+    target: HFTarget
+
+    def run(self, requests: list[Request]) -> None:
+        """Step until all requests have ended, checking after every step who owns which slot."""
+        while self.engine.has_work:
+            self.engine.step()
+            self.target.allocator.check([request.slots for request in requests])
+
+    def tokens(
+        self, prompts: list[list[int]], params: SamplingParams, plan: Plan
+    ) -> list[list[int]]:
+        """Return what the prompts are answered with, all in one batch."""
+        requests = [self.engine.add(prompt, params, plan) for prompt in prompts]
+        self.run(requests)
+        return [request.token_ids for request in requests]
+
+
+def tiny_engine(
+    *,
+    vocab: int = 16,
+    arch: Arch = Arch.EAGLE3,
+    slots: int = 4096,
+    max_batch: int = 64,
+    sharpness: float = 2.0,
+) -> TinyEngine:
+    """Build one; ``sharpness`` is the standard deviation of the logits, roughly."""
+    torch.manual_seed(11)
+    model = _model(vocab, sharpness)
+    features = (
+        FeatureSpec.final()
+        if arch is Arch.EAGLE1
+        else FeatureSpec.layer_inputs(default_feature_layers(LAYERS))
+    )
+    target = HFTarget(_model_copy(model), features=features, max_slots=slots)
+    pool = KVPool(1, slots, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
+    drafter = EagleDrafter(_head(target, vocab, arch), TorchPagedAttention(pool))
+    engine = Engine(target, drafter, EngineConfig(max_batch=max_batch, kv_slots=slots))
+    return TinyEngine(engine, model, target)
+
+
+def _model(vocab: int, sharpness: float) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        # A normed hidden state has length sqrt(width).
+        model.lm_head.weight.normal_(std=sharpness / WIDTH**0.5)
+    return model
+
+
+def _model_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    copy = LlamaForCausalLM(LlamaConfig(**model.config.to_dict()))
+    copy.load_state_dict(model.state_dict())
+    return copy.eval()
+
+
+def _head(target: HFTarget, vocab: int, arch: Arch) -> EagleHead:
+    config = EagleHeadConfig(
+        arch=arch,
+        hidden_size=WIDTH,
+        target_hidden_size=WIDTH,
+        intermediate_size=48,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        feature_layers=() if arch is Arch.EAGLE1 else default_feature_layers(LAYERS),
+    )
+    if arch is Arch.EAGLE1:
+        return Eagle1Head(config, target.input_embeddings, target.output_embeddings).eval()
+    head = Eagle3Head(config, target.input_embeddings)
+    with torch.no_grad():
+        # Laws that resemble the target's: its output layer under the head's own norm.
+        head.lm_head.weight.copy_(target.output_embeddings)
+    return head.eval()

@@ -1,0 +1,277 @@
+"""The engine as a whole: lossless, reproducible, leak-free, and clear about bad input."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from support.g_test import g_test, joint_law
+from support.tiny_engine import TinyEngine, tiny_engine
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.engine import Engine
+from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.metrics import Phase
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason
+from eaglegbv.targets.base import TargetOutput
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.warp import WarpSettings, warp
+
+PROMPT = [3, 1, 4, 1, 5]
+SAMPLES = 20_000
+TOKENS = 3
+LEVEL = 1e-4
+"""A right engine fails a G-test of this file once in ten thousand seeds; the seeds are fixed."""
+
+PLANS = {
+    "none": Plan(verifier="none", paths=1, depth=1),
+    "token": Plan(verifier="token", paths=1, depth=2),
+    "block": Plan(verifier="block", paths=1, depth=2),
+    "gbv": Plan(verifier="gbv", paths=3, depth=2),
+    "otbv": Plan(verifier="otbv", paths=3, depth=2, draft_width=9),
+    "otbv hot": Plan(verifier="otbv", paths=2, depth=2, draft_temperature=1.7),
+    "otbv fixed": Plan(verifier="otbv", paths=3, depth=2, law=Law.FIXED),
+    "target_only": Plan(verifier="target_only", paths=3, depth=2),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyEngine:
+    return tiny_engine(sharpness=3.0)
+
+
+@pytest.fixture(scope="module")
+def tiny1() -> TinyEngine:
+    return tiny_engine(arch=Arch.EAGLE1, sharpness=3.0)
+
+
+def exact_law(tiny: TinyEngine, params: SamplingParams) -> np.ndarray:
+    """The joint law of the first tokens, from the plain model, penalties along each text's own."""
+
+    @torch.inference_mode()
+    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+        logits = tiny.model(torch.tensor(prefixes)).logits[:, -1]
+        generated = [prefix[len(PROMPT) :] for prefix in prefixes]
+        for row, tokens in zip(logits, generated, strict=True):
+            for token in set(tokens) | set(PROMPT):
+                factor = params.repetition_penalty
+                row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+            for token in set(tokens):
+                row[token] -= params.presence_penalty
+                row[token] -= params.frequency_penalty * tokens.count(token)
+        settings = WarpSettings.of([params], [len(prefixes)])
+        return warp(logits, settings).double().softmax(dim=1).numpy()
+
+    return joint_law(next_laws, PROMPT, TOKENS)
+
+
+def check_law(tiny: TinyEngine, plan: Plan, params: SamplingParams) -> None:
+    seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(SAMPLES)]
+    result = g_test(sample(tiny, plan, seeded), exact_law(tiny, params))
+    assert result.power > 0.8, result
+    assert result.p_value > LEVEL, result
+
+
+def sample(tiny: TinyEngine, plan: Plan, params: list[SamplingParams]) -> list[int]:
+    requests = [tiny.engine.add(PROMPT, p, plan) for p in params]
+    while tiny.engine.has_work:
+        tiny.engine.step()
+    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
+    return [cell(request.token_ids, tiny.target.vocab_size) for request in requests]
+
+
+def cell(tokens: list[int], vocab: int) -> int:
+    return int(np.ravel_multi_index(tokens, [vocab] * TOKENS))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_joint_law_is_the_targets(tiny: TinyEngine, name: str) -> None:
+    check_law(tiny, PLANS[name], SamplingParams(max_tokens=TOKENS))
+
+
+def test_joint_law_when_warped(tiny1: TinyEngine) -> None:
+    params = SamplingParams(max_tokens=TOKENS, temperature=1.4, top_k=9, top_p=0.9, min_p=0.02)
+    check_law(tiny1, PLANS["otbv"], params)
+
+
+def test_joint_law_when_penalised(tiny: TinyEngine) -> None:
+    params = SamplingParams(
+        max_tokens=TOKENS, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7
+    )
+    check_law(tiny, PLANS["otbv"], params)
+
+
+class _Misreporting(EagleDrafter):
+    """Hands on laws other than those it drew from: flattened by a square root."""
+
+    def draft(self, *args: object, **kwargs: object) -> DraftTree:
+        tree = super().draft(*args, **kwargs)
+        flat = tree.draft_probs.sqrt()
+        return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
+
+
+def test_a_misreported_draft_law_is_noticed(
+    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EagleDrafter, "draft", _Misreporting.draft)
+    seeded = [SamplingParams(max_tokens=TOKENS, seed=seed) for seed in range(4_000)]
+    result = g_test(
+        sample(tiny, PLANS["otbv"], seeded), exact_law(tiny, SamplingParams(max_tokens=TOKENS))
+    )
+    assert result.p_value < LEVEL
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_greedy_text_equals_transformers(arch: Arch) -> None:
+    tiny = tiny_engine(vocab=64, arch=arch, sharpness=1.0)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(64, (int(length),), generator=generator).tolist()
+        for length in torch.randint(1, 30, (40,), generator=generator)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=24, seed=0)
+    plain = [
+        tiny.model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    for plan in (Plan(paths=3, depth=4), Plan(paths=1, depth=2), Plan(verifier="none")):
+        assert tiny.tokens(prompts, params, plan) == plain
+
+
+def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine) -> None:
+    plan = Plan(paths=3, depth=3)
+    params = SamplingParams(max_tokens=20, seed=42)
+    [alone] = tiny.tokens([PROMPT], params, plan)
+    ours = tiny.engine.add(PROMPT, params, plan)
+    crowd = [
+        tiny.engine.add(
+            [1 + n % 5] * (1 + n), SamplingParams(max_tokens=5 + n, temperature=0.5 * (n % 3)), p
+        )
+        for n, p in enumerate([*PLANS.values(), plan, plan])
+    ]
+    tiny.run([ours, *crowd])
+    assert ours.token_ids == alone
+
+
+def test_requests_without_a_seed_differ_but_follow_the_engines(tiny: TinyEngine) -> None:
+    def answers(seed: int) -> list[list[int]]:
+        engine = Engine(tiny.target, None, EngineConfig(seed=seed, kv_slots=4096))
+        fresh = dataclasses.replace(tiny, engine=engine)
+        return fresh.tokens([PROMPT] * 3, SamplingParams(max_tokens=12), PLANS["none"])
+
+    first, again, other = answers(1), answers(1), answers(2)
+    assert first == again
+    assert len({tuple(tokens) for tokens in first + other}) == 6
+
+
+def test_a_waiting_request_is_served_when_slots_are_free() -> None:
+    tiny = tiny_engine(slots=64, max_batch=8)
+    plan = Plan(paths=2, depth=2)
+    params = SamplingParams(max_tokens=20, seed=1)
+    requests = [tiny.engine.add(PROMPT, params, plan) for _ in range(6)]
+    tiny.engine.step()
+    assert sum(request.prefilled for request in requests) == 2
+    tiny.run(requests)
+    assert {tuple(request.token_ids) for request in requests} == {tuple(requests[0].token_ids)}
+
+
+def test_broken_logits_fail_their_own_request_only(
+    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, params = Plan(paths=3, depth=2), SamplingParams(max_tokens=12, seed=3)
+    [expected] = tiny.tokens([PROMPT], params, plan)
+    healthy = tiny.engine.add(PROMPT, params, plan)
+    doomed = tiny.engine.add(PROMPT, params, plan)
+    greedy = tiny.engine.add(PROMPT, SamplingParams(temperature=0, max_tokens=9), plan)
+    tiny.engine.step()
+    forward = tiny.target.forward
+
+    def poisoned(segments: object, *, logit_rows: torch.Tensor) -> TargetOutput:
+        out = forward(segments, logit_rows=logit_rows)
+        # The sampled pair comes first: the healthy request's nodes, then the doomed one's.
+        nodes = [segment.num_new for segment in segments]
+        out.logits[nodes[0] : nodes[0] + nodes[1], 5] = torch.nan
+        out.logits[sum(nodes[:2]) :, 5] = torch.nan
+        return out
+
+    monkeypatch.setattr(tiny.target, "forward", poisoned)
+    tiny.engine.step()
+    monkeypatch.undo()
+    for request in (doomed, greedy):
+        assert request.finish_reason is FinishReason.ERROR
+        assert "logits" in str(request.error)
+        assert str(request.number) in str(request.error)
+    tiny.run([healthy])
+    assert healthy.token_ids == expected
+
+
+def test_end_of_sequence_inside_an_accepted_path_ends_the_text(tiny: TinyEngine) -> None:
+    plan = Plan(paths=3, depth=4)
+    [tokens] = tiny.tokens([PROMPT], SamplingParams(max_tokens=30, seed=7), plan)
+    for at, stop in enumerate(tokens):
+        params = SamplingParams(max_tokens=30, seed=7, stop_token_ids=(stop,))
+        request = tiny.engine.add(PROMPT, params, plan)
+        tiny.run([request])
+        assert request.token_ids == tokens[: tokens.index(stop) + 1]
+        last = len(request.token_ids) == 30
+        assert request.finish_reason is FinishReason.STOP or (last and at == 29)
+        assert request.metrics.committed_tokens == len(request.token_ids) - 1
+
+
+def test_metrics_add_up(tiny: TinyEngine) -> None:
+    request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=40, seed=9), Plan(paths=3, depth=3))
+    tiny.run([request])
+    metrics = request.metrics
+    assert metrics.prompt_tokens == len(PROMPT)
+    assert metrics.committed_tokens == 39
+    # Every forward commits one correction or bonus token beside the accepted ones; the last may
+    # be cut.
+    assert metrics.accepted_tokens >= metrics.committed_tokens - metrics.target_forwards
+    assert sum(metrics.accepted_by_depth) == metrics.accepted_tokens
+    assert metrics.offered_by_depth == [metrics.target_forwards] * 3
+    assert sorted(metrics.accepted_by_depth, reverse=True) == metrics.accepted_by_depth
+    assert set(metrics.seconds) == set(Phase)
+    assert all(seconds >= 0 for seconds in metrics.seconds.values())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "plan", "error", "message"),
+    [
+        ([], {}, {}, InvalidArgument, r"prompt=\[\]: expected at least one token"),
+        ([99], {}, {}, InvalidArgument, r"prompt=99: expected token ids in \[0, 16\)"),
+        ([1] * 256, {}, {}, InvalidArgument, r"prompt='256 tokens': expected at most 251 tokens"),
+        ([1], {}, {"verifier": "nope"}, InvalidArgument, r"verifier='nope': expected one of"),
+        ([1], {}, {"verifier": "gbv", "law": "fixed"}, LawMismatch, r"law='fixed': expected"),
+        ([1], {}, {"verifier": "block", "paths": 2}, LawMismatch, r"paths=2: expected at most 1"),
+        ([1], {}, {"law": "wor"}, (LawMismatch, InvalidArgument), r"law='wor': expected"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    tiny: TinyEngine,
+    prompt: list[int],
+    params: dict[str, object],
+    plan: dict[str, object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        tiny.engine.add(prompt, SamplingParams(**params), Plan(**plan))
+    assert not tiny.engine.has_work
+
+
+def test_a_prompt_over_the_pool_is_refused() -> None:
+    tiny = tiny_engine(slots=32)
+    with pytest.raises(InvalidArgument, match=r"prompt='20 tokens \+ 30 to generate'.*KV pool"):
+        tiny.engine.add([1] * 20, SamplingParams(max_tokens=30), Plan(paths=1, depth=1))
+
+
+def test_speculation_needs_a_drafter(tiny: TinyEngine) -> None:
+    engine = Engine(tiny.target, None)
+    with pytest.raises(InvalidArgument, match="drafter=None: expected a drafter"):
+        engine.add(PROMPT, SamplingParams(), Plan())
