@@ -47,7 +47,7 @@ from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.reference.walk import Accepted, Rejected, accepts_draft, walk
 
 TOLERANCE = 1e-3
-"""Largest loss of acceptance that ``convex`` may incur before it counts as failed."""
+"""Loss of acceptance above which a solver counts as failed."""
 
 WEIGHT_RANGE = 30.0
 UNITS = 1 << 30
@@ -83,10 +83,12 @@ class GlobalResolution:
 
     Attributes:
         solver: How plans are found.
+        tolerance: Largest loss of acceptance at which a solver has not failed.
         fallbacks: How often a node fell back to K-SEQ because its solver failed.
     """
 
     solver: Solver = Solver.EXACT
+    tolerance: float = TOLERANCE
     fallbacks: int = 0
 
     def __call__(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -101,7 +103,7 @@ class GlobalResolution:
             x = select(node, drafts, len(prefix), len(tree.paths), chooser)
             return _accept(tree, prefix, x, node.law, chooser)
         plan = solve(self.solver, p, q, len(drafts))
-        if plan.shortfall > TOLERANCE:
+        if plan.shortfall > self.tolerance:
             self.fallbacks += 1
             return k_seq(tree, prefix, chooser)
         children = tuple(tree.children(prefix))

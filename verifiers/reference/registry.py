@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.reference.block import block
+from eaglegbv.verifiers.reference.chooser import Chooser
 from eaglegbv.verifiers.reference.enumeration import Verify, VerifyWithState, stateless
 from eaglegbv.verifiers.reference.gbv import gbv
 from eaglegbv.verifiers.reference.global_resolution import GlobalResolution, Solver
@@ -19,6 +20,7 @@ from eaglegbv.verifiers.reference.spectr_gbv import spectr_gbv
 from eaglegbv.verifiers.reference.target_only import target_only
 from eaglegbv.verifiers.reference.token import token
 from eaglegbv.verifiers.reference.traversal import traversal
+from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,15 @@ def _stateful(verify: VerifyWithState, *laws: Law, max_paths: int | None = None)
     return Reference(verify, frozenset(laws), max_paths, keeps_state=True)
 
 
+def _solved_by(solver: Solver) -> Verify:
+    """Return global resolution with a solver; its counter starts anew at every call."""
+
+    def verify(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+        return GlobalResolution(solver)(tree, chooser)
+
+    return verify
+
+
 REFERENCES: Mapping[str, Reference] = MappingProxyType(
     {
         "token": _plain(token, Law.IID, max_paths=1),
@@ -59,10 +70,10 @@ REFERENCES: Mapping[str, Reference] = MappingProxyType(
         "greedy_draft": _plain(greedy_draft, Law.GREEDY),
         "target_only": _plain(target_only, *Law),
         "traversal": _plain(traversal, Law.IID, Law.WOR),
-        "global_resolution": _plain(GlobalResolution(Solver.EXACT), Law.IID),
-        "global_resolution_convex": _plain(GlobalResolution(Solver.CONVEX), Law.IID),
-        "global_resolution_max_flow": _plain(GlobalResolution(Solver.MAX_FLOW), Law.IID),
-        "global_resolution_lp": _plain(GlobalResolution(Solver.LP), Law.IID),
+        "global_resolution": _plain(_solved_by(Solver.EXACT), Law.IID),
+        "global_resolution_convex": _plain(_solved_by(Solver.CONVEX), Law.IID),
+        "global_resolution_max_flow": _plain(_solved_by(Solver.MAX_FLOW), Law.IID),
+        "global_resolution_lp": _plain(_solved_by(Solver.LP), Law.IID),
         "spectr_gbv": _stateful(spectr_gbv, Law.IID),
     }
 )

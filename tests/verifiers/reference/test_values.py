@@ -21,7 +21,10 @@ from eaglegbv.verifiers.reference.enumeration import (
     drafted_paths,
     iterate,
     max_error,
+    output_law,
+    stateless,
 )
+from eaglegbv.verifiers.reference.global_resolution import GlobalResolution, Solver
 from eaglegbv.verifiers.reference.oracles import (
     alpha_greedy,
     alpha_iid,
@@ -34,7 +37,7 @@ from eaglegbv.verifiers.reference.oracles import (
 )
 from eaglegbv.verifiers.reference.probs import Number
 from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.reference.spectr import scale
+from eaglegbv.verifiers.reference.spectr import scale, spectr
 
 TOY = (constant("1/3", "2/3"), constant("2/3", "1/3"))
 THREE = (constant(".1", ".5", ".4"), constant(".5", ".4", ".1"))
@@ -325,3 +328,16 @@ def test_more_paths_accept_more_under_spectr_gbv() -> None:
         )
         assert one <= two + 1e-12
         assert two <= three + 1e-12
+
+
+@pytest.mark.parametrize("solver", ["convex", "max_flow", "lp"])
+def test_a_solver_that_fails_falls_back_to_k_seq_and_counts_it(solver: str) -> None:
+    """No solver is within a negative tolerance: every node with two drafts falls back."""
+    case = problem(Law.IID, Model(3, "random", 1), Shape(3, 1, 2))
+    failing = GlobalResolution(Solver(solver), tolerance=-1.0)
+    working = GlobalResolution(Solver(solver))
+    assert output_law(failing, case) == output_law(spectr, case)
+    assert failing.fallbacks > 0
+    assert max_error(stateless(failing), [case], 2) < 1e-12
+    assert output_law(working, case) != output_law(spectr, case)
+    assert working.fallbacks == 0
