@@ -1,7 +1,15 @@
-"""Draws from unnormalised laws by inverse CDF, without reading anything on the host."""
+"""Draws from unnormalised laws by inverse CDF, without reading anything on the host.
+
+Large vocabularies are searched in two levels, blocks first, so that a draw costs one pass over the
+weights and allocates next to nothing.
+"""
 
 import torch
 from torch import Tensor
+
+_BLOCK = 512
+_LARGE = 8192
+"""From here on two levels are the faster."""
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -17,11 +25,39 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         ``[rows]`` int64.
     """
+    entries = weights.shape[1]
+    if entries < _LARGE:
+        return _first_above(weights, uniforms * weights.sum(dim=1))
+    sums = _block_sums(weights)
+    cumulative = sums.cumsum(dim=1)
+    threshold = uniforms * cumulative[:, -1]
+    block = _first_above(sums, threshold).unsqueeze(1)
+    before = (cumulative.gather(1, block) - sums.gather(1, block)).squeeze(1)
+    # The last block starts early enough to be whole; what it shares with the one before counts 0.
+    start = (block * _BLOCK).clamp(max=entries - _BLOCK)
+    columns = start + torch.arange(_BLOCK, device=weights.device)
+    part = weights.gather(1, columns) * (columns >= block * _BLOCK)
+    return start.squeeze(1) + _first_above(part, (threshold - before).clamp(min=0))
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Return ``[rows, blocks]``: the sums over blocks of ``weights`` ``[rows, entries]``."""
+    rows, entries = weights.shape
+    blocks, rest = divmod(entries, _BLOCK)
+    whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(dim=2)
+    if rest == 0:
+        return whole
+    return torch.cat((whole, weights[:, blocks * _BLOCK :].sum(dim=1, keepdim=True)), dim=1)
+
+
+def _first_above(weights: Tensor, threshold: Tensor) -> Tensor:
+    """Return the first entry of positive weight whose cumulative weight exceeds ``threshold``.
+
+    The last one where rounding has put the threshold (at least 0) up to the total or above.
+    """
     cumulative = weights.cumsum(dim=1)
     # Parallel scans may round so that the sum steps at an entry of weight zero: leave those out.
     cumulative.mul_(weights > 0)
     total = cumulative.amax(dim=1)
-    # A uniform next to 1 may round the product up to the total, which nothing exceeds.
-    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    exceeds = cumulative > threshold.unsqueeze(1)
-    return exceeds.view(torch.uint8).argmax(dim=1)
+    limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    return (cumulative > limit.unsqueeze(1)).view(torch.uint8).argmax(dim=1)

@@ -8,6 +8,10 @@ from torch import Tensor
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.verifiers.categorical import draw
 
+_TRACE = 1e-280
+"""What a token keeps of p where the residual leaves it nothing: too little to be drawn ever, unless
+nothing is left of any token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Residual:
@@ -41,9 +45,22 @@ def correction_token(residual: Residual, target: TargetLaw, uniforms: Tensor) ->
     Returns:
         ``[batch]`` int64.
     """
-    probs = target.probs_of(residual.nodes)
-    weights = probs * residual.weight.unsqueeze(1)
-    weights.scatter_add_(1, residual.ids, -residual.draft)
-    weights.clamp_(min=0)
-    mass = weights.sum(dim=1, keepdim=True)
-    return draw(torch.where(mass > 0, weights, probs), uniforms)
+    return draw_residual(target.probs_of(residual.nodes), residual, uniforms)
+
+
+def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor:
+    """Draw from the residual of ``probs`` ``[batch, vocab]``, which is overwritten."""
+    own = probs.gather(1, residual.ids)
+    weight = residual.weight.unsqueeze(1)
+    left = torch.maximum(weight * own - residual.draft, _TRACE * own)
+    weights = probs.mul_(weight.clamp(min=_TRACE))
+    # The minimum leaves padding alone, whose ids are those of other tokens.
+    weights.scatter_reduce_(1, residual.ids, left, "amin")
+    # A uniform of exactly 0 must not find a trace.
+    return draw(weights, uniforms.clamp(min=_TRACE**0.5))
+
+
+def probs_along(target: TargetLaw, nodes: Tensor, ids: Tensor) -> Tensor:
+    """Return p at ``ids`` ``[batch, steps, width]`` of ``nodes`` ``[batch, steps]``, float64."""
+    rows = target.rows.gather(1, nodes).unsqueeze(2)
+    return torch.exp(target.logits[rows, ids].to(torch.float64) - target.log_normaliser[rows])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.correction import Residual
+from eaglegbv.verifiers.correction import Residual, probs_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,6 @@ def rooted(path_nodes: Tensor) -> Tensor:
 def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
     """Return the rows of ``table`` ``[batch, nodes, width]`` at ``nodes`` ``[batch, steps]``."""
     return table.gather(1, nodes.unsqueeze(2).expand(-1, -1, table.shape[2]))
-
-
-def probs_along(target: TargetLaw, nodes: Tensor, ids: Tensor) -> Tensor:
-    """Return p at ``ids`` ``[batch, steps, width]`` of ``nodes`` ``[batch, steps]``, float64."""
-    rows = target.rows.gather(1, nodes).unsqueeze(2)
-    return torch.exp(target.logits[rows, ids].to(torch.float64) - target.log_normaliser[rows])
 
 
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.block_rule import longest_passed
-from eaglegbv.verifiers.categorical import draw
+from eaglegbv.verifiers.correction import Residual, draw_residual
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
 from eaglegbv.verifiers.modified_target import (
     Debts,
@@ -179,13 +179,13 @@ def _last_token(
     stop: Visit, rho: Tensor, bonus: Tensor, target: TargetLaw, uniforms: Tensor
 ) -> Tensor:
     """Draw from (rho M - b)+ over the whole vocabulary; from M after a whole path."""
-    probs = stop.modified.whole(target, stop.node)
-    weights = rho.unsqueeze(1) * probs
-    weights.scatter_add_(1, stop.ranked.ids, -stop.plan.law)
-    weights.clamp_(min=0)
-    # A residual without mass is met by rounding only, and M is its limit.
-    plain = bonus.unsqueeze(1) | (weights.sum(dim=1, keepdim=True) <= 0)
-    return draw(torch.where(plain, probs, weights), uniforms)
+    residual = Residual(
+        nodes=stop.node,
+        weight=torch.where(bonus, 1.0, rho),
+        ids=stop.ranked.ids,
+        draft=stop.plan.law.masked_fill(bonus.unsqueeze(1), 0.0),
+    )
+    return draw_residual(stop.modified.whole(target, stop.node), residual, uniforms)
 
 
 def _settle(

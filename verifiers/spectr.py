@@ -80,7 +80,8 @@ def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     overlap = _overlap(target, draft, high)
     # A leaf has no drafts, so nothing is served there.
-    return KSeq(rho=high, served=overlap * _tries(overlap, drafts.to(n.dtype)).unsqueeze(2))
+    tries = torch.where(drafts > 0, _tries(overlap, n), 0.0)
+    return KSeq(rho=high, served=overlap * tries.unsqueeze(2))
 
 
 def _overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:

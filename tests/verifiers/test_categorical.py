@@ -1,5 +1,6 @@
 """Draws by inverse CDF at the edges of floating point."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,37 @@ def test_boundary_belongs_to_the_next_entry() -> None:
     assert draw(weights, uniforms).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("entries", [8191, 8192, 8193, 10_000, 12_288])
+def test_large_vocabularies_are_drawn_from_alike(entries: int) -> None:
+    """Two levels or one: the inverse CDF, never a weight of zero, also across empty blocks."""
+    rng = np.random.default_rng(entries)
+    weights = rng.exponential(size=(64, entries)) * (rng.random((64, entries)) < 0.3)
+    weights[:, 600:3000] = 0
+    weights[:, -700:] = 0
+    uniforms = rng.random(64)
+    uniforms[:3] = 0.0, LAST, 1.0
+    drawn = draw(torch.from_numpy(weights), torch.from_numpy(uniforms))
+    cumulative = weights.cumsum(axis=1)
+    for row, u, x in zip(range(64), uniforms, drawn.tolist(), strict=True):
+        assert weights[row, x] > 0
+        last = int(np.flatnonzero(weights[row])[-1])
+        expected = int(np.searchsorted(cumulative[row], u * cumulative[row, -1], side="right"))
+        assert x == min(expected, last)
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-300, 0.5, LAST])
+def test_tokens_whose_residual_is_zero_are_not_drawn(u: float) -> None:
+    probs = torch.tensor([[[0.25, 0.25, 0.0, 0.5]]], dtype=torch.float64)
+    residual = Residual(
+        nodes=torch.tensor([0]),
+        weight=torch.ones(1, dtype=torch.float64),
+        ids=torch.tensor([[0, 1, 0]]),
+        draft=torch.tensor([[0.75, 0.1, 0.0]], dtype=torch.float64),
+    )
+    token = correction_token(residual, TargetLaw.of_probs(probs), torch.tensor([u]).double())
+    assert int(token) == (1 if u < 0.15 / 0.65 else 3)
+
+
 @pytest.mark.parametrize("u", [0.0, 0.4, LAST])
 def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     """Never token 0 by accident, never a token the target excludes."""
@@ -43,6 +75,19 @@ def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     )
     token = correction_token(everything, target, torch.tensor([u], dtype=torch.float64))
     assert token.tolist() == [1 if u < 0.25 else 2]
+
+
+def test_weight_of_zero_leaves_the_target() -> None:
+    """Nothing of p is left, at any token: a stop that only rounding can reach."""
+    probs = torch.tensor([[[0.0, 0.25, 0.75, 0.0]]], dtype=torch.float64)
+    nothing = Residual(
+        nodes=torch.tensor([0]),
+        weight=torch.zeros(1, dtype=torch.float64),
+        ids=torch.tensor([[1]]),
+        draft=torch.tensor([[1.0]], dtype=torch.float64),
+    )
+    uniforms = torch.tensor([0.3], dtype=torch.float64)
+    assert int(correction_token(nothing, TargetLaw.of_probs(probs), uniforms)) == 2
 
 
 def test_draws_follow_the_weights() -> None:
