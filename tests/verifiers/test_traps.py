@@ -1,0 +1,145 @@
+"""Mistakes that other implementations make, at the edges of the batched verifiers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import Batch, Request, build_batch, outcomes, random_requests
+
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+
+LOSSLESS = [
+    (name, law)
+    for name, verifier in VERIFIERS.items()
+    if name != "greedy" and not name.startswith("global_resolution_")
+    for law in sorted(verifier.laws)
+]
+LAST = 1 - 2**-53
+
+
+def batch_of(name: str, law: Law, rng: np.random.Generator) -> Batch:
+    paths = VERIFIERS[name].max_paths or (2 if law is Law.HUB else 3)
+    requests = random_requests(law, rng, 12, paths=paths, length=3, vocab=4)
+    return build_batch(law, requests, 4, rng)
+
+
+def constant(batch: Batch, u: float) -> VerifyUniforms:
+    return VerifyUniforms(*(torch.full_like(x, u) for x in _fields(batch.uniforms)))
+
+
+def _fields(uniforms: VerifyUniforms) -> list[torch.Tensor]:
+    return [uniforms.selection, uniforms.acceptance, uniforms.correction]
+
+
+def committed(batch: Batch, verdict: Verdict, b: int) -> list[float]:
+    """The target probability of every token that request ``b`` commits."""
+    nodes = [0, *verdict.path_nodes[b, : int(verdict.accepted[b])].tolist()]
+    tokens = [*batch.tree.token_ids[b, nodes[1:]].tolist(), int(verdict.token_ids[b])]
+    law = batch.target.logits[batch.target.rows[b, nodes]].exp()
+    return [float(law[i, token]) for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize(("name", "law"), LOSSLESS)
+@pytest.mark.parametrize("u", [0.0, 2**-53, LAST, 1.0])
+def test_tokens_of_probability_zero_are_never_committed(name: str, law: Law, u: float) -> None:
+    """Uniforms of 0 (u <= h with both zero), next to 1, and rounded up to 1."""
+    rng = np.random.default_rng(8)
+    for _ in range(8):
+        batch = batch_of(name, law, rng)
+        verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, u))
+        for b in range(batch.tree.batch):
+            assert min(committed(batch, verdict, b)) > 0
+
+
+@pytest.mark.parametrize(("name", "law"), LOSSLESS)
+def test_drafts_of_target_probability_zero_are_rejected(name: str, law: Law) -> None:
+    """The smallest uniform accepts nothing whose chance is zero; token 1 follows."""
+    rng = np.random.default_rng(0)
+    paths = VERIFIERS[name].max_paths or 2
+    q = (1.0, 0.0) if law is not Law.HUB else (0.5, 0.0, 0.5)
+    p = (0.0, 1.0) if law is not Law.HUB else (0.0, 1.0, 0.0)
+    path = ((0, 0),) if law is not Law.HUB else ((0, 0), (2, 0))
+    count = paths if law is Law.IID else 1
+    request = Request(path * count, lambda prefix: p, lambda prefix: q)
+    batch = build_batch(law, [request], len(p), rng)
+    verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, 0.0))
+    assert (verdict.accepted.tolist(), verdict.token_ids.tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [(n, law) for n, law in LOSSLESS if law in {Law.IID, Law.WOR} and n != "target_only"],
+)
+def test_target_equal_to_the_draft_law_is_accepted_whole(name: str, law: Law) -> None:
+    """w = 1 and a residual of zero: every test is passed, whatever its number."""
+    rng = np.random.default_rng(1)
+    paths = VERIFIERS[name].max_paths or 1
+    weights = rng.random(8)
+    q = tuple((weights / weights.sum()).tolist())
+    p = tuple(torch.tensor(q, dtype=torch.float64).log().exp().tolist())
+    drawn = tuple(tuple(rng.integers(8, size=3).tolist()) for _ in range(paths))
+    batch = build_batch(law, [Request(drawn, lambda prefix: p, lambda prefix: p)], 8, rng)
+    verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, 0.999))
+    assert verdict.accepted.tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ["gbv", "otbv"])
+def test_requests_with_fewer_paths_are_judged_by_their_own_number(name: str) -> None:
+    rng = np.random.default_rng(2)
+    verifier = make_verifier(name)
+    for _ in range(20):
+        few = random_requests(Law.IID, rng, 4, paths=2, length=3, vocab=4)
+        many = random_requests(Law.IID, rng, 4, paths=4, length=3, vocab=4)
+        batch = build_batch(Law.IID, [*few, *many], 4, rng, paths=4, length=3)
+        together = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
+        alone = build_batch(Law.IID, few, 4, rng, paths=2, length=3)
+        uniforms = VerifyUniforms(
+            batch.uniforms.selection[:4, :, :2],
+            batch.uniforms.acceptance[:4],
+            batch.uniforms.correction[:4],
+        )
+        apart = outcomes(alone.tree, verifier.verify(alone.tree, alone.target, uniforms))
+        assert together[:4] == apart
+
+
+def test_greedy_walk_follows_the_most_likely_tokens() -> None:
+    rng = np.random.default_rng(3)
+    verifier = make_verifier("greedy")
+    longest = 0
+    for _ in range(20):
+        requests = random_requests(Law.FIXED, rng, 8, paths=3, length=3, vocab=4)
+        batch = build_batch(Law.FIXED, requests, 4, rng)
+        verdict = verifier.verify(batch.tree, batch.target, batch.uniforms)
+        for request, outcome in zip(requests, outcomes(batch.tree, verdict), strict=True):
+            prefix = ()
+            while True:
+                best = int(np.argmax(torch.tensor(request.p(prefix)).log().numpy()))
+                if not any(path[: len(prefix) + 1] == (*prefix, best) for path in request.paths):
+                    break
+                prefix = (*prefix, best)
+            assert (outcome.accepted, outcome.token) == (prefix, best)
+            longest = max(longest, len(prefix))
+    assert longest == 3
+
+
+def test_float32_logits_are_judged_in_float64() -> None:
+    """A batch too large for float32 sums: a tail of tiny weights keeps its share."""
+    vocab = 50_000
+    logits = torch.zeros(1, vocab)
+    logits[0, 0] = 20.0
+    target = TargetLaw.of_logits(logits, torch.zeros(1, 1, dtype=torch.int64))
+    tail = float((vocab - 1) / (vocab - 1 + np.exp(20.0)))
+    roots = DraftTree.roots([0] * 1000)
+    target = dataclasses.replace(target, rows=torch.zeros(1000, 1, dtype=torch.int64))
+    uniforms = VerifyUniforms(
+        torch.zeros((1000, 0, 0, 2)),
+        torch.zeros((1000, 1)),
+        1 - tail + tail * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000,
+    )
+    tokens = make_verifier("block").verify(roots, target, uniforms).token_ids
+    expected = 1 + (vocab - 1) * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert float((tokens - expected).abs().max()) < 30
