@@ -1,0 +1,1 @@
+"""Rules that turn draft trees and the target's laws into committed tokens."""

@@ -34,7 +34,7 @@ def random_batch(verifier: Verifier, law: Law, rng: np.random.Generator, size: i
 def test_decides_as_the_reference(name: str, law: Law, seed: int) -> None:
     rng = np.random.default_rng([seed, len(name)])
     verifier = make_verifier(name)
-    for _ in range(6 if name.startswith(SLOW) else 60):
+    for _ in range(6 if name.startswith(SLOW) else 40):
         batch = random_batch(verifier, law, rng)
         assert disagreements(verifier, REFERENCES[name], batch) == []
 

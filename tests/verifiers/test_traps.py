@@ -143,3 +143,21 @@ def test_float32_logits_are_judged_in_float64() -> None:
     tokens = make_verifier("block").verify(roots, target, uniforms).token_ids
     expected = 1 + (vocab - 1) * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     assert float((tokens - expected).abs().max()) < 30
+
+
+@pytest.mark.parametrize(("name", "law"), LOSSLESS)
+def test_a_request_with_nan_leaves_the_others_alone(name: str, law: Law) -> None:
+    rng = np.random.default_rng(4)
+    batch = batch_of(name, law, rng)
+    verifier = make_verifier(name)
+    before = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
+    logits, probs = batch.target.logits.clone(), batch.tree.draft_probs.clone()
+    logits[batch.target.rows[5]] = torch.nan
+    probs[5] = torch.nan
+    target = dataclasses.replace(batch.target, logits=logits)
+    tree = dataclasses.replace(batch.tree, draft_probs=probs)
+    verdict = verifier.verify(tree, target, batch.uniforms)
+    after = outcomes(batch.tree, verdict)
+    assert [o for b, o in enumerate(after) if b != 5] == [o for b, o in enumerate(before) if b != 5]
+    assert 0 <= int(verdict.accepted[5]) <= batch.tree.length
+    assert 0 <= int(verdict.token_ids[5]) < target.vocab
