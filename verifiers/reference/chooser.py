@@ -9,10 +9,13 @@ the same :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
   on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
   relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
   in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
-  drawn child is taken and (depth, 0, 0) which of the others.
+  drawn child is taken and (depth, 0, 0) which of the others. ``global_resolution`` draws from a
+  solver's plan with (depth, 0, 0), children in the order of their first paths.
 * ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
   index i - 1, and so does ``token``; rules that walk down draft by draft use
-  ``depth * paths + path``, ``path`` the number of the first path that carries the draft copy;
+  ``depth * paths + path``, ``path`` the number of the path that carries the draft copy, or of the
+  first path through the child where copies do not count (``greedy_draft`` also draws its residual
+  sample with the number of the first child that was not drawn);
   ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
   ``depth``.
 * ``CORRECTION``, index 0: the last token of the step.

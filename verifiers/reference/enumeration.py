@@ -1,6 +1,7 @@
 """The exact law of what a verifier writes on a tiny problem, over one or several steps."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -89,11 +90,22 @@ def draft(
     return draft_tree(draw, q, (shape.paths,) * shape.length, chooser, stop)
 
 
+def paths_law(
+    law: Law, q: LawAt, shape: Shape, stop: Stop = never
+) -> dict[tuple[Prefix, ...], Number]:
+    """Return the exact law of :func:`draft`."""
+    if law is not Law.IID:
+        return exact_law(lambda chooser: draft(law, q, shape, chooser, stop))
+    one = exact_law(lambda chooser: draft_iid(q, 1, shape.length, chooser, stop)[0])
+    return {
+        paths: math.prod(one[path] for path in paths)
+        for paths in itertools.product(one, repeat=shape.paths)
+    }
+
+
 def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
     """Return the exact law of the paths drawn at the start."""
-    return exact_law(
-        lambda chooser: draft(problem.law, problem.draft_law, problem.shape, chooser, problem.stop)
-    )
+    return paths_law(problem.law, problem.draft_law, problem.shape, problem.stop)
 
 
 def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[ReferenceTree, Number]]:
@@ -101,8 +113,7 @@ def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[Refe
     p, q = After(problem.target_law, context), After(problem.draft_law, context)
     stop = StopAfter(problem.stop, context)
     shape = problem.shape
-    paths_law = exact_law(lambda chooser: draft(problem.law, q, shape, chooser, stop))
-    for paths, mass in paths_law.items():
+    for paths, mass in paths_law(problem.law, q, shape, stop).items():
         yield ReferenceTree(problem.law, paths, p, q, reach=shape.length, stop=stop), mass
 
 

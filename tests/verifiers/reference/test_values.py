@@ -267,7 +267,7 @@ def test_single_instances_where_gbv_or_fewer_paths_win_exist() -> None:
     assert gbv_length(p, q, 2, 2) == pytest.approx(1.678, abs=5e-4)
 
 
-TREES = int(os.environ.get("EAGLEGBV_TREES", "24"))
+TREES = int(os.environ.get("EAGLEGBV_TREES", "16"))
 """Random trees of the comparison of means; 200 for the full one."""
 
 
@@ -308,7 +308,7 @@ def test_otbv_is_close_to_the_optimum_on_average(paths: int, drafter: str, share
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_spectr_gbv_accepts_what_its_theorem_claims(depth: int) -> None:
-    """One step: at least the claim on one level, and on average within 2% of it on two."""
+    """One step: at least the claim on one level, and at least its mean on two."""
     lengths, claims = [], []
     for seed in range(12):
         model = Model(3, "random", seed)
@@ -317,7 +317,7 @@ def test_spectr_gbv_accepts_what_its_theorem_claims(depth: int) -> None:
         claims.append(float(claimed_length(model.p, model.q, 2, depth)))
     if depth == 1:
         assert all(a >= b - 1e-12 for a, b in zip(lengths, claims, strict=True))
-    assert np.mean(lengths) >= 0.98 * np.mean(claims)
+    assert np.mean(lengths) >= np.mean(claims)
 
 
 def test_more_paths_accept_more_under_spectr_gbv() -> None:
