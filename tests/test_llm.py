@@ -1,0 +1,170 @@
+"""The Python API: kinds of prompts, many at once, streaming, stops, and clear errors."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.saved_pair import CONTEXT, save_pair
+
+from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
+from eaglegbv.errors import DrafterMismatch, LawMismatch
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason
+
+PARAMS = SamplingParams(max_tokens=12, seed=1)
+CHAT = [{"role": "user", "content": "Name a fruit."}]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> LLM:
+    return LLM(*pair, paths=2, depth=3)
+
+
+def test_text_ids_and_messages_are_one_prompt_each(llm: LLM) -> None:
+    text = "u:Name a fruit.\na:"
+    ids = llm.tokenizer.encode(text)
+    answers = [llm.generate(prompt, PARAMS) for prompt in (text, ids, CHAT)]
+    assert all(isinstance(answer, Completion) for answer in answers)
+    assert len({answer.text for answer in answers}) == 1
+    assert answers[2].prompt_token_ids == ids
+    assert answers[0].finish_reason is FinishReason.LENGTH
+    assert len(answers[0].token_ids) == 12
+    assert answers[0].text == llm.tokenizer.decode(answers[0].token_ids, skip_special_tokens=True)
+
+
+def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
+    prompts = ["one", "two", "three", [5, 6], CHAT]
+    params = [SamplingParams(max_tokens=3 + n, seed=n) for n in range(5)]
+    together = llm.generate(prompts, params)
+    alone = [llm.generate(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [len(c.token_ids) for c in together] == [3, 4, 5, 6, 7]
+    assert llm.generate([], PARAMS) == []
+
+
+def test_a_plan_changes_forwards_and_not_the_greedy_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    plain = llm.generate("abc", params, plan=Plan(verifier="none"))
+    drafted = llm.generate("abc", params)
+    assert drafted.token_ids == plain.token_ids
+    assert plain.metrics.target_forwards == 29
+    assert plain.metrics.block_efficiency == 1
+    assert drafted.metrics.target_forwards <= 29
+
+
+def test_of_many_prompts_only_the_bad_ones_fail(llm: LLM) -> None:
+    vocab = len(llm.tokenizer)
+    good, empty, unknown, long, odd = llm.generate(
+        ["fine", "", [vocab], [1] * CONTEXT, [{"content": "no role"}]], PARAMS
+    )
+    assert good.finish_reason is FinishReason.LENGTH
+    assert good.error is None
+    for bad, message in (
+        (empty, "prompt='': expected a text that is not empty"),
+        (unknown, f"prompt={vocab}: expected token ids in [0, {vocab})"),
+        (long, f"prompt='{CONTEXT} tokens': expected at most {CONTEXT - 4} tokens"),
+        (odd, "expected a message with role and content"),
+    ):
+        assert bad.finish_reason is FinishReason.ERROR
+        assert bad.error is not None
+        assert message in bad.error
+        assert bad.token_ids == []
+
+
+def test_a_single_bad_prompt_raises(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="expected a text that is not empty"):
+        llm.generate("", PARAMS)
+    with pytest.raises(InvalidArgument, match="prompts=3: expected text"):
+        llm.generate(3, PARAMS)
+    with pytest.raises(InvalidArgument, match="sampling_params=1: expected one, or one per prompt"):
+        llm.generate(["a", "b"], [PARAMS])
+    with pytest.raises(LawMismatch, match="law='fixed': expected"):
+        llm.generate("a", PARAMS, plan=Plan(verifier="gbv", law="fixed"))
+
+
+def test_a_text_ends_at_the_context(llm: LLM) -> None:
+    answer = llm.generate([1] * (CONTEXT - 20), SamplingParams(max_tokens=500, ignore_eos=True))
+    assert answer.finish_reason is FinishReason.LENGTH
+    # The longest draft must have positions too.
+    assert len(answer.token_ids) == 20 - 3
+
+
+def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
+    expected = llm.generate("stream me", PARAMS)
+    pieces = list(llm.stream("stream me", PARAMS))
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+    assert pieces[-1].completion is not None
+    assert pieces[-1].completion.token_ids == expected.token_ids
+    assert all(piece.completion is None for piece in pieces[:-1])
+
+
+def test_a_stream_left_early_frees_its_slots(llm: LLM) -> None:
+    stream = llm.stream("leave", PARAMS)
+    next(stream)
+    stream.close()
+    assert llm.generate("leave", PARAMS).finish_reason is FinishReason.LENGTH
+    with pytest.raises(InvalidArgument):
+        next(llm.stream("", PARAMS))
+
+
+def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+    full = llm.generate("stop", params)
+    stop = full.text[10:12]
+    cut = llm.generate("stop", SamplingParams(max_tokens=40, seed=5, ignore_eos=True, stop=stop))
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.text == full.text[: full.text.index(stop)]
+    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(full.token_ids)
+    assert cut.metrics.committed_tokens == len(cut.token_ids) - 1
+    streamed = "".join(
+        d.text
+        for d in llm.stream(
+            "stop", SamplingParams(max_tokens=40, seed=5, ignore_eos=True, stop=stop)
+        )
+    )
+    assert streamed == cut.text
+
+
+def test_unknown_models_and_drafters_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"model='.*nowhere.*': expected"):
+        LLM(tmp_path / "nowhere", pair[1])
+    with pytest.raises(InvalidArgument, match=r"drafter='.*nowhere': expected a folder"):
+        LLM(pair[0], tmp_path / "nowhere")
+    with pytest.raises(InvalidArgument, match="drafter=None: expected a drafter"):
+        LLM(pair[0])
+    with pytest.raises(InvalidArgument, match="paths=0: expected an integer in"):
+        LLM(*pair, paths=0)
+    with pytest.raises(InvalidArgument, match="depth=99: expected an integer in"):
+        LLM(*pair, depth=99)
+    with pytest.raises(InvalidArgument, match="verifier='best': expected one of"):
+        LLM(*pair, verifier="best")
+
+
+def test_a_drafter_that_does_not_fit_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text((pair[1] / "config.json").read_text())
+    tensors = load_file(pair[1] / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(DrafterMismatch, match=r"fc\.weight.*expected shape"):
+        LLM(pair[0], head)
+    config = (pair[1] / "config.json").read_text().replace('"vocab_size": 257', '"vocab_size": 300')
+    (head / "config.json").write_text(config)
+    with pytest.raises(DrafterMismatch, match="vocab_size=300"):
+        LLM(pair[0], head)
+
+
+def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
+    llm = LLM(pair[0], plan=Plan(verifier="none"), engine=EngineConfig(seed=3, max_batch=2))
+    answers = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=5), progress=False)
+    assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
+    with pytest.raises(EagleGBVError, match="drafter=None"):
+        llm.generate("a", PARAMS, plan=Plan())
