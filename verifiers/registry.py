@@ -23,7 +23,7 @@ from eaglegbv.verifiers.specinfer import SpecInferVerifier
 from eaglegbv.verifiers.spectr import SpecTrVerifier
 from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
-from eaglegbv.verifiers.token import TokenVerifier
+from eaglegbv.verifiers.tokenwise import TokenVerifier
 from eaglegbv.verifiers.traversal import TraversalVerifier
 
 _CLASSES: tuple[type[Verifier], ...] = (

@@ -18,7 +18,7 @@ from eaglegbv.verifiers.reference.specinfer import specinfer
 from eaglegbv.verifiers.reference.spectr import spectr
 from eaglegbv.verifiers.reference.spectr_gbv import spectr_gbv
 from eaglegbv.verifiers.reference.target_only import target_only
-from eaglegbv.verifiers.reference.token import token
+from eaglegbv.verifiers.reference.tokenwise import token
 from eaglegbv.verifiers.reference.traversal import traversal
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 

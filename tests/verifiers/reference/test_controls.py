@@ -39,7 +39,7 @@ from eaglegbv.verifiers.reference.modified_target import (
 from eaglegbv.verifiers.reference.otbv import otbv, select_child
 from eaglegbv.verifiers.reference.probs import Number, Probs, residual, residual_or_target
 from eaglegbv.verifiers.reference.spectr_gbv import spectr_gbv
-from eaglegbv.verifiers.reference.token import token
+from eaglegbv.verifiers.reference.tokenwise import token
 from eaglegbv.verifiers.reference.transport import ranked, transport
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 

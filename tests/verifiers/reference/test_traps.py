@@ -38,7 +38,7 @@ from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs, residual
 from eaglegbv.verifiers.reference.registry import REFERENCES
 from eaglegbv.verifiers.reference.specinfer import specinfer
 from eaglegbv.verifiers.reference.target_only import target_only
-from eaglegbv.verifiers.reference.token import token
+from eaglegbv.verifiers.reference.tokenwise import token
 from eaglegbv.verifiers.reference.transport import select, transport
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
 
