@@ -25,7 +25,7 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.loop import Evaluation, Plan, Task, optimise
+from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
 from eaglegbv.drafters.training.samples import regenerate
 from eaglegbv.drafters.training.target import FINAL_MIXTURE, OTHER_SHARE
@@ -65,7 +65,7 @@ class EagleTrainingConfig:
         batch: Texts of a step.
         held_out: Held-out texts to measure acceptance on, at most.
         rows_per_source: Rows read of each file at most.
-        plan: Length and speed of training.
+        schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
     """
@@ -89,7 +89,7 @@ class EagleTrainingConfig:
     batch: int = 16
     held_out: int = 256
     rows_per_source: int = 20_000
-    plan: Plan = field(default_factory=lambda: Plan(steps=3_000))
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
 
@@ -119,13 +119,13 @@ def train_eagle(
         FloatingPointError: The loss is not finite.
     """
     device = torch.device(config.device)
-    dtype = torch.bfloat16 if config.plan.bf16 else torch.float32
+    dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
     config.out.mkdir(parents=True, exist_ok=True)
     texts = _texts(config, model)
-    torch.manual_seed(config.plan.seed)
+    torch.manual_seed(config.schedule.seed)
     head = _new_head(config, model, texts.training).to(device)
     if config.compile:
         for layer in model.base_model.get_submodule("layers").children():
@@ -138,7 +138,7 @@ def train_eagle(
         tokens_per_step=config.batch * config.window,
         identity=_identity(config),
     )
-    progress = optimise(task, config.plan, config.out, resume=resume)
+    progress = optimise(task, config.schedule, config.out, resume=resume)
     save_head(head, config.out)
     embedding, lm_head = _embeddings(model)
     saved = load_head(
@@ -186,7 +186,7 @@ class _Trainer:
     def loss(self, step: int, spent: float) -> Tensor:
         """Mean over depths, weighted by the decay."""
         config = self.config
-        seed = config.plan.seed * 1_000_003 + step
+        seed = config.schedule.seed * 1_000_003 + step
         documents = draw_documents(self.weights, (config.batch, 1), seed)
         run = self._run_target(self.training, documents)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
@@ -249,9 +249,9 @@ def _texts(config: EagleTrainingConfig, model: PreTrainedModel) -> Texts:
     )
     if not config.regenerate:
         return Texts(training, weights, held_out)
-    training = _answers(config, model, training, weights, config.regenerate, config.plan.seed)
+    training = _answers(config, model, training, weights, config.regenerate, config.schedule.seed)
     number = min(config.held_out, config.regenerate)
-    held_out = _answers(config, model, held_out, held_out_weights, number, config.plan.seed + 1)
+    held_out = _answers(config, model, held_out, held_out_weights, number, config.schedule.seed + 1)
     torch.save({"training": asdict(training), "held_out": asdict(held_out)}, path)
     return Texts(training, torch.ones(len(training.lengths), dtype=torch.float64), held_out)
 

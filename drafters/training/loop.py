@@ -19,7 +19,7 @@ LOG = "log.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Schedule:
     """How long and how fast to train.
 
     Training ends after ``steps`` steps or ``minutes`` minutes, whichever comes first; the learning
@@ -112,7 +112,7 @@ class Task:
     identity: Mapping[str, Any]
 
 
-def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
+def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> Progress:
     """Train ``task.module``, leaving the weights of the best evaluation in it.
 
     ``folder`` receives ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume``
@@ -126,67 +126,69 @@ def optimise(task: Task, plan: Plan, folder: Path, *, resume: bool) -> Progress:
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / CHECKPOINT, folder / LOG
-    optimizer = _adamw(task.module, plan)
+    optimizer = _adamw(task.module, schedule)
     progress = Progress()
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
     _drop_lines_after(log, progress.step)
     with log.open("a") as lines, tqdm(initial=progress.step, unit="step", smoothing=0.1) as bar:
         journal = _Journal(lines, bar, task.tokens_per_step)
-        while (spent := plan.progress(progress.step, progress.seconds)) < 1:
+        while (spent := schedule.progress(progress.step, progress.seconds)) < 1:
             began = time.monotonic()
-            torch.manual_seed(plan.seed * 1_000_003 + progress.step)
-            loss = _step(task, plan, optimizer, progress.step, spent)
+            torch.manual_seed(schedule.seed * 1_000_003 + progress.step)
+            loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
             bar.update()
-            if progress.step % plan.log_every == 0:
-                spent = plan.progress(progress.step, progress.seconds)
+            if progress.step % schedule.log_every == 0:
+                spent = schedule.progress(progress.step, progress.seconds)
                 journal.write_loss(progress, loss.item(), spent)
-            if progress.step % plan.evaluate_every == 0:
-                journal.write_evaluation(progress.step, _evaluate(task, plan, progress))
+            if progress.step % schedule.evaluate_every == 0:
+                journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
             progress.seconds += time.monotonic() - began
-            if progress.step % plan.checkpoint_every == 0:
+            if progress.step % schedule.checkpoint_every == 0:
                 _save(checkpoint, task, optimizer, progress)
-        if progress.step % plan.evaluate_every:
-            journal.write_evaluation(progress.step, _evaluate(task, plan, progress))
+        if progress.step % schedule.evaluate_every:
+            journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
     return progress
 
 
-def _adamw(module: nn.Module, plan: Plan) -> torch.optim.AdamW:
+def _adamw(module: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     weights = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": schedule.weight_decay},
         {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = weights[0].device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
-def _step(task: Task, plan: Plan, optimizer: torch.optim.AdamW, step: int, spent: float) -> Tensor:
+def _step(
+    task: Task, schedule: Schedule, optimizer: torch.optim.AdamW, step: int, spent: float
+) -> Tensor:
     for group in optimizer.param_groups:
-        group["lr"] = plan.rate(step, spent)
+        group["lr"] = schedule.rate(step, spent)
     task.module.train()
-    with _autocast(task, plan):
+    with _autocast(task, schedule):
         loss = task.loss(step, spent)
     loss.backward()
-    nn.utils.clip_grad_norm_(task.module.parameters(), plan.clip)
+    nn.utils.clip_grad_norm_(task.module.parameters(), schedule.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
 
 
-def _autocast(task: Task, plan: Plan) -> torch.autocast:
+def _autocast(task: Task, schedule: Schedule) -> torch.autocast:
     device = next(task.module.parameters()).device
-    return torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16)
+    return torch.autocast(device.type, torch.bfloat16, enabled=schedule.bf16)
 
 
-def _evaluate(task: Task, plan: Plan, progress: Progress) -> Evaluation:
+def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
     """Evaluate, and keep the weights if they are the best so far."""
     task.module.eval()
     # Evaluation runs at many shapes, too few times to be worth compiling for.
-    with torch.no_grad(), _autocast(task, plan), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), _autocast(task, schedule), torch.compiler.set_stance("force_eager"):
         found = task.evaluate()
     if found.score < progress.best_score:
         progress.best_score, progress.best_step = found.score, progress.step

@@ -21,7 +21,7 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Plan, Task, optimise
+from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Schedule, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
 from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
@@ -77,7 +77,7 @@ class TargetTrainingConfig:
         final_phase: Fraction of the budget trained on the final mixture.
         final_max_tokens: Longest document of the final phase.
         rows_per_source: Rows read of each file at most.
-        plan: Length and speed of training.
+        schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the decoder layers.
         initial: Folder of a trained shallower target to grow from, tokenizer included; None starts
@@ -101,7 +101,7 @@ class TargetTrainingConfig:
     final_phase: float = 0.25
     final_max_tokens: int = 320
     rows_per_source: int = 20_000
-    plan: Plan = field(default_factory=lambda: Plan(steps=5_000))
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=5_000))
     device: str = "cpu"
     compile: bool = False
     initial: Path | None = None
@@ -124,7 +124,7 @@ def train_target(
         for kept in (False, True)
     )
     held_out = held_out.to(device)
-    torch.manual_seed(config.plan.seed)
+    torch.manual_seed(config.schedule.seed)
     with device:
         model = LlamaForCausalLM(_model_config(config, tokenizer))
     if config.initial is not None:
@@ -141,7 +141,7 @@ def train_target(
         tokens_per_step=config.batch * config.window,
         identity=_identity(config),
     )
-    progress = optimise(task, config.plan, config.out, resume=resume)
+    progress = optimise(task, config.schedule, config.out, resume=resume)
     saved = _save(model, config.out)
     saved.to(device)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -258,7 +258,7 @@ class _Batches:
         weights = self.final if spent >= 1 - config.final_phase else self.early
         # Documents are at least a few tokens long, so this many fill a row.
         shape = (config.batch, config.window // 8)
-        documents = draw_documents(weights, shape, config.plan.seed * 1_000_003 + step)
+        documents = draw_documents(weights, shape, config.schedule.seed * 1_000_003 + step)
         rows = pack(self.corpus, documents, config.window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
         weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real

@@ -9,7 +9,7 @@ import typer
 
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
-from eaglegbv.drafters.training.loop import Plan
+from eaglegbv.drafters.training.loop import Schedule
 from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.unroll import Loss
 
@@ -79,7 +79,7 @@ def target(
         prompt_weight=prompt_weight,
         final_phase=final_phase,
         initial=initial,
-        plan=Plan(
+        schedule=Schedule(
             steps=max(1, tokens // (batch * window)),
             minutes=minutes,
             learning_rate=learning_rate,
@@ -150,7 +150,7 @@ def eagle(
         max_new_tokens=max_new_tokens,
         window=window,
         batch=batch,
-        plan=Plan(
+        schedule=Schedule(
             steps=steps,
             minutes=minutes,
             learning_rate=learning_rate,
