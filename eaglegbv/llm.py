@@ -1,6 +1,7 @@
 """Text in, text out: the Python API."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast, overload
 
@@ -10,7 +11,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.engine import Commit, Engine
+from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
 from eaglegbv.metrics import RequestMetrics
@@ -120,6 +121,7 @@ class LLM:
         pair = load_pair(model, drafter, slots=config.kv_slots, dtype=dtype, device=device)
         self._engine = Engine(pair.target, pair.drafter, config)
         self._engine.check_plan(self.plan)
+        self._open: dict[int, _Answer] = {}
         self.device = pair.target.device
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
 
@@ -193,20 +195,17 @@ class LLM:
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
-        params = sampling_params or SamplingParams()
-        request = self._add(prompt, params, plan)
-        text = TextStream(self.tokenizer, params.stop)
+        answer = self._add(prompt, sampling_params or SamplingParams(), plan)
         try:
-            while not request.finished:
-                for commit in self._engine.step():
-                    if commit.request is request:
-                        yield self._advance(commit, text)
-            if request.error is not None:
-                raise request.error
-            yield Delta(text=text.flush(), token_ids=[], completion=_completion(request, text.text))
+            while not answer.request.finished:
+                self._step()
+                yield from answer.take()
+            yield from answer.take()
+            if answer.request.error is not None:
+                raise answer.request.error
+            yield Delta(text=answer.text.flush(), token_ids=[], completion=answer.completion())
         finally:
-            if not request.finished:
-                self._engine.finish(request, FinishReason.STOP)
+            self._close(answer)
 
     def _run(
         self,
@@ -216,44 +215,48 @@ class LLM:
         progress: bool,
     ) -> list[Completion | EagleGBVError]:
         params = _per_prompt(sampling_params, len(prompts))
-        requests = [self._try_add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
-        texts = {
-            r.number: TextStream(self.tokenizer, r.params.stop)
-            for r in requests
-            if isinstance(r, Request)
-        }
+        answers = [self._try_add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
+        waiting = [answer for answer in answers if isinstance(answer, _Answer)]
         try:
-            with tqdm(total=len(texts), disable=not progress, unit="prompt") as bar:
-                while any(isinstance(r, Request) and not r.finished for r in requests):
-                    for commit in self._engine.step():
-                        self._advance(commit, texts[commit.request.number])
-                        bar.update(commit.request.finished)
+            with tqdm(total=len(waiting), disable=not progress, unit="prompt") as bar:
+                while open_ := sum(not answer.request.finished for answer in waiting):
+                    self._step()
+                    bar.update(open_ - sum(not answer.request.finished for answer in waiting))
         finally:
-            for request in requests:
-                if isinstance(request, Request) and not request.finished:
-                    self._engine.finish(request, FinishReason.STOP)
-        return [_result(r, texts) for r in requests]
+            for answer in waiting:
+                self._close(answer)
+        return [a.result() if isinstance(a, _Answer) else a for a in answers]
 
-    def _advance(self, commit: Commit, text: TextStream) -> Delta:
-        """Turn new tokens into text, and end the request at a stop string."""
-        before = len(text.token_ids)
-        new = text.feed(commit.token_ids)
-        if text.stopped and not (
-            commit.request.finished and text.token_ids == commit.request.token_ids
-        ):
-            self._engine.finish(commit.request, FinishReason.STOP, keep=len(text.token_ids))
-        return Delta(text=new, token_ids=text.token_ids[before:])
+    def _step(self) -> None:
+        """Advance every open answer, whoever waits for it."""
+        for commit in self._engine.step():
+            answer = self._open[commit.request.number]
+            answer.add(commit.token_ids)
+            kept = len(answer.text.token_ids)
+            # A stop string may also end before the token that ended the request in the same step.
+            if answer.text.stopped and (
+                not commit.request.finished or kept < len(commit.request.token_ids)
+            ):
+                self._engine.finish(commit.request, FinishReason.STOP, keep=kept)
+
+    def _close(self, answer: "_Answer") -> None:
+        if not answer.request.finished:
+            self._engine.finish(answer.request, FinishReason.STOP)
+        del self._open[answer.request.number]
 
     def _try_add(
         self, prompt: Prompt, params: SamplingParams, plan: Plan | None
-    ) -> Request | EagleGBVError:
+    ) -> "_Answer | EagleGBVError":
         try:
             return self._add(prompt, params, plan)
         except EagleGBVError as error:
             return error
 
-    def _add(self, prompt: Prompt, params: SamplingParams, plan: Plan | None) -> Request:
-        return self._engine.add(self._encode(prompt), params, plan or self.plan)
+    def _add(self, prompt: Prompt, params: SamplingParams, plan: Plan | None) -> "_Answer":
+        request = self._engine.add(self._encode(prompt), params, plan or self.plan)
+        answer = _Answer(request, TextStream(self.tokenizer, params.stop))
+        self._open[request.number] = answer
+        return answer
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -283,6 +286,44 @@ class LLM:
         return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
 
 
+@dataclass(slots=True)
+class _Answer:
+    """A request in the engine, its text so far, and the pieces nobody has taken yet."""
+
+    request: Request
+    text: TextStream
+    pieces: list[Delta] = field(default_factory=list)
+
+    def add(self, token_ids: list[int]) -> None:
+        """Turn new tokens into text."""
+        before = len(self.text.token_ids)
+        new = self.text.feed(token_ids)
+        self.pieces.append(Delta(text=new, token_ids=self.text.token_ids[before:]))
+
+    def take(self) -> list[Delta]:
+        """Return the new pieces."""
+        taken, self.pieces = self.pieces, []
+        return taken
+
+    def completion(self) -> Completion:
+        """Return the answer of a request that has ended."""
+        if self.request.finish_reason is None:
+            raise RuntimeError(f"request {self.request.number} has not ended")
+        return Completion(
+            text=self.text.text,
+            token_ids=list(self.request.token_ids),
+            prompt_token_ids=list(self.request.prompt_ids),
+            finish_reason=self.request.finish_reason,
+            error=None,
+            metrics=self.request.metrics,
+        )
+
+    def result(self) -> Completion | EagleGBVError:
+        """Return the answer, or what went wrong."""
+        error = self.request.error
+        return error if isinstance(error, EagleGBVError) else self.completion()
+
+
 def _is_one(prompts: object) -> bool:
     """Tell one prompt (text, ids, messages) from a list of prompts."""
     if isinstance(prompts, str):
@@ -302,29 +343,6 @@ def _per_prompt(
     if len(params) != count:
         raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
     return list(params)
-
-
-def _result(
-    request: Request | EagleGBVError, texts: Mapping[int, TextStream]
-) -> Completion | EagleGBVError:
-    if isinstance(request, EagleGBVError):
-        return request
-    if isinstance(request.error, EagleGBVError):
-        return request.error
-    return _completion(request, texts[request.number].text)
-
-
-def _completion(request: Request, text: str) -> Completion:
-    if request.finish_reason is None:
-        raise RuntimeError(f"request {request.number} has not ended")
-    return Completion(
-        text=text,
-        token_ids=list(request.token_ids),
-        prompt_token_ids=list(request.prompt_ids),
-        finish_reason=request.finish_reason,
-        error=None,
-        metrics=request.metrics,
-    )
 
 
 def _failed(error: EagleGBVError) -> Completion:

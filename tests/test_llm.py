@@ -1,5 +1,6 @@
 """The Python API: kinds of prompts, many at once, streaming, stops, and clear errors."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,22 @@ def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
     assert pieces[-1].completion is not None
     assert pieces[-1].completion.token_ids == expected.token_ids
     assert all(piece.completion is None for piece in pieces[:-1])
+
+
+def test_interleaved_streams_lose_nothing(llm: LLM) -> None:
+    prompts = ["first", "second", "third"]
+    alone = [llm.generate(prompt, PARAMS).text for prompt in prompts]
+    streams = [llm.stream(prompt, PARAMS) for prompt in prompts]
+    texts = [""] * 3
+    for pieces in itertools.zip_longest(*streams):
+        for n, piece in enumerate(pieces):
+            texts[n] += "" if piece is None else piece.text
+    assert texts == alone
+    stream = llm.stream("outer", PARAMS)
+    head = next(stream).text
+    inner = llm.generate("first", PARAMS).text
+    assert inner == alone[0]
+    assert head + "".join(d.text for d in stream) == llm.generate("outer", PARAMS).text
 
 
 def test_a_stream_left_early_frees_its_slots(llm: LLM) -> None:
