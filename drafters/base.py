@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.request import Request
+from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.tree import DraftTree, Law
 
 
@@ -51,3 +52,44 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, request: Request) -> None:
         """Drop what is remembered about a request that ended."""
+
+
+class RecallingDrafter(Drafter):
+    """A drafter that can say what an earlier step would have drawn after other tokens.
+
+    Rules that keep state over steps need the laws of the *very step* that a debt comes from. They
+    are not the current ones: by now the drafter knows true features where that step went on from
+    its own, and its draft temperature may be another.
+    """
+
+    @abstractmethod
+    def snapshot(self, request: Request) -> DraftSnapshot:
+        """Remember the tree last drafted for ``request``, standing at its root.
+
+        To be called before the next ``catch_up``. It holds no KV slots.
+        """
+
+    @abstractmethod
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Return each snapshot moved on to the place after one more token.
+
+        Args:
+            requests: The request of each snapshot; one may stand there several times.
+            snapshots: From :meth:`snapshot`, or from this method.
+            tokens: ``[snapshots]`` int64, what to go on by, drafted or not.
+            slots: ``[snapshots]`` int64, a KV slot for each, to stay the drafter's while the
+                snapshots returned are in use.
+        """
+
+    @abstractmethod
+    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
+        """Return the laws the snapshots' own steps would have drawn the next token from.
+
+        Laws of a smaller support than others are padded with probability 0.
+        """

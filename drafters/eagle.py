@@ -16,7 +16,7 @@ same positions are run again on true features.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.draft_law import draft_laws, log_laws
+from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.tree_builder import (
     BestFirstTree,
@@ -37,7 +37,7 @@ from eaglegbv.drafters.tree_builder import (
 )
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
-from eaglegbv.request import DraftState, Request
+from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
 from eaglegbv.warp import WarpSettings
@@ -60,7 +60,26 @@ class EagleState(DraftState):
     hidden: Tensor | None = None
 
 
-class EagleDrafter(Drafter):
+@dataclass(frozen=True, slots=True)
+class EagleSnapshot(DraftSnapshot):
+    """A step's root and the tokens that the head has gone on by since, on its own features.
+
+    Attributes:
+        context: Positions below the root, which were run on true features and still are.
+        rows: ``[tokens]`` int64, KV slots of the head's rows since.
+        hidden: ``[hidden]``, the head's output at the last row.
+        params: The step's draft settings.
+        width: The step's support.
+    """
+
+    context: int
+    rows: Tensor
+    hidden: Tensor
+    params: SamplingParams
+    width: int
+
+
+class EagleDrafter(RecallingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.FIXED})
@@ -114,6 +133,57 @@ class EagleDrafter(Drafter):
             return self._draft_fixed(requests, plan, tree_slots)
         known = ", ".join(sorted(self.laws))
         raise InvalidArgument("law", str(law), f"one an EAGLE drafter draws: {known}")
+
+    def snapshot(self, request: Request) -> EagleSnapshot:
+        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
+        return EagleSnapshot(
+            context=self._state(request).context,
+            rows=request.slots[:0],
+            # A row of a whole batch's output, which it would keep alive.
+            hidden=self._root_hidden(request).clone(),
+            params=_draft_params(request, request.plan),
+            width=min(request.plan.draft_width, self.head.config.draft_vocab_size),
+        )
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row of the head each; see :meth:`RecallingDrafter.advance`."""
+        own = _eagle_snapshots(snapshots)
+        segments = [
+            Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
+            for request, s, token, slot in zip(
+                requests, own, tokens.split(1), slots.split(1), strict=True
+            )
+        ]
+        hidden = self._run(segments, torch.stack([s.hidden for s in own]))
+        return [
+            replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
+            for s, slot, row in zip(own, slots.split(1), hidden, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
+        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        own = _eagle_snapshots(snapshots)
+        logits = self.head.logits(torch.stack([s.hidden for s in own]))
+        ids = logits.new_zeros((len(own), max(s.width for s in own)), dtype=torch.int64)
+        probs = torch.zeros_like(ids, dtype=torch.float64)
+        for width in {s.width for s in own}:
+            members = [i for i, s in enumerate(own) if s.width == width]
+            settings = WarpSettings.of(
+                [own[i].params for i in members], [1] * len(members), device=logits.device
+            )
+            laws = draft_laws(
+                logits[members], settings, width=width, draft_to_target=self.head.draft_to_target
+            )
+            ids[members, :width], probs[members, :width] = laws.ids, laws.probs
+        return DraftLaws(ids, probs)
 
     def _draft_sampled(
         self, requests: Sequence[Request], plan: Plan, tree_slots: Sequence[Tensor]
@@ -253,6 +323,13 @@ class _DraftedRows:
             tree_positions=positions,
             visible=visible,
         )
+
+
+def _eagle_snapshots(snapshots: Sequence[DraftSnapshot]) -> list[EagleSnapshot]:
+    own = [s for s in snapshots if isinstance(s, EagleSnapshot)]
+    if len(own) < len(snapshots):
+        raise TypeError("a snapshot belongs to another drafter")
+    return own
 
 
 def _draft_params(request: Request, plan: Plan) -> SamplingParams:

@@ -7,20 +7,22 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.drafters.base import Drafter
+from eaglegbv.debts import recall_slots, settle
+from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase, Stopwatch
 from eaglegbv.params import SamplingParams
-from eaglegbv.request import FinishReason, Request
+from eaglegbv.request import Debt, FinishReason, Request
 from eaglegbv.scheduler.batch import Group, Layout, by_plan, lay_out
 from eaglegbv.scheduler.scheduler import Scheduler
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.targets.base import Target, TargetOutput
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream, request_seed
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.inputs import fault_error, find_faults
-from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.verifiers.modified_target import StatefulVerifier
+from eaglegbv.verifiers.registry import make_any_verifier
 from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
 
 GREEDY = "greedy"
@@ -42,10 +44,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and for each request what is wrong with the probabilities it rests on (or 0)."""
+    """A verdict on a group, and what goes with it.
+
+    Attributes:
+        verdict: The verdict.
+        faults: For each request, what is wrong with the probabilities it rests on, or 0.
+        debts: For each request, what it leaves to the next tokens.
+    """
 
     verdict: Verdict
     faults: list[int]
+    debts: list[tuple[Debt, ...]]
 
 
 class Engine:
@@ -67,7 +76,7 @@ class Engine:
         self._scheduler = Scheduler(
             max_batch=self._config.max_batch, slots=target.allocator.num_slots
         )
-        self._verifiers: dict[str, Verifier] = {}
+        self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
 
     @property
@@ -93,6 +102,7 @@ class Engine:
             plan=plan,
             stream=Stream(seed),
             max_tokens=self._token_limit(prompt_ids, params, plan),
+            recall_slots=self._recall_slots(params, plan),
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
@@ -107,6 +117,8 @@ class Engine:
         verifier = self._verifier(plan.verifier)
         law = law_of(plan, verifier)
         verifier.check_law(law, plan.paths)
+        if isinstance(verifier, StatefulVerifier):
+            self._recalling(plan)
         for needed in (law, Law.FIXED):
             if needed not in self._drafter.laws:
                 known = ", ".join(sorted(self._drafter.laws))
@@ -152,6 +164,7 @@ class Engine:
         self._scheduler.remove(request)
         self._target.allocator.release(request.slots)
         request.slots = request.slots[:0]
+        request.debts = ()
         if self._drafter is not None:
             self._drafter.forget(request)
         request.finish_reason = reason
@@ -184,18 +197,22 @@ class Engine:
     def _verify(self, group: Group, layout: Layout, logits: Tensor) -> Judgement:
         """Judge a group's trees by the verifier of its plan."""
         plan, params = group.requests[0].plan, group.requests[0].params
-        drafted = plan.speculative and not group.prefilling
-        name = plan.verifier if drafted else PLAIN_VERIFIER
+        name = plan.verifier if plan.speculative else PLAIN_VERIFIER
         verifier = self._verifier(GREEDY if params.greedy else name)
+        law = target_law(group, layout, logits)
+        faults = find_faults(group.tree, law)
+        if isinstance(verifier, StatefulVerifier):
+            drafter, allocator = self._recalling(plan), self._target.allocator
+            settled = settle(verifier, group.requests, group.tree, law, drafter, allocator)
+            return Judgement(settled.verdict, (faults | settled.faults).tolist(), settled.debts)
         uniforms = VerifyUniforms.draw(
             [request.stream for request in group.requests],
             [request.step for request in group.requests],
             paths=group.tree.paths,
             length=group.tree.length,
         )
-        law = target_law(group, layout, logits)
-        faults = find_faults(group.tree, law)
-        return Judgement(verifier.verify(group.tree, law, uniforms), faults.tolist())
+        verdict = verifier.verify(group.tree, law, uniforms)
+        return Judgement(verdict, faults.tolist(), [() for _ in group.requests])
 
     def _commit(
         self, group: Group, layout: Layout, judgement: Judgement, output: TargetOutput
@@ -213,6 +230,7 @@ class Engine:
                 commits.append(Commit(request, []))
                 continue
             nodes = [0, *paths[b][: accepted[b]]]
+            request.debts = judgement.debts[b]
             self._keep(request, group, b, nodes)
             self._show_drafter(request, layout, b, nodes, output.features)
             tokens = [*group.tree.token_ids[b, nodes[1:]].tolist(), corrections[b]]
@@ -273,10 +291,26 @@ class Engine:
         if self._drafter is not None:
             self._drafter.catch_up([r for r in new if r.plan.speculative and not r.finished])
 
-    def _verifier(self, name: str) -> Verifier:
+    def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
-            self._verifiers[name] = make_verifier(name)
+            self._verifiers[name] = make_any_verifier(name)
         return self._verifiers[name]
+
+    def _recalling(self, plan: Plan) -> RecallingDrafter:
+        """Return the drafter, which must be able to recall the laws of earlier steps."""
+        if not isinstance(self._drafter, RecallingDrafter):
+            raise InvalidArgument(
+                "drafter",
+                type(self._drafter).__name__,
+                f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
+            )
+        return self._drafter
+
+    def _recall_slots(self, params: SamplingParams, plan: Plan) -> int:
+        if params.greedy or not plan.speculative:
+            return 0
+        stateful = isinstance(self._verifier(plan.verifier), StatefulVerifier)
+        return recall_slots(plan) if stateful else 0
 
     def _token_limit(self, prompt_ids: Sequence[int], params: SamplingParams, plan: Plan) -> int:
         if not prompt_ids:
@@ -297,7 +331,7 @@ class Engine:
         return min(params.max_tokens, room)
 
 
-def law_of(plan: Plan, verifier: Verifier) -> Law:
+def law_of(plan: Plan, verifier: Rule) -> Law:
     """Return the draft law of a plan: its own, else the verifier's."""
     return plan.law or verifier.default_law
 

@@ -24,6 +24,30 @@ class DraftState:
     """What a drafter remembers about a request between steps; each drafter has its own kind."""
 
 
+class DraftSnapshot:
+    """What a drafter needs to say later what a step would have drawn; each has its own kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """What one step of a greedy rule left for the next tokens to pay.
+
+    Attributes:
+        rho: How much the step accepted beyond the target's law; see
+            :mod:`eaglegbv.verifiers.modified_target`.
+        drafts: Drafts of the step that would still be in play.
+        remaining: Tokens the debt still covers, at least 1.
+        since: Number of tokens generated before the step, its root the last of them.
+        snapshot: Where the draft laws of the step come from.
+    """
+
+    rho: float
+    drafts: int
+    remaining: int
+    since: int
+    snapshot: DraftSnapshot
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt, its settings and what has become of it.
@@ -35,11 +59,14 @@ class Request:
         plan: How to speculate.
         stream: The request's random numbers.
         max_tokens: Tokens to generate at most: the user's limit, or what the context leaves.
+        recall_slots: KV slots a verification may borrow to recall draft laws of earlier steps.
         token_ids: Tokens generated so far.
         slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
             token has none yet.
         step: Number of verifications done; keys the random numbers.
         draft_state: The drafter's memory, or None while it has none.
+        debts: What earlier steps left to pay, oldest first; none unless the plan's verifier keeps
+            state.
         finish_reason: Why the request ended, or None while it runs.
         error: What went wrong, where the reason is ``error``.
         metrics: Counts and times.
@@ -51,10 +78,12 @@ class Request:
     plan: Plan
     stream: Stream
     max_tokens: int
+    recall_slots: int = 0
     token_ids: list[int] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
     draft_state: DraftState | None = None
+    debts: tuple[Debt, ...] = ()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -77,7 +106,8 @@ class Request:
     @property
     def slots_needed(self) -> int:
         """Most KV slots the request can come to hold at once."""
-        return len(self.prompt_ids) + self.max_tokens + self.plan.tree_nodes
+        text = len(self.prompt_ids) + self.max_tokens
+        return text + self.plan.tree_nodes + self.recall_slots
 
     def tokens_from(self, position: int) -> list[int]:
         """Return prompt and generated tokens from ``position`` on."""

@@ -38,10 +38,12 @@ class Scheduler:
             InvalidArgument: It can never fit the KV pool.
         """
         if request.slots_needed > self._slots:
+            text = len(request.prompt_ids) + request.max_tokens
+            room = self._slots - (request.slots_needed - text)
             raise InvalidArgument(
                 "prompt",
                 f"{len(request.prompt_ids)} tokens + {request.max_tokens} to generate",
-                f"at most {self._slots - request.plan.tree_nodes} tokens, which the KV pool holds",
+                f"at most {room} tokens, which the KV pool holds",
             )
         self._waiting.append(request)
 

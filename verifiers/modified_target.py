@@ -93,6 +93,8 @@ class LayerLaws(Protocol):
     def after(self, tokens: Tensor) -> SparseLaws:
         """Return the law of every layer's own step after ``tokens``.
 
+        Asked for once at every depth, from the root on, each time by one token more.
+
         Args:
             tokens: ``[batch, depth]`` int64, the tokens entered below the root so far; depth is 0
                 at the root. They mean nothing for requests whose path has ended before.

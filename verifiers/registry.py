@@ -76,3 +76,17 @@ def make_stateful_verifier(name: str) -> StatefulVerifier:
         known = ", ".join(sorted(STATEFUL_VERIFIERS))
         raise InvalidArgument("verifier", name, f"one of {{{known}}}")
     return STATEFUL_VERIFIERS[name]()
+
+
+def make_any_verifier(name: str) -> Verifier | StatefulVerifier:
+    """Return the verifier of that name, with state or without.
+
+    Raises:
+        InvalidArgument: No verifier has that name.
+    """
+    if name in VERIFIERS:
+        return make_verifier(name)
+    if name in STATEFUL_VERIFIERS:
+        return make_stateful_verifier(name)
+    known = ", ".join(sorted({*VERIFIERS, *STATEFUL_VERIFIERS}))
+    raise InvalidArgument("verifier", name, f"one of {{{known}}}")

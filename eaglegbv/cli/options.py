@@ -38,9 +38,9 @@ DraftTemperature = Annotated[
 
 def max_paths(verifier: str) -> int | None:
     """Return the most paths a verifier takes; None for any number."""
-    from eaglegbv.verifiers.registry import make_verifier
+    from eaglegbv.verifiers.registry import make_any_verifier
 
-    return make_verifier(verifier).max_paths
+    return make_any_verifier(verifier).max_paths
 
 
 def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "Plan":

@@ -1,0 +1,225 @@
+"""Debts over steps: what a greedy rule leaves to the next tokens, request by request.
+
+A verifier with state works on padded columns, one for each earlier step that still has a debt, and
+asks for the draft laws of those steps along the path it selects
+(:mod:`eaglegbv.verifiers.modified_target`). Here requests' debts become those columns, the drafter
+is led along the path, and what is left becomes the requests' debts again:
+
+    step 1   root x_3  commits x_4      |  debt A: snapshot at x_3, 3 tokens left of depth 5
+    step 2   root x_4  commits x_5 x_6  |  A has gone on by x_4 and goes on along the path;
+                                        |  debt A: 1 left    debt B: snapshot at x_4, 2 left
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.config import Plan
+from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.request import Debt, DraftSnapshot, Request
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.inputs import TOLERANCE, Fault
+from eaglegbv.verifiers.modified_target import (
+    Debts,
+    Layers,
+    SparseLaws,
+    StatefulUniforms,
+    StatefulVerifier,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """A verification with state.
+
+    Attributes:
+        verdict: What is committed.
+        debts: What each request owes afterwards.
+        faults: ``[batch]`` int64, faults of the recalled draft laws, 0 where all is well.
+    """
+
+    verdict: Verdict
+    debts: list[tuple[Debt, ...]]
+    faults: Tensor
+
+
+def recall_slots(plan: Plan) -> int:
+    """Return the most KV slots the debts of a request can borrow during a verification.
+
+    Every step commits a token or more, and its debt ends ``depth`` tokens after its root: there are
+    ``depth - 1`` debts at most, each gone on by ``depth - 1`` tokens at most.
+    """
+    return (plan.depth - 1) ** 2
+
+
+def settle(
+    verifier: StatefulVerifier,
+    requests: Sequence[Request],
+    tree: DraftTree,
+    target: TargetLaw,
+    drafter: RecallingDrafter,
+    allocator: SlotAllocator,
+) -> Settlement:
+    """Judge the drafts of ``requests`` under their debts, and return those they have then."""
+    uniforms = StatefulUniforms.draw(
+        [request.stream for request in requests],
+        [request.step for request in requests],
+        [len(request.debts) for request in requests],
+        paths=tree.paths,
+        length=tree.length,
+        device=tree.token_ids.device,
+    )
+    trails = _trails(requests)
+    borrowed = allocator.allocate(sum(trail.length for trail in trails))
+    laws = RecalledLaws(drafter, trails, borrowed, batch=tree.batch)
+    layers = _layers(requests, device=tree.token_ids.device)
+    result = verifier.verify(tree, target, uniforms, Debts(layers, laws))
+    allocator.release(borrowed)
+    return Settlement(result.verdict, _owed(requests, result.layers, drafter), laws.faults)
+
+
+@dataclass(slots=True)
+class Trail:
+    """A debt's step, followed on along tokens that others committed.
+
+    Attributes:
+        row: The request's number in the batch.
+        column: The debt's number among the request's.
+        request: The request.
+        debt: The debt.
+        place: The step's snapshot, moved on by the tokens so far.
+    """
+
+    row: int
+    column: int
+    request: Request
+    debt: Debt
+    place: DraftSnapshot
+
+    @property
+    def committed(self) -> list[int]:
+        """Tokens from the step's root, itself not included, to the current root."""
+        return self.request.token_ids[self.debt.since :]
+
+    @property
+    def length(self) -> int:
+        """Most tokens to go on by: the debt's last token needs the law before it."""
+        return len(self.committed) + self.debt.remaining - 1
+
+
+class RecalledLaws:
+    """The draft laws of debts, along the paths that a verifier selects."""
+
+    def __init__(
+        self, drafter: RecallingDrafter, trails: Sequence[Trail], slots: Tensor, *, batch: int
+    ) -> None:
+        """Lead the trails to the current roots.
+
+        Args:
+            drafter: Recalls the laws.
+            trails: One for each debt of the batch.
+            slots: As many KV slots as the trails are long together.
+            batch: Number of requests.
+        """
+        self._drafter = drafter
+        self._trails = trails
+        self._slots = slots
+        self._width = 1
+        columns = max((trail.column + 1 for trail in trails), default=0)
+        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=slots.device)
+        for i in range(max((len(trail.committed) for trail in trails), default=0)):
+            behind = [trail for trail in trails if len(trail.committed) > i]
+            tokens = [trail.committed[i] for trail in behind]
+            self._advance(behind, torch.tensor(tokens, device=slots.device))
+
+    @property
+    def faults(self) -> Tensor:
+        """``[batch]`` int64: :class:`Fault` flags of the laws recalled so far."""
+        return self._unsound.any(dim=1) * int(Fault.DRAFT_NOT_NORMALISED)
+
+    def after(self, tokens: Tensor) -> SparseLaws:
+        """Return the laws one token further on; see :meth:`LayerLaws.after`."""
+        depth = tokens.shape[1]
+        trails = [trail for trail in self._trails if trail.debt.remaining > depth]
+        if not trails:
+            return self._blank()
+        rows, columns = [trail.row for trail in trails], [trail.column for trail in trails]
+        if depth > 0:
+            self._advance(trails, tokens[rows, depth - 1])
+        recalled = self._drafter.laws_at([trail.place for trail in trails])
+        width = recalled.ids.shape[1]
+        # The first laws are those of all trails: as wide as any that follow.
+        self._width = max(self._width, width)
+        laws = self._blank()
+        laws.ids[rows, columns, :width] = recalled.ids
+        laws.probs[rows, columns, :width] = recalled.probs
+        # Written so that NaN is unsound too.
+        sound = (recalled.probs.sum(dim=1) - 1).abs() <= TOLERANCE
+        self._unsound[rows, columns] |= ~sound
+        return laws
+
+    def _blank(self) -> SparseLaws:
+        """Return laws of probability 0: debts that have ended, and padding."""
+        ids = torch.zeros(
+            (*self._unsound.shape, self._width), dtype=torch.int64, device=self._unsound.device
+        )
+        return SparseLaws(ids, torch.zeros_like(ids, dtype=torch.float64))
+
+    def _advance(self, trails: Sequence[Trail], tokens: Tensor) -> None:
+        """Move trails on by one token each."""
+        slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
+        requests = [trail.request for trail in trails]
+        places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
+        for trail, place in zip(trails, places, strict=True):
+            trail.place = place
+
+
+def _trails(requests: Sequence[Request]) -> list[Trail]:
+    return [
+        Trail(row, column, request, debt, debt.snapshot)
+        for row, request in enumerate(requests)
+        for column, debt in enumerate(request.debts)
+    ]
+
+
+def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
+    """Return the requests' debts as columns, padded by columns without effect."""
+    columns = max(len(request.debts) for request in requests)
+
+    def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        padded = [[*row, *[0] * (columns - len(row))] for row in values]
+        return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
+
+    return Layers(
+        rho=table([[debt.rho for debt in r.debts] for r in requests], torch.float64),
+        drafts=table([[debt.drafts for debt in r.debts] for r in requests], torch.int64),
+        remaining=table([[debt.remaining for debt in r.debts] for r in requests], torch.int64),
+        most_drafts=max((debt.drafts for r in requests for debt in r.debts), default=1),
+    )
+
+
+def _owed(
+    requests: Sequence[Request], layers: Layers, drafter: RecallingDrafter
+) -> list[tuple[Debt, ...]]:
+    """Return what each request owes by ``layers``, whose last column is the step just done."""
+    owed = []
+    numbers = zip(
+        layers.rho.tolist(), layers.drafts.tolist(), layers.remaining.tolist(), strict=True
+    )
+    for request, (rho, drafts, remaining) in zip(requests, numbers, strict=True):
+        debts = [
+            replace(debt, rho=rho[k], drafts=drafts[k], remaining=remaining[k])
+            for k, debt in enumerate(request.debts)
+            if remaining[k] > 0
+        ]
+        if remaining[-1] > 0:
+            since = len(request.token_ids)
+            snapshot = drafter.snapshot(request)
+            debts.append(Debt(rho[-1], drafts[-1], remaining[-1], since, snapshot))
+        owed.append(tuple(debts))
+    return owed
