@@ -15,8 +15,10 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -29,18 +31,23 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.tree_builder import (
-    BestFirstTree,
-    GrowingTree,
+from eaglegbv.drafters.sampled_trees import (
+    GreedyTree,
+    HubTree,
+    IidTree,
     SampledTree,
-    stack_trees,
+    WorTree,
 )
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
 from eaglegbv.warp import WarpSettings
+
+_SAMPLED_TREES: Mapping[Law, type[SampledTree]] = MappingProxyType(
+    {Law.IID: IidTree, Law.WOR: WorTree, Law.GREEDY: GreedyTree, Law.HUB: HubTree}
+)
 
 
 @dataclass(slots=True)
@@ -82,7 +89,7 @@ class EagleSnapshot(DraftSnapshot):
 class EagleDrafter(RecallingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.FIXED})
+    laws: ClassVar[frozenset[Law]] = frozenset({*_SAMPLED_TREES, Law.FIXED})
 
     def __init__(self, head: EagleHead, attention: PagedAttention) -> None:
         """Wrap a head.
@@ -127,12 +134,9 @@ class EagleDrafter(RecallingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
-        if law is Law.IID:
-            return self._draft_sampled(requests, plan, tree_slots)
         if law is Law.FIXED:
             return self._draft_fixed(requests, plan, tree_slots)
-        known = ", ".join(sorted(self.laws))
-        raise InvalidArgument("law", str(law), f"one an EAGLE drafter draws: {known}")
+        return self._draft_sampled(requests, plan, law, tree_slots)
 
     def snapshot(self, request: Request) -> EagleSnapshot:
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
@@ -186,21 +190,20 @@ class EagleDrafter(RecallingDrafter):
         return DraftLaws(ids, probs)
 
     def _draft_sampled(
-        self, requests: Sequence[Request], plan: Plan, tree_slots: Sequence[Tensor]
+        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
     ) -> DraftTree:
         width = min(plan.draft_width, self.head.config.draft_vocab_size)
-        trees = [SampledTree(r.token_ids[-1], self._uniforms(r, plan), width) for r in requests]
+        kind = _SAMPLED_TREES[law]
+        trees = [kind(r.token_ids[-1], self._uniforms(r, plan), width) for r in requests]
         params = [_draft_params(request, plan) for request in requests]
 
-        def laws(logits: Tensor, rows_each: list[int]) -> tuple[Tensor, Tensor]:
+        def laws(logits: Tensor, rows_each: list[int]) -> DraftLaws:
             settings = WarpSettings.of(params, rows_each, device=logits.device)
-            drawn = draft_laws(
+            return draft_laws(
                 logits, settings, width=width, draft_to_target=self.head.draft_to_target
             )
-            return drawn.ids, drawn.probs
 
-        self._grow(requests, trees, plan.depth, tree_slots, laws)
-        return stack_trees([t.finish() for t in trees], Law.IID, device=self._device)
+        return self._grow(requests, trees, plan, law, tree_slots, laws)
 
     def _draft_fixed(
         self, requests: Sequence[Request], plan: Plan, tree_slots: Sequence[Tensor]
@@ -208,21 +211,20 @@ class EagleDrafter(RecallingDrafter):
         budget = plan.paths * plan.depth
         trees = [BestFirstTree(r.token_ids[-1], beam=plan.paths, budget=budget) for r in requests]
 
-        def laws(logits: Tensor, rows_each: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-            best = log_laws(logits, width=plan.paths, draft_to_target=self.head.draft_to_target)
-            return best.ids, best.probs
+        def laws(logits: Tensor, rows_each: list[int]) -> DraftLaws:  # noqa: ARG001
+            return log_laws(logits, width=plan.paths, draft_to_target=self.head.draft_to_target)
 
-        self._grow(requests, trees, plan.depth, tree_slots, laws)
-        return stack_trees([t.finish() for t in trees], Law.FIXED, device=self._device)
+        return self._grow(requests, trees, plan, Law.FIXED, tree_slots, laws)
 
     def _grow(
         self,
         requests: Sequence[Request],
         trees: Sequence[GrowingTree],
-        depth: int,
+        plan: Plan,
+        law: Law,
         tree_slots: Sequence[Tensor],
-        laws: Callable[[Tensor, list[int]], tuple[Tensor, Tensor]],
-    ) -> None:
+        laws: Callable[[Tensor, list[int]], DraftLaws],
+    ) -> DraftTree:
         """Grow every tree level by level: laws, new nodes, and a forward of the new nodes."""
         frontiers = [[0] for _ in trees]
         drafted = [
@@ -230,33 +232,37 @@ class EagleDrafter(RecallingDrafter):
             for request, slots in zip(requests, tree_slots, strict=True)
         ]
         hidden = torch.stack([self._root_hidden(request) for request in requests])
-        for level in range(depth):
+        for level in range(plan.depth):
             counts = [len(frontier) for frontier in frontiers]
-            ids, values = laws(self.head.logits(hidden), counts)
+            drawn = laws(self.head.logits(hidden), counts)
+            ids, values = drawn.ids.cpu().numpy(), drawn.probs.cpu().numpy()
+            spans = list(pairwise(accumulate(counts, initial=0)))
             new = [
-                tree.grow(frontier, i, v)
-                for tree, frontier, i, v in zip(
-                    trees,
-                    frontiers,
-                    torch.split(ids.cpu(), counts),
-                    torch.split(values.cpu(), counts),
-                    strict=True,
-                )
+                tree.grow(frontier, ids[first:end], values[first:end])
+                for tree, frontier, (first, end) in zip(trees, frontiers, spans, strict=True)
             ]
-            if level + 1 == depth:
-                return
+            if level + 1 == plan.depth:
+                break
             parents = [
-                rows[[frontier.index(tree.parent_of(node)) for node in nodes]]
-                for rows, frontier, tree, nodes in zip(
-                    torch.split(hidden, counts), frontiers, trees, new, strict=True
+                first + frontier.index(tree.parent_of(node))
+                for tree, frontier, (first, _), nodes in zip(
+                    trees, frontiers, spans, new, strict=True
                 )
+                for node in nodes
             ]
             segments = [
                 rows.segment([(n, tree.token_of(n), tree.parent_of(n)) for n in nodes])
                 for rows, tree, nodes in zip(drafted, trees, new, strict=True)
             ]
-            hidden = self._run(segments, torch.cat(parents))
+            hidden = self._run(segments, hidden[parents])
             frontiers = new
+        return stack_trees(
+            [tree.finish() for tree in trees],
+            law,
+            paths=trees[0].max_paths,
+            length=plan.depth,
+            device=self._device,
+        )
 
     def _run(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run the head over packed segments; ``hidden`` ``[tokens, hidden]`` in and out."""
@@ -303,25 +309,29 @@ class _DraftedRows:
     def __init__(self, request: Request, slots: Tensor) -> None:
         self._context = request.slots
         self._slots = slots
-        self._positions: list[int] = []
-        self._ancestry: dict[int, list[int]] = {0: []}  # rows a node sees, itself included
+        self._rows: dict[int, int] = {}
+        self._visible = np.zeros((len(slots), len(slots)), dtype=bool)
+        self._positions = np.zeros(len(slots), dtype=np.int64)
 
     def segment(self, nodes: Sequence[tuple[int, int, int]]) -> Segment:
         """Add the rows of new nodes, each (node, token, parent), and return their segment."""
-        first = len(self._positions)
-        visible = torch.zeros((len(nodes), first + len(nodes)), dtype=torch.bool)
-        for i, (node, _, parent) in enumerate(nodes):
-            self._ancestry[node] = [*self._ancestry[parent], first + i]
-            visible[i, self._ancestry[node]] = True
-            self._positions.append(len(self._context) + len(self._ancestry[node]) - 1)
-        positions = torch.tensor(self._positions)
+        first = len(self._rows)
+        for row, (node, _, parent) in enumerate(nodes, start=first):
+            self._rows[node] = row
+            self._positions[row] = len(self._context)
+            if parent in self._rows:
+                self._visible[row] = self._visible[self._rows[parent]]
+                self._positions[row] = self._positions[self._rows[parent]] + 1
+            self._visible[row, row] = True
+        end = len(self._rows)
+        positions = torch.from_numpy(self._positions[:end])
         return Segment(
             token_ids=torch.tensor([token for _, token, _ in nodes]),
             positions=positions[first:],
             context_slots=self._context,
-            tree_slots=self._slots[: len(positions)],
+            tree_slots=self._slots[:end],
             tree_positions=positions,
-            visible=visible,
+            visible=torch.from_numpy(self._visible[first:end, :end]),
         )
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from eaglegbv.drafters.draft_law import pick
 from eaglegbv.tree import DraftTree, Law
 
 
@@ -44,14 +42,21 @@ class GrowingTree(ABC):
         self._parents = [0]
         self._depth = [0]
 
+    @property
     @abstractmethod
-    def grow(self, frontier: Sequence[int], ids: Tensor, values: Tensor) -> list[int]:
+    def max_paths(self) -> int:
+        """Most paths a tree of this kind and size can have, whatever is drawn."""
+
+    @abstractmethod
+    def grow(
+        self, frontier: Sequence[int], ids: NDArray[np.int64], values: NDArray[np.float64]
+    ) -> list[int]:
         """Add children of the nodes ``frontier``; return the new nodes to grow from, in order.
 
         Args:
             frontier: Nodes of the deepest level.
-            ids: ``[frontier, width]`` int64, candidates for each one's children.
-            values: ``[frontier, width]`` float64, what the law says of them.
+            ids: ``[frontier, width]``, candidates for each one's children.
+            values: ``[frontier, width]``, what the law says of them.
         """
 
     @abstractmethod
@@ -73,57 +78,6 @@ class GrowingTree(ABC):
         return len(self._token_ids) - 1
 
 
-class SampledTree(GrowingTree):
-    """The trie of K paths drawn from the draft law, each with random numbers of its own.
-
-    Paths with the same prefix share a node and its law, and go on drawing independently. Every
-    path is grown to its full length: none is dropped after its tokens have been seen, which would
-    change the law the tokens follow.
-    """
-
-    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
-        """Start from the root.
-
-        Args:
-            root: Token id of the root.
-            uniforms: ``[paths, length]`` float64, the number each path draws with at each depth.
-            width: Size of the draft laws' support.
-        """
-        paths, length = uniforms.shape
-        super().__init__(root)
-        self._paths: list[list[int]] = [[] for _ in range(paths)]
-        self._draft_ids = np.zeros((1 + paths * length, width), dtype=np.int64)
-        self._draft_probs = np.zeros((1 + paths * length, width))
-        self._uniforms = uniforms
-
-    def grow(self, frontier: Sequence[int], ids: Tensor, values: Tensor) -> list[int]:
-        """Draw the next token of every path from ``values``, the probabilities of ``ids``."""
-        nodes = list(frontier)
-        self._draft_ids[nodes], self._draft_probs[nodes] = ids.numpy(), values.numpy()
-        depth = self._depth[nodes[0]]
-        children: dict[tuple[int, int], int] = {}
-        for number, path in enumerate(self._paths):
-            parent = path[-1] if path else 0
-            choice = pick(self._draft_probs[parent], self._uniforms[number, depth])
-            key = parent, int(self._draft_ids[parent, choice])
-            if key not in children:
-                children[key] = self._add(*key)
-            path.append(children[key])
-        return list(children.values())
-
-    def finish(self) -> GrownTree:
-        """Return the tree with the laws its nodes' children were drawn from."""
-        nodes = len(self._token_ids)
-        return GrownTree(
-            self._token_ids,
-            self._parents,
-            self._depth,
-            self._paths,
-            self._draft_ids[:nodes],
-            self._draft_probs[:nodes],
-        )
-
-
 class BestFirstTree(GrowingTree):
     """EAGLE-2's dynamic tree: the most probable nodes by the product of draft probabilities.
 
@@ -138,7 +92,14 @@ class BestFirstTree(GrowingTree):
         self._budget = budget
         self._scores = [0.0]
 
-    def grow(self, frontier: Sequence[int], ids: Tensor, values: Tensor) -> list[int]:
+    @property
+    def max_paths(self) -> int:
+        """Every node may be a leaf."""
+        return self._budget
+
+    def grow(
+        self, frontier: Sequence[int], ids: NDArray[np.int64], values: NDArray[np.float64]
+    ) -> list[int]:
         """Add every candidate, ``values`` their log-probabilities; return the ``beam`` best."""
         first = len(self._token_ids)
         for parent, tokens, scores in zip(frontier, ids.tolist(), values.tolist(), strict=True):
@@ -178,37 +139,43 @@ def _path_to(node: int, parents: Sequence[int], depth: int) -> list[int]:
     return path[::-1]
 
 
-def stack_trees(trees: Sequence[GrownTree], law: Law, *, device: torch.device) -> DraftTree:
-    """Pad the trees of a batch to the largest."""
-    nodes = max(len(tree.token_ids) for tree in trees)
-    paths = max(len(tree.paths) for tree in trees)
-    length = max(len(path) for tree in trees for path in tree.paths)
+def stack_trees(
+    trees: Sequence[GrownTree], law: Law, *, paths: int, length: int, device: torch.device
+) -> DraftTree:
+    """Pad the trees of a batch: the nodes to the largest tree's, the paths to a given size.
 
-    def tensor(rows: list[list[int]] | list[list[list[int]]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=device)
-
-    def flat(values: list[int]) -> list[int]:
-        return values + [0] * (nodes - len(values))
-
-    def square(tree: GrownTree) -> list[list[int]]:
-        rows = [path + [path[-1]] * (length - len(path)) for path in tree.paths]
-        return rows + [[0] * length] * (paths - len(rows))
-
-    def stack(arrays: list[NDArray[np.int64]] | list[NDArray[np.float64]]) -> Tensor:
-        padding = [(0, nodes - len(array)) for array in arrays]
-        rows = [np.pad(a, (pad, (0, 0))) for a, pad in zip(arrays, padding, strict=True)]
-        return torch.from_numpy(np.stack(rows)).to(device)
-
+    Args:
+        trees: The trees.
+        law: How their children arose.
+        paths: Number of paths to pad to.
+        length: Length of a path to pad to. A verifier finds its random numbers by the place of a
+            path, so these two must depend on the plan alone and not on the batch.
+        device: Where the result lives.
+    """
+    batch, nodes = len(trees), max(len(tree.token_ids) for tree in trees)
+    width = trees[0].draft_ids.shape[1]
+    lists = np.zeros((3, batch, nodes), dtype=np.int64)
+    path_nodes = np.zeros((batch, paths, length), dtype=np.int64)
+    path_lengths = np.zeros((batch, paths), dtype=np.int64)
+    draft_ids = np.zeros((batch, nodes, width), dtype=np.int64)
+    draft_probs = np.zeros((batch, nodes, width))
+    for b, tree in enumerate(trees):
+        count = len(tree.token_ids)
+        lists[:, b, :count] = tree.token_ids, tree.parents, tree.depth
+        for k, path in enumerate(tree.paths):
+            path_nodes[b, k, : len(path)] = path
+            path_nodes[b, k, len(path) :] = path[-1]
+            path_lengths[b, k] = len(path)
+        draft_ids[b, :count], draft_probs[b, :count] = tree.draft_ids, tree.draft_probs
+    token_ids, parents, depth = torch.from_numpy(lists).to(device)
     return DraftTree(
         law=law,
-        token_ids=tensor([flat(tree.token_ids) for tree in trees]),
-        parents=tensor([flat(tree.parents) for tree in trees]),
-        depth=tensor([flat(tree.depth) for tree in trees]),
+        token_ids=token_ids,
+        parents=parents,
+        depth=depth,
         num_nodes=torch.tensor([len(tree.token_ids) for tree in trees], device=device),
-        path_nodes=tensor([square(tree) for tree in trees]),
-        path_lengths=tensor(
-            [[len(p) for p in tree.paths] + [0] * (paths - len(tree.paths)) for tree in trees]
-        ),
-        draft_ids=stack([tree.draft_ids for tree in trees]),
-        draft_probs=stack([tree.draft_probs for tree in trees]),
+        path_nodes=torch.from_numpy(path_nodes).to(device),
+        path_lengths=torch.from_numpy(path_lengths).to(device),
+        draft_ids=torch.from_numpy(draft_ids).to(device),
+        draft_probs=torch.from_numpy(draft_probs).to(device),
     )

@@ -19,7 +19,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         paths: Number of drafted paths, K.
         depth: Number of drafted tokens of a path, L.
         law: How the tree's children arise; ``None`` takes the verifier's own (``iid`` where it
-            accepts sampled paths, else ``fixed``).
+            accepts sampled paths, else the one it is made for). A tree has at most
+            ``paths * depth`` drafted nodes:
+            ``iid``: K paths drawn independently from the root on.
+            ``wor``: K paths whose first tokens are drawn without replacement, one path below each.
+            ``greedy``: K paths whose first tokens are the K - 1 most likely ones and one drawn from
+            the rest; below each, one path of drawn tokens.
+            ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
+            least 2.
+            ``fixed``: the ``paths * depth`` most likely nodes that a beam of K finds.
         draft_width: Number of candidates a draft law keeps, most likely first; the law is
             renormalised on them.
         draft_temperature: Temperature of the draft law as a multiple of the request's own. A free

@@ -117,6 +117,9 @@ class Engine:
         verifier = self._verifier(plan.verifier)
         law = law_of(plan, verifier)
         verifier.check_law(law, plan.paths)
+        if plan.paths < law.min_paths:
+            expected = f"at least {law.min_paths} for draft law {str(law)!r}"
+            raise InvalidArgument("paths", plan.paths, expected)
         if isinstance(verifier, StatefulVerifier):
             self._recalling(plan)
         for needed in (law, Law.FIXED):

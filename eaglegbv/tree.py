@@ -39,6 +39,11 @@ class Law(StrEnum):
     FIXED = "fixed"
     """Any function of what the drafter knows before sampling."""
 
+    @property
+    def min_paths(self) -> int:
+        """Fewest paths a drafter needs room for."""
+        return 2 if self is Law.HUB else 1
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:

@@ -39,10 +39,11 @@ class WarpSettings:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Gather the settings of requests that own ``rows_each`` consecutive rows."""
-        repeats = torch.tensor(rows_each, device=device)
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device).repeat_interleave(repeats)
+            # Repeated here: a device would have to be asked for the number of rows.
+            rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
+            return torch.tensor(rows, dtype=dtype, device=device)
 
         no_limit = 2**31
         top_k = [no_limit if p.top_k is None else p.top_k for p in params]

@@ -28,7 +28,9 @@ Dtype = Annotated[
 ]
 LawName = Annotated[
     str | None,
-    typer.Option(help="Draft law: iid or fixed.", show_default="the verifier's own"),
+    typer.Option(
+        help="Draft law: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
+    ),
 ]
 DraftWidth = Annotated[int, typer.Option(help="Candidates a draft law keeps.")]
 DraftTemperature = Annotated[

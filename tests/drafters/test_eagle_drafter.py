@@ -19,7 +19,6 @@ from support.drafting import (
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle_head import Arch
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftTree, Law, check_tree
@@ -194,7 +193,7 @@ def test_catching_up_early_or_late_is_the_same(pair):
     assert torch.equal(one.draft_probs, other.draft_probs)
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.FIXED])
+@pytest.mark.parametrize("law", list(Law))
 def test_two_requests_together_get_what_each_gets_alone(pair, law):
     starts = [(PROMPT, 11, 3), ([1, 2], 30, 4), ([8] * 9, 0, 5)]
     together = Session(pair)
@@ -326,10 +325,15 @@ def test_a_request_of_another_drafter_is_refused(pair):
 
 
 @pytest.mark.parametrize("law", [Law.WOR, Law.GREEDY, Law.HUB])
-def test_a_law_it_does_not_draw_is_refused(pair, law):
+def test_trees_of_the_other_laws_carry_the_heads_laws_over_several_commits(pair, law):
     session = Session(pair)
-    request = session.start(PROMPT, 11, PLAN)
-    with pytest.raises(InvalidArgument) as caught:
-        session.draft([request], law)
-    assert str(caught.value) == f"law='{law}': expected one an EAGLE drafter draws: fixed, iid"
-    assert law not in session.drafter.laws
+    request = session.start(PROMPT, 11, PLAN, seed=3)
+    assert law in session.drafter.laws
+    for accepted in ACCEPTED:
+        tree = session.draft([request], law)
+        check_tree(tree)
+        assert tree.law is law
+        assert tree.length == int(tree.path_lengths.max()) == PLAN.depth
+        assert int(tree.num_nodes[0]) == 1 + PLAN.depth * (2 if law is Law.HUB else PLAN.paths)
+        check_laws(pair, tree, 0, text_of(request))
+        advance(session, request, tree, 0, accepted)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eaglegbv.drafters.tree_builder import BestFirstTree, GrownTree, SampledTree, stack_trees
+from eaglegbv.drafters.sampled_trees import IidTree
+from eaglegbv.drafters.tree_builder import BestFirstTree, GrownTree, stack_trees
 from eaglegbv.tree import Law, check_tree
 from eaglegbv.uniforms import Purpose, Stream
 
@@ -36,18 +37,25 @@ def prefix_of(tree, node):
     return tuple(parts[::-1])
 
 
-def grow_fully(tree, depth, law, dtype=torch.float64):
+def grow_fully(tree, depth, law):
     frontier = [0]
     for _ in range(depth):
         laws = [law(prefix_of(tree, node)) for node in frontier]
-        ids = torch.tensor(np.stack([ids for ids, _ in laws]))
-        probs = torch.tensor(np.stack([probs for _, probs in laws]), dtype=dtype)
+        ids = np.stack([ids for ids, _ in laws])
+        probs = np.stack([probs for _, probs in laws])
         frontier = tree.grow(frontier, ids, probs)
     return tree.finish()
 
 
+def stack(grown, law, *, paths=None, length=None):
+    """A batch, its paths padded to the most and the longest there are unless told."""
+    paths = paths or max(len(tree.paths) for tree in grown)
+    length = length or max(len(path) for tree in grown for path in tree.paths)
+    return stack_trees(grown, law, paths=paths, length=length, device=CPU)
+
+
 def sampled(uniforms, law=law_at):
-    return grow_fully(SampledTree(99, uniforms, WIDTH), uniforms.shape[1], law)
+    return grow_fully(IidTree(99, uniforms, WIDTH), uniforms.shape[1], law)
 
 
 def tokens_of(grown, path):
@@ -146,7 +154,7 @@ def draw_alone(uniforms, law):
 def test_a_sampled_tree_is_the_trie_of_its_paths(numbers, seed):
     uniforms = np.array(numbers)
     grown = sampled(uniforms, lambda prefix: law_at(prefix, seed))
-    tree = stack_trees([grown], Law.IID, device=CPU)
+    tree = stack([grown], Law.IID)
     check_tree(tree)
     assert tree.law is Law.IID
     # Every path is there at full length, in the order drawn, duplicates kept.
@@ -179,7 +187,7 @@ def test_paths_that_agree_are_all_kept():
     grown = sampled(np.full((4, 3), 0.5))
     assert len(grown.paths) == 4
     assert grown.paths == [[1, 2, 3]] * 4
-    tree = stack_trees([grown], Law.IID, device=CPU)
+    tree = stack([grown], Law.IID)
     assert tree.multiplicity().tolist() == [[4, 4, 4, 4]]
 
 
@@ -256,7 +264,7 @@ def test_a_best_first_tree_is_that_of_its_definition(seed, beam, depth, budget):
     assert set(prefixes) == {(), *best}
     assert len(grown.token_ids) - 1 == min(budget, len(candidates))
     # Every leaf has its path, and no path ends elsewhere.
-    tree = stack_trees([grown], Law.FIXED, device=CPU)
+    tree = stack([grown], Law.FIXED)
     check_tree(tree)
     assert tree.width == 0
     leaves = {p for p in prefixes if p and not any(q[:-1] == p for q in prefixes if q)}
@@ -272,7 +280,7 @@ def test_a_child_never_outranks_its_parent_even_in_a_tie(value, budget):
         return np.arange(2) + 10 * len(prefix), np.array([value, value])
 
     grown = grow_fully(BestFirstTree(99, beam=2, budget=budget), 3, law)
-    check_tree(stack_trees([grown], Law.FIXED, device=CPU))
+    check_tree(stack([grown], Law.FIXED))
     assert len(grown.token_ids) == 1 + min(budget, 2 + 4 + 4)
 
 
@@ -287,7 +295,7 @@ def test_a_broken_head_still_gives_a_tree(seed, beam, budget):
         return np.arange(beam), scores
 
     grown = grow_fully(BestFirstTree(99, beam=beam, budget=budget), 3, law)
-    check_tree(stack_trees([grown], Law.FIXED, device=CPU))
+    check_tree(stack([grown], Law.FIXED))
 
 
 def test_a_certain_chain_is_preferred_to_its_siblings():
@@ -308,11 +316,11 @@ def test_trees_of_different_sizes_are_padded_into_one_batch():
         best_first(4, beam=1, budget=2, depth=2),
         best_first(5, beam=3, budget=1, depth=1),
     ]
-    batch = stack_trees(grown, Law.FIXED, device=CPU)
+    batch = stack(grown, Law.FIXED)
     check_tree(batch)
     assert batch.num_nodes.tolist() == [10, 3, 2]
     for b, one in enumerate(grown):
-        alone = stack_trees([one], Law.FIXED, device=CPU)
+        alone = stack([one], Law.FIXED)
         nodes, paths = alone.nodes, alone.paths
         for name in ("token_ids", "parents", "depth"):
             assert torch.equal(getattr(batch, name)[b, :nodes], getattr(alone, name)[0])
@@ -328,11 +336,27 @@ def test_trees_of_different_sizes_are_padded_into_one_batch():
         assert torch.equal(batch.multiplicity()[b, 1:nodes], alone.multiplicity()[0, 1:])
 
 
+def test_paths_are_padded_to_what_the_plan_says_and_not_to_the_batch():
+    # A verifier finds its numbers by the place of a path: company must not move it.
+    small, large = (
+        best_first(4, beam=1, budget=2, depth=2),
+        best_first(3, beam=4, budget=9, depth=4),
+    )
+    assert len(small.paths) < len(large.paths) < 9
+    alone = stack([small], Law.FIXED, paths=9, length=5)
+    together = stack([small, large], Law.FIXED, paths=9, length=5)
+    for batch in (alone, together):
+        check_tree(batch)
+        assert (batch.paths, batch.length) == (9, 5)
+    assert torch.equal(together.path_nodes[:1], alone.path_nodes)
+    assert torch.equal(together.path_lengths[:1], alone.path_lengths)
+
+
 def test_sampled_trees_keep_their_laws_in_a_batch():
     rng = np.random.default_rng(0)
     grown = [sampled(rng.random((3, 3)), lambda p, s=s: law_at(p, s)) for s in range(4)]
     grown.append(sampled(np.full((3, 3), 0.3)))  # a single chain
-    batch = stack_trees(grown, Law.IID, device=CPU)
+    batch = stack(grown, Law.IID)
     check_tree(batch)
     assert len(set(batch.num_nodes.tolist())) > 1
     for b, one in enumerate(grown):

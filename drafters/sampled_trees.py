@@ -1,0 +1,198 @@
+"""Trees whose tokens are drawn from the laws they carry: one class per draft law.
+
+A tree of K paths of length L has a matrix of uniform numbers ``[K, L]`` of its own request and
+step, column d for the children of the nodes of depth d. Which number a draw uses is settled by what
+was drawn before, never by its own outcome, and none is used twice.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eaglegbv.drafters.draft_law import pick
+from eaglegbv.drafters.tree_builder import GrowingTree, GrownTree
+
+
+class SampledTree(GrowingTree):
+    """A tree of drawn tokens, with the laws its nodes' children were drawn from."""
+
+    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
+        """Start from the root.
+
+        Args:
+            root: Token id of the root.
+            uniforms: ``[paths, length]`` float64 in [0, 1).
+            width: Size of the draft laws' support.
+        """
+        super().__init__(root)
+        paths, length = uniforms.shape
+        self._uniforms = uniforms
+        self._paths: list[list[int]] = [[]]
+        self._draft_ids = np.zeros((1 + paths * length, width), dtype=np.int64)
+        self._draft_probs = np.zeros((1 + paths * length, width))
+
+    @property
+    def max_paths(self) -> int:
+        """Most paths: as many as numbers were given for."""
+        return len(self._uniforms)
+
+    def grow(
+        self, frontier: Sequence[int], ids: NDArray[np.int64], values: NDArray[np.float64]
+    ) -> list[int]:
+        """Draw children of ``frontier`` from ``values``, the probabilities of ``ids``."""
+        nodes = list(frontier)
+        self._draft_ids[nodes], self._draft_probs[nodes] = ids, values
+        return self._extend(nodes, self._uniforms[:, self._depth[nodes[0]]])
+
+    @abstractmethod
+    def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
+        """Extend the paths that end at ``frontier``; return the new nodes to grow from."""
+
+    def finish(self) -> GrownTree:
+        """Return the tree with the laws its nodes' children were drawn from."""
+        nodes = len(self._token_ids)
+        return GrownTree(
+            self._token_ids,
+            self._parents,
+            self._depth,
+            self._paths,
+            self._draft_ids[:nodes],
+            self._draft_probs[:nodes],
+        )
+
+
+class IidTree(SampledTree):
+    """Law ``iid``: the trie of K paths drawn independently, each with a row of numbers of its own.
+
+    Paths with the same prefix share a node and its law, and go on drawing independently. Every
+    path is grown to its full length: none is dropped after its tokens have been seen, which would
+    change the law the tokens follow.
+    """
+
+    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
+        super().__init__(root, uniforms, width)
+        self._paths = [[] for _ in uniforms]
+
+    def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
+        del frontier  # every path ends there
+        children: dict[tuple[int, int], int] = {}
+        for path, uniform in zip(self._paths, uniforms, strict=True):
+            parent = path[-1] if path else 0
+            choice = pick(self._draft_probs[parent], uniform)
+            key = parent, int(self._draft_ids[parent, choice])
+            if key not in children:
+                children[key] = self._add(*key)
+            path.append(children[key])
+        return list(children.values())
+
+
+class BranchingTree(SampledTree):
+    """A tree in which siblings are different drafts: one path for each leaf, depth first.
+
+    Siblings are numbered, and their paths listed, in the order drawn.
+    """
+
+    def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
+        numbers = iter(uniforms)
+        first = len(self._token_ids)
+        paths = []
+        for path in self._paths:
+            node = path[-1] if path else 0
+            if node not in frontier:
+                paths.append(path)
+                continue
+            tokens = self._draft_ids[node, self._draw(node, numbers)].tolist()
+            paths += [[*path, self._add(node, token)] for token in tokens]
+        self._paths = paths
+        return list(range(first, len(self._token_ids)))
+
+    @abstractmethod
+    def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
+        """Draw the children of ``node``: places in its law, in draft order, at least one."""
+
+    def _fork(self, node: int) -> int:
+        """Return how many drafts a node gets: K at the root, one below, so K paths in all."""
+        return 1 if node else len(self._uniforms)
+
+    def _popular(self, node: int) -> list[int]:
+        """Return the places of a node's possible tokens: most likely first, ties by token id.
+
+        The order in which verifiers look for the tokens that were not drawn at random.
+        """
+        probs = self._draft_probs[node]
+        order = np.lexsort((self._draft_ids[node], -probs))
+        return [place for place in order.tolist() if probs[place] != 0]
+
+
+class WorTree(BranchingTree):
+    """Law ``wor``: the root's K children are drawn without replacement; each goes on as one path.
+
+    So K paths with different first tokens, fewer where the root's law has a smaller support.
+    """
+
+    def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
+        left = self._draft_probs[node].copy()
+        drawn: list[int] = []
+        while len(drawn) < self._fork(node) and left.any():
+            drawn.append(pick(left, next(numbers)))
+            left[drawn[-1]] = 0
+        return drawn
+
+
+class GreedyTree(BranchingTree):
+    """Law ``greedy``: the root's K - 1 most likely tokens, and one drawn from the rest of its law.
+
+    Each goes on as one path whose tokens are drawn from their whole laws: ``greedy`` with one
+    child, none of them fixed. A root's law with a support of K - 1 or less gives it all.
+    """
+
+    def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
+        kept = self._popular(node)[: self._fork(node) - 1]
+        rest = self._draft_probs[node].copy()
+        rest[kept] = 0
+        return [*kept, pick(rest, next(numbers))] if rest.any() else kept
+
+
+class HubTree(BranchingTree):
+    """Law ``hub``: pairs below the ``K // 2`` most likely nodes of each level, so K nodes a level.
+
+    A pair is a token drawn from the law and the hub, its most likely token; or, where the hub
+    itself was drawn, the hub and a token drawn from the rest, if there is any (SpecHub,
+    arXiv 2411.05289). Nodes are ranked by the product of draft probabilities along their path. That
+    looks at siblings too, but only at what was drawn before a node's own children are: whichever
+    nodes go on, their children are such pairs, which is all that a rule asks for that decides at
+    one node after the other from the root down. K is at least 2; an odd K does as K - 1.
+    """
+
+    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
+        super().__init__(root, uniforms, width)
+        self._scores = [1.0]
+
+    @property
+    def max_paths(self) -> int:
+        """A pair turns one path into two."""
+        paths, length = self._uniforms.shape
+        return 1 + int(paths // 2 * length)
+
+    def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
+        nodes = super()._extend(frontier, uniforms)
+        self._scores += [self._score(node) for node in nodes]
+        best = sorted(nodes, key=lambda node: -self._scores[node])
+        return sorted(best[: len(uniforms) // 2])
+
+    def _score(self, node: int) -> float:
+        parent = self.parent_of(node)
+        own = self._draft_ids[parent] == self.token_of(node)
+        return self._scores[parent] * float(self._draft_probs[parent, own].sum())
+
+    def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
+        probs = self._draft_probs[node]
+        hub = self._popular(node)[0]
+        first = pick(probs, next(numbers))
+        if first != hub:
+            return [first, hub]
+        rest = probs.copy()
+        rest[hub] = 0
+        return [hub, pick(rest, next(numbers))] if rest.any() else [hub]
