@@ -39,7 +39,7 @@ class GlobalResolutionVerifier(Verifier):
 
 
 class HostSolver(Verifier):
-    """Global resolution by a solver that lists all draft sets: on the host, for tiny supports.
+    """Global resolution by a solver that runs on the host, for comparison.
 
     Attributes:
         resolution: The rule; ``resolution.fallbacks`` counts nodes at which the solver failed and
@@ -47,7 +47,7 @@ class HostSolver(Verifier):
     """
 
     source: ClassVar[str] = "Thomas & Pal, Global Resolution (2511.15898)"
-    cost: ClassVar[str] = "O(V^n) on the host, for comparison only"
+    cost: ClassVar[str] = "O(W^n) on the host, for comparison only"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
     solver: ClassVar[Solver]
 

@@ -6,40 +6,37 @@ that very plan, summed over all draft sets, so a solver's tolerance costs accept
 losslessness.
 
 * ``exact``: the transport of :mod:`~eaglegbv.verifiers.reference.transport`; no tolerance.
-* ``convex``: weights exp(a_x), among the drafts above the critical prefix (all of them if none is
-  above) one in proportion to its weight. The weights that give the optimal b minimise
-  E[log of the sum of a set's weights] - sum b_x a_x, convex in at most V variables; L-BFGS-B
-  within |a| <= 30 (laws on the boundary ask for infinite weights). Acceptance falls short of the
-  optimum by at most half the L1 distance of the plan's law from b; above a tolerance the solver
-  has failed and the node falls back to K-SEQ, which is counted.
+* ``convex``: weights found by a truncated convex programme, with a bound on the acceptance lost
+  (:mod:`~eaglegbv.verifiers.reference.convex_selection`).
 * ``max_flow``: the linear program as an integer flow, capacities in units of 2^-30.
 * ``lp``: the linear program, solved with HiGHS.
 
-The last three list all draft sets: for tiny supports.
+The last two list all draft sets, of which there may be a thousand. A solver has failed where its
+loss of acceptance may exceed a tolerance, or where it cannot be run; the node falls back to K-SEQ
+then, which is counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import accumulate
+from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import minimize
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.reference.chooser import Chooser, selection_index
+from eaglegbv.verifiers.reference.convex_selection import convex_selection
 from eaglegbv.verifiers.reference.oracles import DraftSets, draft_sets_iid, transport_plan
 from eaglegbv.verifiers.reference.probs import (
     Number,
     Prefix,
     Probs,
-    magnitude,
     normalised,
     residual_or_target,
+    support,
 )
 from eaglegbv.verifiers.reference.spectr import k_seq
 from eaglegbv.verifiers.reference.transport import select, transport
@@ -49,7 +46,9 @@ from eaglegbv.verifiers.reference.walk import Accepted, Rejected, accepts_draft,
 TOLERANCE = 1e-3
 """Loss of acceptance above which a solver counts as failed."""
 
-WEIGHT_RANGE = 30.0
+MOST_SETS = 1000
+"""Draft sets that ``max_flow`` and ``lp`` take at most: their matrices are dense."""
+
 UNITS = 1 << 30
 
 
@@ -64,15 +63,15 @@ class Solver(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which draft to select from every draft set.
+    """Which of the drafts to select.
 
     Attributes:
-        rows: For each set the law of the token selected from it.
+        chances: Drafted tokens -> the probability with which each of these drafts is selected.
         law: b, the law of the token selected.
         shortfall: Bound on the acceptance lost against the optimum.
     """
 
-    rows: Mapping[frozenset[int], Mapping[int, Number]]
+    chances: Callable[[Sequence[int]], Sequence[Number]]
     law: Probs
     shortfall: float
 
@@ -103,14 +102,16 @@ class GlobalResolution:
             x = select(node, drafts, len(prefix), len(tree.paths), chooser)
             return _accept(tree, prefix, x, node.law, chooser)
         plan = solve(self.solver, p, q, len(drafts))
-        if plan.shortfall > self.tolerance:
+        if plan is None or plan.shortfall > self.tolerance:
             self.fallbacks += 1
             return k_seq(tree, prefix, chooser)
-        children = tuple(tree.children(prefix))
-        row = plan.rows[frozenset(children)]
+        tokens = tuple(drafts.values())
+        row: dict[int, Number] = dict.fromkeys(tree.children(prefix), 0)
+        for x, chance in zip(tokens, plan.chances(tokens), strict=True):
+            row[x] += chance
         index = selection_index(len(tree.paths), len(prefix), 0, 0)
-        chosen = chooser.choose([row.get(x, 0) for x in children], Purpose.SELECTION, index)
-        return _accept(tree, prefix, children[chosen], plan.law, chooser)
+        chosen = chooser.choose(list(row.values()), Purpose.SELECTION, index)
+        return _accept(tree, prefix, tuple(row)[chosen], plan.law, chooser)
 
 
 def _accept(
@@ -125,27 +126,39 @@ def _accept(
 
 
 @lru_cache(maxsize=1 << 12)
-def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan:
-    """Return a solver's plan for ``drafts`` draws from ``q``."""
+def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
+    """Return a solver's plan for ``drafts`` draws from ``q``; None where the support is too large.
+
+    Raises:
+        ValueError: The exact transport needs no plan.
+    """
+    if solver is Solver.EXACT:
+        raise ValueError("the exact transport needs no plan over draft sets")
+    if solver is Solver.CONVEX:
+        found = convex_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
+        return Plan(found.chances, tuple(found.law.tolist()), found.shortfall)
+    if count_draft_sets(len(support(q)), drafts) > MOST_SETS:
+        return None
     sets = draft_sets_iid(q, drafts)
-    match solver:
-        case Solver.CONVEX:
-            rows = _softmax_rows(p, q, drafts, sets)
-        case Solver.MAX_FLOW:
-            rows = _rows_of_mass(_flow(p, sets), sets)
-        case Solver.LP:
-            rows = _rows_of_mass(transport_plan(p, sets), sets)
-        case Solver.EXACT:
-            raise ValueError("the exact transport needs no plan over draft sets")
+    sent = _flow(p, sets) if solver is Solver.MAX_FLOW else transport_plan(p, sets)
+    rows = _rows_of_mass(sent, sets)
     law: list[Number] = [0] * len(p)
     for drawn, mass in sets.items():
         for x, probability in rows[drawn].items():
             law[x] += mass * probability
-    exact = transport(p, q, drafts)
-    distance = sum(float(magnitude(b - c)) for b, c in zip(law, exact.law, strict=True))
-    lost = float(exact.acceptance(p) - sum(min(px, b) for px, b in zip(p, law, strict=True)))
-    bound = distance / 2 if solver is Solver.CONVEX else max(0.0, lost)
-    return Plan(rows, tuple(law), bound)
+
+    def chances(tokens: Sequence[int]) -> list[Number]:
+        row = rows[frozenset(tokens)]
+        return [row[x] if x not in tokens[:i] else 0 for i, x in enumerate(tokens)]
+
+    accepted = sum(min(px, b) for px, b in zip(p, law, strict=True))
+    lost = float(transport(p, q, drafts).acceptance(p) - accepted)
+    return Plan(chances, tuple(law), max(0.0, lost))
+
+
+def count_draft_sets(width: int, drafts: int) -> int:
+    """Return how many sets of different tokens ``drafts`` draws from ``width`` tokens can form."""
+    return sum(comb(width, size) for size in range(1, drafts + 1))
 
 
 def _rows_of_mass(
@@ -173,64 +186,3 @@ def _flow(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
     graph = coo_array((capacity, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
     flow = maximum_flow(graph, source, sink).flow.toarray()
     return {(s, x): float(flow[1 + i, token + x]) / UNITS for i, s in enumerate(names) for x in s}
-
-
-def _softmax_rows(
-    p: Probs, q: Probs, drafts: int, sets: DraftSets
-) -> dict[frozenset[int], dict[int, Number]]:
-    """Select by weights: one convex problem above the critical prefix, one below it."""
-    node = transport(p, q, drafts)
-    low = frozenset(_critical_prefix(p, q, drafts))
-    eligible = {s: (s - low) or s for s in sets}
-    weights: dict[int, float] = {}
-    for group in (low, frozenset(node.order) - low):
-        family: dict[frozenset[int], float] = {}
-        for s, mass in sets.items():
-            if eligible[s] <= group:
-                family[eligible[s]] = family.get(eligible[s], 0.0) + float(mass)
-        if family:
-            weights |= _weights(family, sorted(group), [float(node.law[x]) for x in sorted(group)])
-    rows: dict[frozenset[int], dict[int, Number]] = {}
-    for s, chosen in eligible.items():
-        tokens = sorted(chosen)
-        top = max(weights[x] for x in tokens)
-        law = normalised(float(np.exp(weights[x] - top)) for x in tokens)
-        rows[s] = dict(zip(tokens, law, strict=True))
-    return rows
-
-
-def _critical_prefix(p: Probs, q: Probs, drafts: int) -> tuple[int, ...]:
-    """Return the lowest-ranked tokens H that minimise P(H) - q(H)^n."""
-    order = transport(p, q, drafts).order
-    P = [0.0, *accumulate(float(p[x]) for x in order)]
-    F = [0.0, *accumulate(float(q[x]) for x in order)]
-    excess = [Px - Fx**drafts for Px, Fx in zip(P, F, strict=True)]
-    return order[: excess.index(min(excess))]
-
-
-def _weights(
-    family: Mapping[frozenset[int], float], tokens: list[int], b: list[float]
-) -> dict[int, float]:
-    """Minimise E[log sum exp a] - b a over the weights a of ``tokens``."""
-    column = {x: i for i, x in enumerate(tokens)}
-    member = np.zeros((len(family), len(tokens)))
-    for i, s in enumerate(family):
-        member[i, [column[x] for x in s]] = 1.0
-    mass, marginal = np.array(list(family.values())), np.array(b)
-
-    def objective(a: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        top = a.max()
-        each = member * np.exp(a - top)
-        total = np.maximum(each.sum(1), 1e-300)
-        value = float(mass @ (np.log(total) + top) - marginal @ a)
-        return value, (mass / total) @ each - marginal
-
-    result = minimize(
-        objective,
-        np.zeros(len(tokens)),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(-WEIGHT_RANGE, WEIGHT_RANGE)] * len(tokens),
-        options={"ftol": 0.0, "gtol": 1e-12, "maxiter": 10_000, "maxfun": 20_000},
-    )
-    return dict(zip(tokens, result.x.tolist(), strict=True))
