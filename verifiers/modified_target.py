@@ -17,14 +17,14 @@ What an engine keeps for a request, from step to step:
   last column, if it remains, is the layer of the step just done.
 * For each layer what its draft law needs, a *snapshot*: the drafter's settings and state at the
   root of the step that pushed the layer, and the tokens committed since that root. The law of a
-  layer is that of its own step, not the current one, hence a drafter offers
-  ``law_along(snapshot, tokens)``: the law its step would have drawn from after ``tokens``.
+  layer is that of its own step, not the current one, hence a drafter must be able to recall what
+  that step would have drawn from (:class:`eaglegbv.drafters.base.RecallingDrafter`).
 * Nothing else. Steps without drafts (a root alone) go through the same verifier, so that debts are
   paid there too; layers survive pre-emption with the request.
 
-At verification it hands over ``Debts(layers, laws)``, where ``laws.after(tokens)`` asks the
-drafter's ``law_along`` for every layer of every request, after the given tokens of the path being
-selected. Requests with fewer layers are padded by columns whose ``remaining`` is 0.
+At verification it hands over ``Debts(layers, laws)``, where ``laws.after(tokens)`` recalls the law
+of every layer of every request, after the given tokens of the path being selected. Requests with
+fewer layers are padded by columns whose ``remaining`` is 0.
 """
 
 from abc import abstractmethod
