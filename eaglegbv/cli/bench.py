@@ -21,11 +21,13 @@ from eaglegbv.cli.options import (
     names,
     numbers,
 )
+from eaglegbv.cli.solvers import solvers
 
 if TYPE_CHECKING:
     from eaglegbv.eval.records import Record
 
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
+app.command()(solvers)
 
 
 @app.callback()

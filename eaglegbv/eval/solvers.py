@@ -1,0 +1,385 @@
+"""The solvers of optimal transport at a node of independent drafts, side by side.
+
+Laws are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a law
+is about as peaked for every V, and draft logits are the target's with normal noise of 0.8. A draft
+law keeps all tokens or its most likely ones. Every solver is given the two laws on the draft law's
+support and n drafts, and selects one of the drafts; that is the time measured.
+
+The law of what a node commits is computed from what the solver does, not from what it aims at: the
+law of its selection (of the exact solver through its relabelling of drafts), the acceptance that
+its own law b prescribes, and the residual.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.verifiers.reference.global_resolution import TOLERANCE, Solver, solve
+from eaglegbv.verifiers.spectr import k_seq
+from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
+
+Floats: TypeAlias = NDArray[np.float64]
+
+STANDARD = (
+    *((10, n) for n in (2, 3, 4, 5)),
+    *((100, n) for n in (2, 3)),
+    (1000, 2),
+    *((32_000, n) for n in (2, 3, 4)),
+)
+"""The sizes (V, n) that are measured where none are named."""
+
+WIDTH = 64
+"""Tokens that a top-k draft law keeps."""
+
+SPREAD, NOISE = 0.85, 0.8
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of a node.
+
+    Attributes:
+        vocab: V.
+        drafts: n.
+        width: Tokens that the draft law keeps, its most likely ones.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    vocab: int
+    drafts: int
+    width: int
+
+    def __post_init__(self) -> None:
+        limits = {"vocab": (2, 1 << 20), "drafts": (2, 16), "width": (1, self.vocab)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What one solver did on the nodes of one size.
+
+    Attributes:
+        vocab: V.
+        drafts: n.
+        width: Tokens of the draft law.
+        solver: Its name.
+        instances: Nodes.
+        median_ms: Milliseconds from the two laws and the drafts to the draft selected, the median;
+            None where all were refused.
+        success: Share of the nodes solved in time and within the tolerance.
+        refused: Nodes that were too large for the solver; they count in no other figure but
+            ``success``.
+        fallbacks: Nodes at which the solver's loss of acceptance was above the tolerance and K-SEQ
+            took its place.
+        late: Nodes that took longer than the time limit.
+        deviation: Largest L1 distance of the law committed from the target's.
+        acceptance: Mean acceptance probability.
+        optimum: Mean of alpha* over the same nodes.
+        shortfall: Largest bound on the acceptance lost that a solver gave without falling back.
+    """
+
+    vocab: int
+    drafts: int
+    width: int
+    solver: str
+    instances: int
+    median_ms: float | None
+    success: float
+    refused: int
+    fallbacks: int
+    late: int
+    deviation: float | None
+    acceptance: float | None
+    optimum: float | None
+    shortfall: float | None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A comparison.
+
+    Attributes:
+        seed: Seed of everything random.
+        time_limit_ms: Milliseconds a node may take.
+        tolerance: Loss of acceptance above which a solver has failed.
+        rows: What was measured.
+    """
+
+    seed: int
+    time_limit_ms: float
+    tolerance: float
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of n independent drafts.
+
+    Attributes:
+        target: ``[vocab]`` float64, p.
+        ids: ``[width]`` int64, the draft law's support, ascending.
+        draft: ``[width]`` float64, q at ``ids``.
+        drawn: ``[drafts]`` int64, the drafts, as indices into ``ids``.
+        uniforms: ``[drafts, 2]`` float64, for the selection.
+    """
+
+    target: Floats
+    ids: NDArray[np.int64]
+    draft: Floats
+    drawn: NDArray[np.int64]
+    uniforms: Floats
+
+    @property
+    def wanted(self) -> Floats:
+        """p at ``ids``."""
+        return np.asarray(self.target[self.ids])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a solver did at a node.
+
+    Attributes:
+        seconds: Until a draft was selected.
+        accepted: ``[width]`` float64, the probability that this token is selected and accepted.
+        residual: ``[vocab]`` float64, weights of the token committed when none is.
+        shortfall: Bound on the acceptance lost against the optimum; None after a fall-back.
+    """
+
+    seconds: float
+    accepted: Floats
+    residual: Floats
+    shortfall: float | None
+
+    def deviation(self, node: Node) -> float:
+        """Return the L1 distance of the law committed from the target's."""
+        rest = self.residual if self.residual.sum() > 0 else node.target
+        law = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
+        law[node.ids] += self.accepted
+        return float(np.abs(law - node.target).sum())
+
+
+def standard_settings() -> list[Setting]:
+    """Return the standard sizes, with whole draft laws and with the most likely tokens of them."""
+    return [
+        Setting(vocab=vocab, drafts=n, width=width)
+        for vocab, n in STANDARD
+        for width in dict.fromkeys((vocab, min(vocab, WIDTH)))
+    ]
+
+
+def compare(
+    settings: Sequence[Setting],
+    solvers: Sequence[Solver] = tuple(Solver),
+    *,
+    instances: int = 10,
+    seed: int = 0,
+    time_limit: float = 1.0,
+    tolerance: float = TOLERANCE,
+    on_row: Callable[[Row], None] | None = None,
+) -> Report:
+    """Give every solver the same nodes.
+
+    Args:
+        settings: Sizes of the nodes.
+        solvers: Which.
+        instances: Nodes of each size.
+        seed: Seed of laws, drafts and uniforms.
+        time_limit: Seconds above which a node counts as not solved; nothing is interrupted.
+        tolerance: Loss of acceptance above which a solver has failed.
+        on_row: Hears of each row as it is there.
+
+    Raises:
+        InvalidArgument: ``instances`` or ``time_limit`` is not positive.
+    """
+    if instances < 1:
+        raise InvalidArgument("instances", instances, "an integer of at least 1")
+    if not time_limit > 0:
+        raise InvalidArgument("time_limit", time_limit, "a positive number")
+    rows = []
+    for setting in settings:
+        for solver in solvers:
+            row = _measure(setting, solver, instances, seed, time_limit, tolerance)
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+    return Report(seed=seed, time_limit_ms=1e3 * time_limit, tolerance=tolerance, rows=tuple(rows))
+
+
+def nodes(setting: Setting, instances: int, seed: int) -> Iterator[Node]:
+    """Return random nodes; the same arguments give the same nodes."""
+    for number in range(instances):
+        key = (seed, setting.vocab, setting.drafts, setting.width, number)
+        rng = np.random.default_rng(key)
+        logits = SPREAD * np.sqrt(2 * np.log(setting.vocab)) * rng.standard_normal(setting.vocab)
+        noisy = logits + NOISE * rng.standard_normal(setting.vocab)
+        ids = np.sort(np.argsort(-noisy, kind="stable")[: setting.width])
+        draft = _softmax(noisy[ids])
+        yield Node(
+            target=_softmax(logits),
+            ids=ids,
+            draft=draft,
+            drawn=rng.choice(setting.width, size=setting.drafts, p=draft),
+            uniforms=rng.random((setting.drafts, 2)),
+        )
+
+
+def _softmax(logits: Floats) -> Floats:
+    weights = np.exp(logits - logits.max())
+    return np.asarray(weights / weights.sum())
+
+
+def _measure(
+    setting: Setting,
+    solver: Solver,
+    instances: int,
+    seed: int,
+    time_limit: float,
+    tolerance: float,
+) -> Row:
+    warm = next(nodes(setting, 1, seed + 1))
+    if solver is Solver.EXACT:
+        exact(warm)  # what a first call sets up is no node's cost
+    answers: list[tuple[Node, Answer]] = []
+    for node in nodes(setting, instances, seed):
+        answer = exact(node) if solver is Solver.EXACT else planned(node, solver, tolerance)
+        if answer is not None:
+            answers.append((node, answer))
+    bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
+    solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
+    found = bool(answers)
+    return Row(
+        vocab=setting.vocab,
+        drafts=setting.drafts,
+        width=setting.width,
+        solver=str(solver),
+        instances=instances,
+        median_ms=1e3 * median(a.seconds for _, a in answers) if found else None,
+        success=len(solved) / instances,
+        refused=instances - len(answers),
+        fallbacks=len(answers) - len(bounds),
+        late=sum(a.seconds > time_limit for _, a in answers),
+        deviation=max(a.deviation(node) for node, a in answers) if found else None,
+        acceptance=_mean([float(a.accepted.sum()) for _, a in answers]) if found else None,
+        optimum=_mean([optimal_acceptance(node) for node, _ in answers]) if found else None,
+        shortfall=max(bounds, default=None),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def optimal_acceptance(node: Node) -> float:
+    """Return alpha* = 1 + min over prefixes H by p/q of P(H) - q(H)^n."""
+    order = np.argsort(node.wanted / node.draft, kind="stable")
+    excess = node.wanted[order].cumsum() - node.draft[order].cumsum() ** len(node.drawn)
+    return 1.0 + min(0.0, float(excess.min()))
+
+
+def exact(node: Node) -> Answer:
+    """Select by the exact transport, as the batched verifiers do."""
+    start = perf_counter()
+    ranked = RankedLaws.of(
+        torch.from_numpy(node.ids).view(1, 1, -1),
+        torch.from_numpy(node.draft).view(1, 1, -1),
+        torch.from_numpy(node.wanted).view(1, 1, -1),
+    )
+    drafts = torch.tensor([[len(node.drawn)]])
+    plan = transport(ranked, drafts)
+    tokens = torch.from_numpy(node.ids[node.drawn])
+    ranks = (ranked.ids.view(-1, 1) == tokens).to(torch.int64).argmax(dim=0).view(1, -1)
+    at = Drafts(nodes=torch.zeros_like(ranks), ranks=ranks)
+    int(labels(ranked, plan, at, torch.from_numpy(node.uniforms).unsqueeze(0)).argmax())
+    seconds = perf_counter() - start
+
+    places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
+    law, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
+    law[places] = plan.law.numpy().ravel()
+    selected[places] = _law_by_labels(ranked, plan, len(node.drawn))
+    return _answer(node, seconds, law, selected, 0.0)
+
+
+def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
+    """Return the law of the draft selected, from how drafts are relabelled.
+
+    A draft of rank x has label y with probability K(x, y); with l(y) = sum_x q(x) K(x, y) the
+    highest of n labels is y with probability L(y)^n - L(y-)^n, L the cdf of l, and the token under
+    it is x with probability q(x) K(x, y) / l(y).
+    """
+    q = ranked.draft.numpy().ravel()
+    v = plan.highest.numpy().ravel()
+    moved = plan.law.numpy().ravel() - v
+    gives, receives = np.maximum(-moved, 0).cumsum(), np.maximum(moved, 0).cumsum()
+    # Matched on their cumulative sums: between two neighbouring cuts one giver meets one receiver.
+    end = min(gives[-1], receives[-1])
+    cuts = np.unique(np.clip(np.concatenate((gives, receives)), 0.0, end))
+    cuts = np.concatenate(([0.0], cuts[cuts > 0]))
+    middle, amount = (cuts[1:] + cuts[:-1]) / 2, np.diff(cuts)
+    giver, receiver = np.searchsorted(gives, middle), np.searchsorted(receives, middle)
+    gap = v[giver] / q[giver] - v[receiver] / q[receiver]
+    used = (giver > receiver) & (gap > 0)
+    giver, receiver, amount, gap = giver[used], receiver[used], amount[used], gap[used]
+    # q(x) eps(x, y), the same in both directions; a probability eps is at most 1.
+    exchanged = np.minimum(amount / gap, np.minimum(q[giver], q[receiver]))
+    own = q.copy()
+    np.subtract.at(own, giver, exchanged)
+    np.subtract.at(own, receiver, exchanged)
+    label = own.copy()
+    np.add.at(label, giver, exchanged)
+    np.add.at(label, receiver, exchanged)
+    L = label.cumsum()
+    before = np.concatenate(([0.0], L[:-1]))
+    density = sum(L**k * before ** (n - 1 - k) for k in range(n))
+    law = own * density
+    np.add.at(law, receiver, exchanged * density[giver])
+    np.add.at(law, giver, exchanged * density[receiver])
+    return np.asarray(law)
+
+
+def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
+    """Select by a plan, or by K-SEQ where the plan may lose too much; None: node too large."""
+    start = perf_counter()
+    n = len(node.drawn)
+    plan = solve(solver, tuple(node.wanted.tolist()), tuple(node.draft.tolist()), n)
+    if plan is None:
+        return None
+    if plan.shortfall > tolerance:
+        return _k_seq(node, start)
+    chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
+    int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
+    seconds = perf_counter() - start
+    law = np.array(plan.law, dtype=np.float64)
+    return _answer(node, seconds, law, law, plan.shortfall)
+
+
+def _answer(node: Node, seconds: float, law: Floats, selected: Floats, bound: float) -> Answer:
+    """Accept with min(1, p/b), b = ``law``, a draft that is selected with the law ``selected``."""
+    h = np.divide(node.wanted, law, out=np.ones_like(law), where=law > 0)
+    residual = node.target.copy()
+    residual[node.ids] = np.maximum(node.wanted - law, 0.0)
+    return Answer(seconds, selected * np.minimum(h, 1.0), residual, bound)
+
+
+def _k_seq(node: Node, start: float) -> Answer:
+    """Accept the drafts in order with min(1, p / (rho q))."""
+    p, q = torch.from_numpy(node.wanted).view(1, 1, -1), torch.from_numpy(node.draft).view(1, 1, -1)
+    plan = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
+    rho = float(plan.rho)
+    np.argmax(node.uniforms[:, 0] < node.wanted[node.drawn] / (rho * node.draft[node.drawn]))
+    seconds = perf_counter() - start
+    once = node.draft * np.minimum(1.0, node.wanted / (rho * node.draft))
+    tries = sum((1 - once.sum()) ** k for k in range(len(node.drawn)))
+    residual = node.target.copy()
+    residual[node.ids] = np.maximum(node.wanted - plan.served.numpy().ravel(), 0.0)
+    return Answer(seconds, once * tries, residual, None)

@@ -1,0 +1,139 @@
+"""The comparison of solvers says what they do: laws, bounds, refusals and fall-backs."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import solvers
+from eaglegbv.eval.solvers import (
+    Setting,
+    compare,
+    exact,
+    nodes,
+    optimal_acceptance,
+    planned,
+    standard_settings,
+)
+from eaglegbv.verifiers.reference import convex_selection as convex
+from eaglegbv.verifiers.reference.convex_selection import convex_selection
+from eaglegbv.verifiers.reference.global_resolution import MOST_SETS, Solver, count_draft_sets
+from eaglegbv.verifiers.reference.oracles import alpha_iid, draft_sets_iid
+
+TINY = Setting(vocab=4, drafts=3, width=4)
+SIZES = [s for s in standard_settings() if s.vocab <= 1000 or s.width <= 64]
+
+
+@pytest.mark.parametrize("setting", SIZES, ids=str)
+def test_exact_never_fails_and_deviates_by_rounding_only(setting: Setting) -> None:
+    row = compare([setting], [Solver.EXACT], instances=3, time_limit=60).rows[0]
+    assert row.success == 1
+    assert (row.refused, row.fallbacks, row.late) == (0, 0, 0)
+    assert row.deviation is not None
+    assert row.deviation < 1e-12
+    assert row.acceptance == pytest.approx(row.optimum, abs=1e-12)
+
+
+def test_exact_takes_less_than_a_millisecond_with_a_thousand_tokens() -> None:
+    """The best of many runs: the machine may be busy."""
+    node = next(nodes(Setting(vocab=1000, drafts=2, width=1000), 1, 0))
+    assert min(exact(node).seconds for _ in range(200)) < 1e-3
+
+
+def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: drafts are relabelled by another rule than the law b belongs to."""
+    node = next(nodes(Setting(vocab=10, drafts=3, width=10), 1, 0))
+    assert exact(node).deviation(node) < 1e-12
+    monkeypatch.setattr(solvers, "_law_by_labels", lambda ranked, plan, n: plan.highest.ravel())
+    assert exact(node).deviation(node) > 1e-3
+
+
+@pytest.mark.parametrize("solver", [Solver.CONVEX, Solver.MAX_FLOW, Solver.LP])
+@pytest.mark.parametrize("drafts", [2, 3])
+def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) -> None:
+    for node in nodes(Setting(vocab=10, drafts=drafts, width=10), 4, 1):
+        answer = planned(node, solver, 1e-3)
+        assert answer is not None
+        assert answer.deviation(node) < 1e-12
+        assert answer.shortfall is not None
+        lost = optimal_acceptance(node) - answer.accepted.sum()
+        assert -1e-12 <= lost <= answer.shortfall + 1e-12
+
+
+@pytest.mark.parametrize(("width", "drafts", "limit"), [(4, 3, 12), (6, 2, 8), (5, 3, 10**6)])
+def test_a_convex_selection_has_the_law_it_says(
+    monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, limit: int
+) -> None:
+    """Over all draws, with and without truncation; its shortfall is what it loses."""
+    monkeypatch.setattr(convex, "MOST_MULTISETS", limit)
+    for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
+        found = convex_selection(node.wanted, node.draft, drafts)
+        assert found.kept.all() == (limit == 10**6)
+        law = np.zeros(width)
+        for drawn in itertools.product(range(width), repeat=drafts):
+            mass = node.draft[list(drawn)].prod()
+            for x, chance in zip(drawn, found.chances(drawn), strict=True):
+                law[x] += mass * chance
+        np.testing.assert_allclose(found.law, law, atol=1e-14)
+        lost = optimal_acceptance(node) - np.minimum(node.wanted, law).sum()
+        assert found.shortfall == pytest.approx(lost, abs=1e-13)
+        gradient = convex.GRADIENT_TOLERANCE * width
+        if found.truncated == 0:
+            assert found.shortfall <= gradient
+        kept_violations = np.where(found.low, node.wanted - law, law - node.wanted)[found.kept]
+        assert found.shortfall <= np.maximum(kept_violations, 0).sum() + found.truncated + 1e-13
+
+
+def test_alpha_is_the_oracles() -> None:
+    for node in nodes(TINY, 5, 0):
+        p, q = tuple(node.wanted.tolist()), tuple(node.draft.tolist())
+        assert optimal_acceptance(node) == pytest.approx(alpha_iid(p, q, 3), abs=1e-13)
+
+
+def test_draft_sets_are_counted_right() -> None:
+    for width, drafts in ((3, 2), (4, 3), (5, 5), (2, 4)):
+        sets = draft_sets_iid((1 / width,) * width, drafts)
+        assert count_draft_sets(width, drafts) == len(sets)
+
+
+@pytest.mark.parametrize("solver", [Solver.MAX_FLOW, Solver.LP])
+def test_what_is_too_large_is_refused_and_counted(solver: Solver) -> None:
+    assert count_draft_sets(100, 2) > MOST_SETS
+    row = compare([Setting(vocab=100, drafts=2, width=100)], [solver], instances=3).rows[0]
+    assert (row.refused, row.success) == (3, 0)
+    assert row.median_ms is row.acceptance is row.deviation is row.optimum is row.shortfall is None
+
+
+def test_a_fall_back_to_k_seq_is_counted_and_lossless() -> None:
+    setting = Setting(vocab=10, drafts=3, width=10)
+    failing, exact_row = compare(
+        [setting], [Solver.CONVEX, Solver.EXACT], instances=3, tolerance=-1.0
+    ).rows
+    assert (failing.fallbacks, failing.success, failing.refused) == (3, 0, 0)
+    assert failing.shortfall is None
+    assert failing.deviation is not None
+    assert failing.deviation < 1e-12
+    assert failing.acceptance is not None
+    assert exact_row.acceptance is not None
+    assert failing.acceptance < exact_row.acceptance - 1e-3
+
+
+def test_a_node_past_the_time_limit_is_not_solved() -> None:
+    row = compare([TINY], [Solver.EXACT], instances=3, time_limit=1e-9).rows[0]
+    assert (row.late, row.success, row.fallbacks) == (3, 0, 0)
+
+
+def test_the_standard_table_is_complete() -> None:
+    sizes = {(s.vocab, s.drafts, s.width) for s in standard_settings()}
+    assert {(10, 5, 10), (100, 3, 100), (1000, 2, 1000), (32_000, 4, 32_000)} <= sizes
+    assert {(100, 3, 64), (1000, 2, 64), (32_000, 4, 64)} <= sizes
+    assert len(sizes) == len(standard_settings()) == 16
+
+
+@pytest.mark.parametrize(
+    "values", [{"vocab": 1}, {"drafts": 1}, {"width": 5}, {"width": 0}], ids=str
+)
+def test_sizes_out_of_range_are_refused(values: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(values))):
+        Setting(**{"vocab": 4, "drafts": 2, "width": 1} | values)
