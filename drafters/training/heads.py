@@ -53,7 +53,7 @@ class EagleTrainingConfig:
         draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is all.
         depths: Depths of the unroll.
         decay: Weight of a depth relative to the one before.
-        anchors: Rows of a text that are unrolled.
+        anchors: Positions of a row that are unrolled.
         loss: What is lowered.
         feature_weight: Weight of EAGLE-1's feature regression.
         regenerate: Prompts the target answers itself before training; 0 trains on the data's own
@@ -61,13 +61,14 @@ class EagleTrainingConfig:
         samples: File the target's answers are kept in, shared by runs; None is one in ``out``.
         max_new_tokens: Longest answer of the target.
         generation_batch: Prompts answered together.
-        window: Tokens of a text at most.
-        batch: Texts of a step.
+        window: Tokens of a row, packed with whole texts, and of a text at most.
+        batch: Rows of a step.
         held_out: Held-out texts to measure acceptance on, at most.
         rows_per_source: Rows read of each file at most.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
+        initial: Folder of a head of the same sizes to go on from; None starts from random weights.
     """
 
     arch: Arch
@@ -92,6 +93,7 @@ class EagleTrainingConfig:
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
+    initial: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens >= self.window:
@@ -140,15 +142,7 @@ def train_eagle(
     )
     progress = optimise(task, config.schedule, config.out, resume=resume)
     save_head(head, config.out)
-    embedding, lm_head = _embeddings(model)
-    saved = load_head(
-        config.out,
-        target_config=model.config,
-        target_embedding=embedding,
-        target_lm_head=lm_head,
-        dtype=torch.float32,
-        device=device,
-    )
+    saved = _loaded(config.out, model)
     with torch.no_grad():
         final = trainer.evaluate(saved)
     report = TrainingReport(
@@ -187,7 +181,9 @@ class _Trainer:
         """Mean over depths, weighted by the decay."""
         config = self.config
         seed = config.schedule.seed * 1_000_003 + step
-        documents = draw_documents(self.weights, (config.batch, 1), seed)
+        # Texts are at least a few tokens long, so this many fill a row.
+        shape = (config.batch, max(1, config.window // 8))
+        documents = draw_documents(self.weights, shape, seed)
         run = self._run_target(self.training, documents)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         total, weight = torch.zeros((), device=run.token_ids.device), 1.0
@@ -216,7 +212,7 @@ class _Trainer:
 
     @torch.no_grad()
     def _run_target(self, corpus: Corpus, documents: Tensor) -> TargetRun:
-        window = min(self.config.window, int(corpus.lengths[documents].max()))
+        window = min(self.config.window, int(corpus.lengths[documents].sum(dim=1).max()))
         rows = pack(corpus, documents, window)
         out = self.model(input_ids=rows.token_ids, output_hidden_states=True, use_cache=False)
         final = out.hidden_states[-1]
@@ -295,6 +291,8 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
         rope_parameters=dict(target.rope_parameters),
     )
     embedding, lm_head = _embeddings(model)
+    if config.initial is not None:
+        return _loaded(config.initial, model).requires_grad_(True)
     if not eagle3:
         return Eagle1Head(head_config, embedding, lm_head)
     chosen = frequent_tokens(training, target.vocab_size, draft_vocab)
@@ -302,6 +300,18 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[chosen])
     return head
+
+
+def _loaded(folder: Path, model: PreTrainedModel) -> EagleHead:
+    embedding, lm_head = _embeddings(model)
+    return load_head(
+        folder,
+        target_config=model.config,
+        target_embedding=embedding,
+        target_lm_head=lm_head,
+        dtype=torch.float32,
+        device=embedding.device,
+    )
 
 
 def _embeddings(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -319,5 +329,5 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
 
 
 def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    left_out = {"data", "out", "samples", "target", "device"}
+    left_out = {"data", "out", "samples", "target", "device", "initial"}
     return {name: value for name, value in asdict(config).items() if name not in left_out}

@@ -103,8 +103,8 @@ def eagle(
     out: Out,
     steps: Annotated[int, typer.Option(help="Steps at most.")] = 3_000,
     minutes: Minutes = None,
-    batch: Annotated[int, typer.Option(help="Texts of a step.")] = 16,
-    window: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 256,
+    batch: Annotated[int, typer.Option(help="Rows of a step.")] = 16,
+    window: Annotated[int, typer.Option(help="Tokens of a row and of a text.")] = 256,
     intermediate: Annotated[
         int | None, typer.Option(help="Width of the head's feed-forward layer; default: target's.")
     ] = None,
@@ -113,7 +113,7 @@ def eagle(
     ] = None,
     depths: Annotated[int, typer.Option(help="Depths of the training-time test.")] = 5,
     decay: Annotated[float, typer.Option(help="Weight of a depth relative to the last.")] = 0.9,
-    anchors: Annotated[int, typer.Option(help="Rows of a text that are unrolled.")] = 48,
+    anchors: Annotated[int, typer.Option(help="Positions of a row that are unrolled.")] = 48,
     loss: Annotated[Loss, typer.Option(help="What is lowered.")] = Loss.MIX,
     feature_weight: Annotated[float, typer.Option(help="EAGLE-1's feature regression.")] = 0.1,
     regenerate: Annotated[
@@ -126,6 +126,7 @@ def eagle(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    initial: Annotated[Path | None, typer.Option(help="Trained head to go on from.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Device = "auto",
     bf16: Bf16 = True,
@@ -150,6 +151,7 @@ def eagle(
         max_new_tokens=max_new_tokens,
         window=window,
         batch=batch,
+        initial=initial,
         schedule=Schedule(
             steps=steps,
             minutes=minutes,
