@@ -109,6 +109,23 @@ def test_training_without_the_targets_answers(
     assert set(report["data"]) == {"counting", "prose"}
 
 
+def test_training_goes_on_from_a_trained_head(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    samples = ("--samples", str(tmp_path / "samples.pt"))
+    train(arguments("eagle3", target, chats, first, "--draft-vocab", "100", *samples))
+    train(
+        arguments(
+            "eagle3", target, chats, second, "--initial", str(first), *samples,
+            "--steps", "1", "--learning-rate", "1e-6",
+        )
+    )  # fmt: skip
+    # One step at hardly any rate: the head is the first one, rounded to bfloat16 when saved. Its
+    # draft vocabulary comes with it.
+    assert scores(second)[-1] == pytest.approx(min(scores(first)), abs=0.02)
+
+
 def test_answers_continue_prompts_of_the_data(target: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(target)
     chat = Document(1, [0, 1, 9, 3, 2, 8, 3], [False] * 5 + [True] * 2)
