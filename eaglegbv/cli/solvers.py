@@ -28,17 +28,17 @@ def solvers(
     solver: Annotated[str, typer.Option(help="Solvers to compare.")] = "exact,convex,max_flow,lp",
     instances: Annotated[int, typer.Option(help="Random nodes of each size.")] = 10,
     time_limit: Annotated[
-        float, typer.Option(help="Milliseconds above which a node counts as not solved.")
+        float, typer.Option(help="Milliseconds of processor time above which a node is not solved.")
     ] = 1000.0,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
-    Time is from the two laws and the drafts to the draft selected, the median. A solver succeeds
-    where it is in time and its bound on the acceptance lost is within 1e-3; where the bound is not,
-    K-SEQ takes its place (a fall-back). Nodes too large for a solver are refused. The deviation is
-    the L1 distance of the law committed from the target's, the largest.
+    Time is the processor's, from the two laws and the drafts to the draft selected, the median. A
+    solver succeeds where it is in time and its bound on the acceptance lost is within 1e-3; where
+    the bound is not, K-SEQ takes its place (a fall-back). Nodes too large for a solver are refused.
+    The deviation is the L1 distance of the law committed from the target's, the largest.
 
     Without --vocab and --drafts the standard sizes are measured, with them every pair of theirs.
     """

@@ -3,7 +3,8 @@
 Laws are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a law
 is about as peaked for every V, and draft logits are the target's with normal noise of 0.8. A draft
 law keeps all tokens or its most likely ones. Every solver is given the two laws on the draft law's
-support and n drafts, and selects one of the drafts; that is the time measured.
+support and n drafts, and selects one of the drafts. The time measured is the process's on the
+processor, so that others who share the machine do not count.
 
 The law of what a node commits is computed from what the solver does, not from what it aims at: the
 law of its selection (of the exact solver through its relabelling of drafts), the acceptance that
@@ -13,7 +14,7 @@ its own law b prescribes, and the residual.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import TypeAlias
 
 import msgspec
@@ -75,8 +76,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         width: Tokens of the draft law.
         solver: Its name.
         instances: Nodes.
-        median_ms: Milliseconds from the two laws and the drafts to the draft selected, the median;
-            None where all were refused.
+        median_ms: Milliseconds of processor time from the two laws and the drafts to the draft
+            selected, the median; None where all were refused.
         success: Share of the nodes solved in time and within the tolerance.
         refused: Nodes that were too large for the solver; they count in no other figure but
             ``success``.
@@ -110,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seed: Seed of everything random.
-        time_limit_ms: Milliseconds a node may take.
+        time_limit_ms: Milliseconds of processor time a node may take.
         tolerance: Loss of acceptance above which a solver has failed.
         rows: What was measured.
     """
@@ -195,7 +196,8 @@ def compare(
         solvers: Which.
         instances: Nodes of each size.
         seed: Seed of laws, drafts and uniforms.
-        time_limit: Seconds above which a node counts as not solved; nothing is interrupted.
+        time_limit: Seconds of processor time above which a node counts as not solved; nothing is
+            interrupted.
         tolerance: Loss of acceptance above which a solver has failed.
         on_row: Hears of each row as it is there.
 
@@ -289,7 +291,7 @@ def optimal_acceptance(node: Node) -> float:
 
 def exact(node: Node) -> Answer:
     """Select by the exact transport, as the batched verifiers do."""
-    start = perf_counter()
+    start = process_time()
     ranked = RankedLaws.of(
         torch.from_numpy(node.ids).view(1, 1, -1),
         torch.from_numpy(node.draft).view(1, 1, -1),
@@ -301,7 +303,7 @@ def exact(node: Node) -> Answer:
     ranks = (ranked.ids.view(-1, 1) == tokens).to(torch.int64).argmax(dim=0).view(1, -1)
     at = Drafts(nodes=torch.zeros_like(ranks), ranks=ranks)
     int(labels(ranked, plan, at, torch.from_numpy(node.uniforms).unsqueeze(0)).argmax())
-    seconds = perf_counter() - start
+    seconds = process_time() - start
 
     places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
     law, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
@@ -349,7 +351,7 @@ def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
     """Select by a plan, or by K-SEQ where the plan may lose too much; None: node too large."""
-    start = perf_counter()
+    start = process_time()
     n = len(node.drawn)
     plan = solve(solver, tuple(node.wanted.tolist()), tuple(node.draft.tolist()), n)
     if plan is None:
@@ -358,7 +360,7 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
         return _k_seq(node, start)
     chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
-    seconds = perf_counter() - start
+    seconds = process_time() - start
     law = np.array(plan.law, dtype=np.float64)
     return _answer(node, seconds, law, law, plan.shortfall)
 
@@ -377,7 +379,7 @@ def _k_seq(node: Node, start: float) -> Answer:
     plan = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
     rho = float(plan.rho)
     np.argmax(node.uniforms[:, 0] < node.wanted[node.drawn] / (rho * node.draft[node.drawn]))
-    seconds = perf_counter() - start
+    seconds = process_time() - start
     once = node.draft * np.minimum(1.0, node.wanted / (rho * node.draft))
     tries = sum((1 - once.sum()) ** k for k in range(len(node.drawn)))
     residual = node.target.copy()

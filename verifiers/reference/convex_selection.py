@@ -54,7 +54,7 @@ MOST_MULTISETS = 200_000
 WEIGHT_RANGE = 30.0
 """Bound on |a|: laws on the boundary of what selection can reach ask for infinite weights."""
 
-GRADIENT_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
 MOST_STEPS = 500
 
 
