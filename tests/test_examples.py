@@ -61,6 +61,12 @@ def test_chat_stream_starts_over_when_the_context_is_full(pair: list[str]) -> No
     assert out.count("you> ") == 3
 
 
+def test_my_verifier() -> None:
+    audit = ["audit", "--module", str(ROOT / "examples" / "my_verifier.py"), "--instances", "5"]
+    out = run("-c", f"from eaglegbv.cli.main import main; main({audit!r})")
+    assert out.splitlines()[-1].endswith(" lossless")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40

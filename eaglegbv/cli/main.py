@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import bench, demo, generate
+from eaglegbv.cli import audit, bench, demo, generate
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(audit.app, name="audit")
 
 
 def _version(wanted: bool) -> None:

@@ -1,59 +1,23 @@
-"""The G-test of observed token sequences against their exact joint law."""
+"""The G-test of observed token sequences against their exact joint law, as a dense array."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
-SMALLEST_EXPECTED = 5.0
-SHIFT = 0.04
+from eaglegbv.eval.g_test import SMALLEST_EXPECTED, GTest
+from eaglegbv.eval.g_test import g_test as _g_test
 
-
-@dataclass(frozen=True, slots=True)
-class GTest:
-    """Outcome of a G-test.
-
-    Attributes:
-        statistic: G.
-        cells: Cells compared, rare ones merged into one.
-        p_value: Probability of a G at least as large if the law is right.
-        power: Probability to reject, at level 1e-4, a law at total variation ``SHIFT`` from the
-            expected one, spread over all cells alike: the spread hardest to see.
-    """
-
-    statistic: float
-    cells: int
-    p_value: float
-    power: float
+__all__ = ["GTest", "g_test", "joint_law"]
 
 
 def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
-    """Compare samples (cell indices) with the exact law ``[cells]``.
-
-    Cells expected fewer than five times are merged: the chi-square law of G needs filled cells.
-    """
-    counts = np.bincount(observed, minlength=len(expected)).astype(float)
-    if counts[expected == 0].any():
-        return GTest(np.inf, len(expected), 0.0, 1.0)
+    """Compare samples (cell indices) with the exact law ``[cells]``; all rare cells are one."""
     means = expected / expected.sum() * len(observed)
-    rare = means < SMALLEST_EXPECTED
-    counts = np.append(counts[~rare], counts[rare].sum())
-    means = np.append(means[~rare], means[rare].sum())
-    counts, means = counts[means > 0], means[means > 0]
-    seen = counts > 0
-    statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
-    freedom = len(means) - 1
-    # Every cell moved by 2 * SHIFT of its mean, up or down, is a total variation of SHIFT.
-    noncentrality = len(observed) * (2 * SHIFT) ** 2
-    critical = stats.chi2.isf(1e-4, freedom)
-    return GTest(
-        statistic,
-        len(means),
-        float(stats.chi2.sf(statistic, freedom)),
-        float(stats.ncx2.sf(critical, freedom, noncentrality)),
-    )
+    rare = (means > 0) & (means < SMALLEST_EXPECTED)
+    cell = np.where(rare, len(expected), np.arange(len(expected)))
+    merged = np.append(np.where(rare, 0.0, expected), expected[rare].sum())
+    return _g_test(cell[np.asarray(observed, dtype=np.int64)], merged)
 
 
 def joint_law(

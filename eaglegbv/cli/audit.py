@@ -1,0 +1,353 @@
+"""``eaglegbv audit``: check that verifiers are lossless."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.cli.options import (
+    Device,
+    Drafter,
+    DraftTemperature,
+    DraftWidth,
+    LawName,
+    Model,
+    base_plan,
+    integers,
+    max_paths,
+    names,
+    numbers,
+)
+from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eaglegbv.eval.audit import Result, Sizes, Subject
+    from eaglegbv.tree import Law
+
+    Job = tuple[Subject, Law, Sizes]
+
+FAILED = 1
+PATHS = 2
+
+app = typer.Typer(invoke_without_command=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")]
+
+
+@app.callback()
+def audit(
+    context: typer.Context,
+    verifier: Annotated[
+        str | None, typer.Option(help="Verifier to audit; not needed if a module has only one.")
+    ] = None,
+    law: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft law: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
+        ),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Audit every verifier with every law it accepts.")
+    ] = False,
+    module: Annotated[
+        Path | None, typer.Option(help="Python file with verifiers of your own.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="Tokens.")] = 3,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
+    paths: Annotated[
+        int | None,
+        typer.Option(help="Drafted paths, K.", show_default="2, or as many as the verifier takes"),
+    ] = None,
+    instances: Annotated[int, typer.Option(help="Random problems.")] = 50,
+    iterations: Annotated[int, typer.Option(help="Verification steps in a row.")] = 2,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Test the batched implementation by so many samples a problem "
+            "instead of enumerating the reference."
+        ),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest error that passes.")] = 1e-12,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Check that verifiers are lossless.
+
+    Enumerates every draft tree and every random decision on tiny random problems (zeros, ties,
+    p = q and disjoint supports among them), several steps in a row, and compares the law of the
+    first depth + 1 tokens with the target's. Block efficiency is that of one step; the LP optimum
+    is the most any lossless step can have (null where the linear program is too large).
+
+    Exit status: 0 where all is well; 1 where an error exceeds the tolerance or, with samples, the
+    G-test rejects; 2 for bad input.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_own_options(context)
+        return
+    from eaglegbv.eval.audit import Sizes
+
+    if not tolerance >= 0:
+        raise InvalidArgument("tolerance", tolerance, "a number of at least 0")
+    sizes = Sizes(
+        vocab=vocab,
+        depth=depth,
+        paths=PATHS if paths is None else paths,
+        instances=instances,
+        iterations=iterations,
+        seed=seed,
+    )
+    subjects = _subjects(module, samples)
+    if every:
+        if verifier is not None or law is not None:
+            raise InvalidArgument("all", True, "neither --verifier nor --law beside it")
+        jobs = [job for subject in subjects.values() for job in _every_law(subject, sizes)]
+    else:
+        jobs = [_job(_choose(subjects, verifier), law, sizes, clip=paths is None)]
+    results = _run(jobs, tolerance, as_json=as_json)
+    if not all(result.passed(tolerance) for result in results):
+        raise typer.Exit(FAILED)
+
+
+def _refuse_own_options(context: typer.Context) -> None:
+    """Options before a subcommand would be read and have no effect."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            expected = f"no option of audit itself before {context.invoked_subcommand!r}"
+            raise InvalidArgument(name, context.params[name], expected)
+
+
+def _subjects(module: Path | None, samples: int | None) -> "dict[str, Subject]":
+    """Return the verifiers there are to choose from, by name."""
+    from eaglegbv.eval.audit import package_subjects
+    from eaglegbv.eval.audit_module import as_subject, load_verifiers
+    from eaglegbv.eval.audit_sampled import SampledSubject
+    from eaglegbv.verifiers.registry import VERIFIERS
+
+    if module is not None:
+        return {v.name: as_subject(v, samples) for v in load_verifiers(module)}
+    exact = package_subjects()
+    if samples is None:
+        return dict(exact)
+    return {
+        name: SampledSubject.of(VERIFIERS[name](), samples) for name in exact if name in VERIFIERS
+    }
+
+
+def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":
+    if name is None and len(subjects) == 1:
+        return next(iter(subjects.values()))
+    if name is None or name not in subjects:
+        raise InvalidArgument("verifier", name, f"one of {{{', '.join(sorted(subjects))}}}")
+    return subjects[name]
+
+
+def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> "Job":
+    import msgspec
+
+    from eaglegbv.tree import Law
+
+    if law is not None and law not in set(Law):
+        raise InvalidArgument("law", law, f"one of {{{', '.join(sorted(Law))}}}")
+    chosen = subject.default_law if law is None else Law(law)
+    if clip:
+        paths = subject.fitting_paths(chosen, sizes.paths)
+        sizes = msgspec.structs.replace(sizes, paths=paths)
+    return subject, chosen, sizes
+
+
+def _every_law(subject: "Subject", sizes: "Sizes") -> "list[Job]":
+    """Return a job a law, with as many paths as verifier and law take."""
+    return [_job(subject, str(law), sizes, clip=True) for law in sorted(subject.laws)]
+
+
+def _run(jobs: "Sequence[Job]", tolerance: float, *, as_json: bool) -> "list[Result]":
+    """Run audits, and print results as they come, or a table of many at the end."""
+    import msgspec
+
+    from eaglegbv.eval.report import plain_text
+
+    for subject, law, sizes in jobs:
+        subject.check(law, sizes.shape)
+    results: list[Result] = []
+    for subject, law, sizes in jobs:
+        with _progress(f"{subject.name} on {law}", sizes.instances) as show:
+            result = subject.audit(law, sizes, show)
+        results.append(result)
+        if as_json:
+            typer.echo(msgspec.json.encode(result).decode())
+    if not as_json:
+        rows = [_row(job, result, tolerance) for job, result in zip(jobs, results, strict=True)]
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        typer.echo(plain_text([columns, *([row.get(c, "-") for c in columns] for row in rows)]))
+    return results
+
+
+def _row(job: "Job", result: "Result", tolerance: float) -> dict[str, str]:
+    _, _, sizes = job
+    return {
+        "verifier": result.verifier,
+        "law": result.law,
+        "K": str(sizes.paths),
+        **result.figures(),
+        "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
+    }
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
+    """Show a bar on standard error, if that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=title, unit="problem", leave=False, disable=None) as bar:
+
+        def show(figure: float) -> None:
+            bar.set_postfix_str(f"{figure:.1e}", refresh=False)
+            bar.update()
+
+        yield show
+
+
+@app.command()
+def pair(
+    prompt: Annotated[str, typer.Option(help="What all texts continue.")] = "Once upon a time",
+    verifier: Annotated[str, typer.Option(help="Verifier to run.")] = "otbv",
+    paths: Annotated[
+        int | None,
+        typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
+    ] = None,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
+    law: LawName = None,
+    draft_width: DraftWidth = 64,
+    draft_temperature: DraftTemperature = 1.0,
+    tokens: Annotated[int, typer.Option(help="First tokens whose joint law is tested.")] = 4,
+    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Tokens the target may choose from.")] = 6,
+    samples: Annotated[int, typer.Option(help="Texts to generate.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the first text.")] = 0,
+    batch: Annotated[int, typer.Option(help="Texts generated together.")] = 64,
+    model: Model = None,
+    drafter: Drafter = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test the whole engine on real models: the joint law of a text's first tokens.
+
+    Generates the same few tokens many times and compares how often each text came with its exact
+    probability, from the plain transformers model, by a G-test. A small top-k keeps the texts
+    listable; the models run in float32. Exit status 1 where the test rejects at level 1e-4.
+    """
+    import msgspec
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from eaglegbv.config import EngineConfig
+    from eaglegbv.eval.audit_pair import audit_pair
+    from eaglegbv.eval.report import plain_text
+    from eaglegbv.llm import LLM
+    from eaglegbv.params import SamplingParams
+
+    plan = base_plan(law, draft_width, draft_temperature)
+    most = None if verifier == "none" else max_paths(verifier)
+    if paths is None:
+        paths = plan.paths if most is None else min(plan.paths, most)
+    plan = msgspec.structs.replace(plan, verifier=verifier, paths=paths, depth=depth)
+    params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
+    disable_progress_bar()
+    llm = LLM(
+        model,
+        drafter,
+        plan=plan,
+        device=device,
+        dtype=torch.float32,
+        engine=EngineConfig(max_batch=batch),
+    )
+    result = audit_pair(
+        llm, prompt, params, samples=samples, progress=not as_json and sys.stderr.isatty()
+    )
+    if as_json:
+        typer.echo(msgspec.json.encode(result).decode())
+    else:
+        row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
+        typer.echo(plain_text([list(row), list(row.values())]))
+    if not result.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def picture(
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to write (.svg, .png, ...).", show_default="none")
+    ] = None,
+    verifiers: Annotated[
+        str, typer.Option(help="Verifiers to compare.")
+    ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
+    temperatures: Annotated[
+        str, typer.Option(help="Temperatures of both models, with the most paths of the first.")
+    ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
+    at_paths: Annotated[int, typer.Option(help="Paths, K, where temperatures are compared.")] = 4,
+    paths: Annotated[str, typer.Option(help="Numbers of paths.")] = "1,2,3,4,6,8",
+    at_temperature: Annotated[
+        float, typer.Option(help="Temperature where numbers of paths are compared.")
+    ] = 1.0,
+    vocab: Annotated[int, typer.Option(help="Tokens.")] = 64,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
+    sharpness: Annotated[float, typer.Option(help="Deviation of the target's logits.")] = 3.0,
+    noise: Annotated[float, typer.Option(help="Deviation of the drafter's error.")] = 1.0,
+    trees: Annotated[int, typer.Option(help="Trees a figure.")] = 3000,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure block efficiency on synthetic models, by temperature and by number of paths.
+
+    Prints a table and, with --out, draws a picture (matplotlib comes with eaglegbv[bench]). At
+    every prefix the target's logits are normal, drawn anew, and the drafter's are the target's plus
+    normal noise. Verifiers that leave a modified target behind need a text and are left out.
+    """
+    import msgspec
+
+    from eaglegbv.eval.audit_picture import check_matplotlib, draw
+    from eaglegbv.eval.audit_synthetic import SyntheticSettings, measure
+    from eaglegbv.eval.report import plain_text
+
+    if out is not None:
+        check_matplotlib()
+    settings = SyntheticSettings(
+        vocab=vocab, depth=depth, sharpness=sharpness, noise=noise, trees=trees, seed=seed
+    )
+    chosen = names("verifiers", verifiers)
+    ks, ts = integers("paths", paths), numbers("temperatures", temperatures)
+    measuring = [
+        measure(chosen, [at_paths], ts, settings),
+        measure(chosen, ks, [at_temperature], settings),
+    ]
+    by_temperature, by_paths = (list(figures) for figures in measuring)
+    figures = list(dict.fromkeys([*by_temperature, *by_paths]))
+    if as_json:
+        for figure in figures:
+            typer.echo(msgspec.json.encode(figure).decode())
+    else:
+        rows = [
+            [
+                f.verifier,
+                str(f.paths),
+                f"{f.temperature:g}",
+                f"{f.block_efficiency:.2f}",
+                f"{f.error:.3f}",
+            ]
+            for f in figures
+        ]
+        typer.echo(
+            plain_text([["verifier", "K", "T", "block efficiency", "standard error"], *rows])
+        )
+    if out is not None:
+        caption = (
+            f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {sharpness:g}\u00b2), "
+            f"drafter's error N(0, {noise:g}\u00b2); {trees} trees a point; bars: 95%"
+        )
+        typer.echo(f"wrote {draw(by_temperature, by_paths, out, caption=caption)}", err=True)

@@ -1,0 +1,148 @@
+"""Random tiny problems for an audit: pairs of laws that reach every corner of a verifier."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.reference.enumeration import Problem, Shape
+from eaglegbv.verifiers.reference.probs import Prefix, Probs
+
+Weights = NDArray[np.float64]
+Target = Callable[[np.random.Generator, int], Weights]
+Draft = Callable[[np.random.Generator, Weights], Weights]
+
+EIGHTHS = 8
+NEARNESS = 0.9
+
+
+def _random(rng: np.random.Generator, vocab: int) -> Weights:
+    return rng.dirichlet(np.ones(vocab))
+
+
+def _zeros(rng: np.random.Generator, vocab: int) -> Weights:
+    kept = rng.random(vocab) < 0.6
+    kept[rng.integers(vocab)] = True
+    return _random(rng, vocab) * kept
+
+
+def _ties(rng: np.random.Generator, vocab: int) -> Weights:
+    """Multiples of 1/8: ratios p/q tie exactly, and are often 0, 1 or infinite."""
+    return rng.multinomial(EIGHTHS, np.full(vocab, 1 / vocab)) / EIGHTHS
+
+
+def _one_hot(rng: np.random.Generator, vocab: int) -> Weights:
+    weights = np.zeros(vocab)
+    weights[rng.integers(vocab)] = 1.0
+    return weights
+
+
+def _disjoint(rng: np.random.Generator, p: Weights) -> Weights:
+    """Off the target's support; anywhere if that is the whole vocabulary."""
+    off = _random(rng, len(p)) * (p == 0)
+    return off if off.sum() > 0 else _random(rng, len(p))
+
+
+def _equal(rng: np.random.Generator, p: Weights) -> Weights:
+    del rng
+    return p
+
+
+def _near(rng: np.random.Generator, p: Weights) -> Weights:
+    return NEARNESS * p + (1 - NEARNESS) * _random(rng, len(p))
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {"random": _random, "zeros": _zeros, "ties": _ties, "one_hot": _one_hot}
+)
+"""How a target's law is drawn at a prefix."""
+
+DRAFTS: Mapping[str, Draft] = MappingProxyType(
+    {
+        "random": lambda rng, p: _random(rng, len(p)),
+        "zeros": lambda rng, p: _zeros(rng, len(p)),
+        "ties": lambda rng, p: _ties(rng, len(p)),
+        "equal": _equal,
+        "disjoint": _disjoint,
+        "near": _near,
+        "one_hot": lambda rng, p: _one_hot(rng, len(p)),
+    }
+)
+"""How a draft law is drawn, given the target's law at the same prefix."""
+
+ROUND = ("random", "zeros", "random", "ties", "one_hot")
+"""The order of target kinds: two of five are positive everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTarget:
+    """A target whose law at every prefix is drawn on demand: a function of its fields alone."""
+
+    vocab: int
+    kind: str
+    seed: tuple[int, ...]
+
+    def __call__(self, prefix: Prefix) -> Probs:
+        """Return p(. | prefix)."""
+        return _target_law(self, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraft:
+    """A drafter of a target, likewise."""
+
+    target: RandomTarget
+    kind: str
+    seed: tuple[int, ...]
+
+    def __call__(self, prefix: Prefix) -> Probs:
+        """Return q(. | prefix)."""
+        return _draft_law(self, prefix)
+
+
+@lru_cache(maxsize=1 << 14)
+def _target_law(target: RandomTarget, prefix: Prefix) -> Probs:
+    rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
+    return _law(TARGETS[target.kind](rng, target.vocab))
+
+
+@lru_cache(maxsize=1 << 14)
+def _draft_law(draft: RandomDraft, prefix: Prefix) -> Probs:
+    rng = np.random.default_rng([*draft.seed, len(prefix), *prefix])
+    p = draft.target(prefix)
+    weights = np.array(p, dtype=np.float64)
+    q = DRAFTS[draft.kind](rng, weights)
+    return p if q is weights else _law(q)  # dividing again could break p = q
+
+
+def _law(weights: Weights) -> Probs:
+    return tuple((weights / weights.sum()).tolist())
+
+
+def instance(law: Law, shape: Shape, number: int, *, steps: int, seed: int) -> Sequence[Problem]:
+    """Return problem ``number``: one target, and for each of ``steps`` a draft law of its own.
+
+    Kinds go round: every target kind meets every draft kind within 35 instances.
+
+    Args:
+        law: How a tree's children arise.
+        shape: Sizes.
+        number: Which instance, from 0.
+        steps: How many steps in a row.
+        seed: Seed of the whole audit.
+    """
+    kinds = list(DRAFTS)
+    target = RandomTarget(shape.vocab, ROUND[number % len(ROUND)], (seed, number, 0))
+    return [
+        Problem(
+            law,
+            target,
+            RandomDraft(target, kinds[(number + step) % len(kinds)], (seed, number, 1 + step)),
+            shape,
+        )
+        for step in range(steps)
+    ]

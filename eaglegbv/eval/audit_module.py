@@ -1,0 +1,121 @@
+"""Verifiers of a user's own, from a Python file, through the same audit as the package's."""
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from inspect import isabstract, isclass
+from pathlib import Path
+from types import ModuleType
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.audit import ExactSubject, Subject
+from eaglegbv.eval.audit_sampled import SampledSubject
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.base import Rule, Verifier
+from eaglegbv.verifiers.reference.chooser import Chooser
+from eaglegbv.verifiers.reference.enumeration import VerifyWithState, stateless
+from eaglegbv.verifiers.reference.greedy_block import Step
+from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
+from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+
+
+class ReferenceVerifier(Rule, ABC):
+    """A rule written for the audit: one request at a time, every random choice by the chooser.
+
+    The audit walks all branches of the chooser, so what it finds is exact.
+    """
+
+    @abstractmethod
+    def decide(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
+        """Judge one tree: a pure function of the tree and the chooser's answers."""
+
+
+class StatefulReferenceVerifier(Rule, ABC):
+    """A :class:`ReferenceVerifier` that leaves a modified target to the next step."""
+
+    @abstractmethod
+    def decide(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        """Judge one tree, given the debts of earlier steps."""
+
+
+DEFAULT_SAMPLES = 20_000
+"""Samples a problem of a batched verifier."""
+
+Audited = ReferenceVerifier | StatefulReferenceVerifier | Verifier
+
+
+def load_verifiers(path: Path) -> list[Audited]:
+    """Return an object of every concrete verifier class that a Python file defines.
+
+    Raises:
+        InvalidArgument: There is no such file, it cannot be imported, or its classes lack what
+            every verifier says about itself.
+    """
+    module = _load(path)
+    bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier)
+    classes = [
+        value
+        for value in vars(module).values()
+        if isclass(value)
+        and issubclass(value, bases)
+        and value.__module__ == module.__name__
+        and not isabstract(value)
+    ]
+    if not classes:
+        wanted = " or ".join(base.__name__ for base in bases)
+        raise InvalidArgument("module", str(path), f"a file that defines a subclass of {wanted}")
+    for cls in classes:
+        _check(cls)
+    return [cls() for cls in classes]
+
+
+def as_subject(verifier: Audited, samples: int | None) -> Subject:
+    """Return a user's verifier as the audit takes it: enumerated, or sampled if it is batched.
+
+    Raises:
+        InvalidArgument: ``samples`` are asked of a verifier that is not batched.
+    """
+    if isinstance(verifier, Verifier):
+        return SampledSubject.of(verifier, DEFAULT_SAMPLES if samples is None else samples)
+    if samples is not None:
+        raise InvalidArgument("samples", samples, f"none: {verifier.name!r} is enumerated")
+    verify: VerifyWithState
+    if isinstance(verifier, ReferenceVerifier):
+        verify = stateless(verifier.decide)
+    else:
+        verify = verifier.decide
+    law = verifier.default_law
+    return ExactSubject(
+        name=verifier.name,
+        laws=verifier.laws,
+        default_law=law if law in verifier.laws else min(verifier.laws),
+        max_paths=verifier.max_paths,
+        verify=verify,
+    )
+
+
+def _load(path: Path) -> ModuleType:
+    name = f"audited_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise InvalidArgument("module", str(path), "a readable Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (OSError, SyntaxError, ImportError, UnicodeDecodeError) as error:
+        raise InvalidArgument("module", str(path), f"a file that imports ({error})") from error
+    return module
+
+
+def _check(cls: type[Rule]) -> None:
+    try:
+        name, laws = cls.name, cls.laws
+    except AttributeError as error:
+        expected = f"a class attribute of {cls.__name__}"
+        raise InvalidArgument(str(error.name), None, expected) from None
+    if not isinstance(name, str) or not name:
+        raise InvalidArgument(f"{cls.__name__}.name", name, "the verifier's name")
+    if not isinstance(laws, frozenset) or not laws or not laws <= set(Law):
+        known = ", ".join(sorted(Law))
+        raise InvalidArgument(f"{cls.__name__}.laws", laws, f"a frozenset of {{{known}}}")

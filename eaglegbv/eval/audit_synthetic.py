@@ -1,0 +1,205 @@
+"""Block efficiency of verifiers on synthetic models: what changes with temperature and paths."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf, sqrt
+
+import msgspec
+import torch
+from torch import Tensor
+
+from eaglegbv.config import MAX_PATHS
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.base import Verifier, VerifyUniforms
+from eaglegbv.verifiers.registry import make_verifier
+
+CHUNK = 500
+"""Trees drawn together."""
+
+
+class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A synthetic pair of models, and what to measure on it.
+
+    At every prefix the target's logits are normal with deviation ``sharpness``, drawn anew, and the
+    drafter's are the target's plus normal noise; both are divided by the temperature.
+
+    Attributes:
+        vocab: Tokens.
+        depth: Length of a drafted path, L.
+        sharpness: Deviation of the target's logits.
+        noise: Deviation of the drafter's error.
+        trees: Trees per figure.
+        seed: Seed of everything random.
+    """
+
+    vocab: int = 64
+    depth: int = 6
+    sharpness: float = 3.0
+    noise: float = 1.0
+    trees: int = 3000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("vocab", 2, 4096), ("depth", 1, 32), ("trees", 2, 10**6)):
+            value = msgspec.structs.asdict(self)[name]
+            if not low <= value <= high:
+                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+        for name in ("sharpness", "noise"):
+            value = msgspec.structs.asdict(self)[name]
+            if not 0 <= value <= 100:
+                raise InvalidArgument(name, value, "a number in [0, 100]")
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One verifier's block efficiency in one setting.
+
+    Attributes:
+        verifier: Its name.
+        paths: K.
+        temperature: Of both models.
+        block_efficiency: Mean number of tokens committed by a step.
+        error: Its standard error.
+    """
+
+    verifier: str
+    paths: int
+    temperature: float
+    block_efficiency: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Trees of independent paths with the target's laws at their nodes."""
+
+    tree: DraftTree
+    target: TargetLaw
+
+
+def measure(
+    verifiers: Sequence[str],
+    paths: Sequence[int],
+    temperatures: Sequence[float],
+    settings: SyntheticSettings,
+) -> Iterator[Figure]:
+    """Return the figures of every verifier in every setting it can run in, as they are measured.
+
+    Verifiers with the same number of paths judge the same trees with the same random numbers. A
+    verifier of one path is measured with one path, whatever ``paths`` says.
+
+    Raises:
+        InvalidArgument: A verifier is unknown, or a number is out of range.
+        LawMismatch: A verifier does not accept independent paths.
+    """
+    rules = [make_verifier(name) for name in verifiers]
+    fitting: dict[int, list[Verifier]] = {}
+    for count, rule in product(paths, rules):
+        if not 1 <= count <= MAX_PATHS:
+            raise InvalidArgument("paths", count, f"an integer in [1, {MAX_PATHS}]")
+        own = count if rule.max_paths is None else min(count, rule.max_paths)
+        rule.check_law(Law.IID, own)
+        if rule not in fitting.setdefault(own, []):
+            fitting[own].append(rule)
+    for temperature in temperatures:
+        if not 0 < temperature < inf:
+            raise InvalidArgument("temperatures", temperature, "positive numbers")
+    return (
+        figure
+        for temperature, (count, own_rules) in product(temperatures, fitting.items())
+        for figure in _figures(own_rules, count, temperature, settings)
+    )
+
+
+@torch.inference_mode()
+def _figures(
+    rules: Sequence[Verifier], paths: int, temperature: float, settings: SyntheticSettings
+) -> list[Figure]:
+    generator = torch.Generator().manual_seed(settings.seed)
+    committed: dict[str, list[Tensor]] = {rule.name: [] for rule in rules}
+    for first in range(0, settings.trees, CHUNK):
+        size = min(CHUNK, settings.trees - first)
+        batch = draw_batch(settings, size, paths, temperature, generator)
+        uniforms = VerifyUniforms(
+            selection=_uniform(generator, size, settings.depth, paths, 2),
+            acceptance=_uniform(generator, size, paths * settings.depth),
+            correction=_uniform(generator, size),
+        )
+        for rule in rules:
+            verdict = rule.verify(batch.tree, batch.target, uniforms)
+            committed[rule.name].append(verdict.accepted.double() + 1)
+    return [
+        Figure(
+            verifier=name,
+            paths=paths,
+            temperature=temperature,
+            block_efficiency=float(torch.cat(counts).mean()),
+            error=float(torch.cat(counts).std()) / sqrt(settings.trees),
+        )
+        for name, counts in committed.items()
+    ]
+
+
+def draw_batch(
+    settings: SyntheticSettings,
+    size: int,
+    paths: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> Batch:
+    """Draw ``size`` trees of ``paths`` independent paths, each in a world of its own.
+
+    A node for every path at every depth is drawn first, those of equal prefixes sharing the first
+    one's; then the nodes in use are moved to the front.
+    """
+    length, vocab = settings.depth, settings.vocab
+    nodes = 1 + paths * length
+    shape = (size, nodes, vocab)
+    logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)
+    p, q = (x.div(temperature).softmax(dim=2) for x in (logits, logits + noise))
+    token_ids = torch.zeros((size, nodes), dtype=torch.int64)
+    parents, depth = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+    used = torch.zeros_like(token_ids, dtype=torch.bool)
+    used[:, 0] = True
+    chain, here = [], torch.zeros((size, paths), dtype=torch.int64)
+    rows = torch.arange(size).unsqueeze(1)
+    for d in range(length):
+        laws = q[rows, here].flatten(0, 1)
+        drawn = torch.multinomial(laws, 1, generator=generator).view(size, paths)
+        same = (here.unsqueeze(2) == here.unsqueeze(1)) & (drawn.unsqueeze(2) == drawn.unsqueeze(1))
+        node = 1 + d * paths + same.int().argmax(dim=2)
+        token_ids.scatter_(1, node, drawn)
+        parents.scatter_(1, node, here)
+        depth.scatter_(1, node, d + 1)
+        used.scatter_(1, node, value=True)
+        chain.append(node)
+        here = node
+    number = used.cumsum(dim=1) - 1
+    order = (~used).int().argsort(dim=1, stable=True)
+    real = torch.arange(nodes) < used.sum(dim=1, keepdim=True)
+
+    def packed(values: Tensor) -> Tensor:
+        return values.gather(1, order).where(real, 0)
+
+    path_nodes = torch.stack(chain, dim=2)
+    tree = DraftTree(
+        law=Law.IID,
+        token_ids=packed(token_ids),
+        parents=packed(number.gather(1, parents)),
+        depth=packed(depth),
+        num_nodes=used.sum(dim=1),
+        path_nodes=number.gather(1, path_nodes.flatten(1)).view_as(path_nodes),
+        path_lengths=torch.full((size, paths), length),
+        draft_ids=torch.arange(vocab).expand(shape),
+        draft_probs=q[rows, order],
+    )
+    laws_at = rows * nodes + order.where(real, 0)
+    target = TargetLaw.of_logits(p.flatten(0, 1).log(), laws_at)
+    return Batch(tree, target)
+
+
+def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64)

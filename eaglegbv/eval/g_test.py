@@ -1,0 +1,171 @@
+"""The G-test of observed texts against their exact joint law, and what it is able to see."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, stats
+
+from eaglegbv.errors import InvalidArgument
+
+SMALLEST_EXPECTED = 5.0
+SHIFT = 0.04
+LEVEL = 1e-4
+
+Text = tuple[int, ...]
+"""Tokens of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class GTest:
+    """Outcome of a G-test.
+
+    Attributes:
+        statistic: G.
+        samples: Texts observed.
+        cells: Cells compared, after merging.
+        p_value: Probability of a G at least as large if the law is right.
+        power: Probability to reject, at the level asked for, a law at the total variation asked
+            for from the expected one, spread over all cells alike: the spread hardest to see.
+    """
+
+    statistic: float
+    samples: int
+    cells: int
+    p_value: float
+    power: float
+
+
+def g_test(
+    observed: ArrayLike,
+    expected: NDArray[np.float64],
+    *,
+    shift: float = SHIFT,
+    level: float = LEVEL,
+    smallest: float = SMALLEST_EXPECTED,
+) -> GTest:
+    """Compare samples with their exact law.
+
+    Args:
+        observed: Cell indices, ``[samples]``.
+        expected: Probabilities ``[cells]``.
+        smallest: Cells expected fewer times are merged with their neighbours: the chi-square law
+            of G needs filled cells, and fewer cells see a small shift better.
+        shift: Total variation the power is stated for.
+        level: Probability to reject a right law, for the power.
+    """
+    counts = np.bincount(np.asarray(observed, dtype=np.int64), minlength=len(expected))
+    counts = counts.astype(np.float64)
+    samples = int(counts.sum())
+    if counts[expected == 0].any():
+        return GTest(np.inf, samples, len(expected), 0.0, 1.0)
+    means = expected / expected.sum() * samples
+    bins = _merge(means, smallest)
+    counts, means = np.bincount(bins, counts), np.bincount(bins, means)
+    seen = counts > 0
+    statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
+    cells = len(means)
+    return GTest(
+        statistic,
+        samples,
+        cells,
+        float(stats.chi2.sf(statistic, cells - 1)) if cells > 1 else 1.0,
+        power(samples, cells, shift=shift, level=level),
+    )
+
+
+def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
+    """Return the bin of each cell: cells below ``smallest`` share one with the next such cells.
+
+    What is left of them at the end joins the bin before.
+    """
+    bins = np.zeros(len(means), dtype=np.int64)
+    used, open_bin, filled = 0, -1, 0.0
+    for cell, mean in enumerate(means):
+        if mean >= smallest:
+            bins[cell], used = used, used + 1
+            continue
+        if open_bin < 0:
+            open_bin, used, filled = used, used + 1, 0.0
+        bins[cell] = open_bin
+        filled += mean
+        if filled >= smallest:
+            open_bin = -1
+    if open_bin >= 0 and used > 1:
+        bins[bins == open_bin] = open_bin - 1 if open_bin else 1
+        bins -= (bins > open_bin).astype(np.int64)
+    return bins
+
+
+def power(samples: int, cells: int, *, shift: float, level: float) -> float:
+    """Return the probability to reject a law at total variation ``shift``, spread evenly."""
+    if cells < 2:
+        return 0.0
+    # Every cell moved by 2 * shift of its mean, up or down, is a total variation of shift.
+    critical = stats.chi2.isf(level, cells - 1)
+    return float(stats.ncx2.sf(critical, cells - 1, samples * (2 * shift) ** 2))
+
+
+def detectable_shift(samples: int, cells: int, *, level: float, power_wanted: float) -> float:
+    """Return the total variation that is noticed with probability ``power_wanted``; 1 if none."""
+
+    def missing(shift: float) -> float:
+        return power(samples, cells, shift=shift, level=level) - power_wanted
+
+    if missing(0.5) < 0:  # no cell can move by more than its mean
+        return 1.0
+    return float(optimize.brentq(missing, 0.0, 0.5, xtol=1e-6))
+
+
+def g_test_texts(
+    texts: Sequence[Sequence[int]],
+    law: Mapping[Text, float],
+    *,
+    shift: float = SHIFT,
+    level: float = LEVEL,
+    smallest: float = SMALLEST_EXPECTED,
+) -> GTest:
+    """Compare texts with the exact law of texts; one that the law lacks has probability 0.
+
+    Rare texts are merged with their neighbours in the order of ``law``: after :func:`joint_law`,
+    those that begin alike.
+    """
+    cells = {text: i for i, text in enumerate(law)}
+    impossible = len(law)
+    observed = [cells.get(tuple(text), impossible) for text in texts]
+    expected = np.append(np.array(list(law.values()), dtype=np.float64), 0.0)
+    return g_test(observed, expected, shift=shift, level=level, smallest=smallest)
+
+
+def joint_law(
+    next_laws: Callable[[list[list[int]]], NDArray[np.float64]],
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    most: int = 1_000_000,
+) -> dict[Text, float]:
+    """Return the exact law of the first ``tokens`` tokens after ``prompt``, impossible ones out.
+
+    Args:
+        next_laws: From sequences of one length to the laws of their next token, ``[batch, vocab]``.
+        prompt: The prompt.
+        tokens: Number of tokens.
+        most: Texts there may be.
+
+    Raises:
+        InvalidArgument: There are more than ``most`` texts of positive probability.
+    """
+    law: dict[Text, float] = {(): 1.0}
+    for length in range(1, tokens + 1):
+        rows = next_laws([[*prompt, *text] for text in law])
+        law = {
+            (*text, int(token)): mass * float(row[token])
+            for (text, mass), row in zip(law.items(), rows, strict=True)
+            for token in np.flatnonzero(row)
+        }
+        if len(law) > most:
+            raise InvalidArgument(
+                "tokens", tokens, f"at most {most} possible texts, not {len(law)} of {length}"
+            )
+    return law

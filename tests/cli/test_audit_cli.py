@@ -1,0 +1,205 @@
+"""``eaglegbv audit``: what it prints, and its exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eaglegbv.eval import audit_picture
+from eaglegbv.verifiers.reference.registry import REFERENCES
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_verifier.py"
+QUICK = ("--vocab", "2", "--instances", "3")
+KEYS = [
+    "verifier",
+    "law",
+    "instances",
+    "max_abs_error",
+    "block_efficiency",
+    "lp_optimum",
+    "seconds",
+]
+
+
+def test_json_is_one_object(cli) -> None:
+    result = cli("audit", "--verifier", "otbv", "--law", "iid", *QUICK, "--seed", "7", "--json")
+    assert result.status == 0
+    assert result.out.count("\n") == 1
+    found = json.loads(result.out)
+    assert list(found) == KEYS
+    assert (found["verifier"], found["law"], found["instances"]) == ("otbv", "iid", 3)
+    assert found["max_abs_error"] <= 1e-12
+    assert found["block_efficiency"] <= found["lp_optimum"] + 1e-9
+
+
+def test_without_json_it_is_readable(cli) -> None:
+    result = cli("audit", "--verifier", "token", *QUICK)
+    assert result.status == 0
+    headings, row = result.out.splitlines()
+    assert "max error" in headings
+    assert row.split()[:3] == ["token", "iid", "1"]
+    assert row.endswith(" lossless")
+
+
+def test_all_is_every_verifier_with_every_law(cli) -> None:
+    result = cli("audit", "--all", *QUICK, "--depth", "1")
+    assert result.status == 0
+    rows = [tuple(line.split()[:2]) for line in result.out.splitlines()[1:]]
+    expected = [(name, str(law)) for name, ref in REFERENCES.items() for law in ref.laws]
+    assert sorted(rows) == sorted(expected)
+
+
+def test_the_example_passes(cli) -> None:
+    result = cli("audit", "--module", str(EXAMPLE), "--all", "--instances", "3")
+    assert result.status == 0
+    assert [line.split()[:2] for line in result.out.splitlines()[1:]] == [
+        ["first_path", "iid"],
+        ["first_path", "wor"],
+    ]
+
+
+def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
+    """The example is not lossless where the first child of a node is not drawn."""
+    module = tmp_path / "mine.py"
+    text = EXAMPLE.read_text(encoding="utf-8")
+    assert "Law.WOR}" in text
+    module.write_text(text.replace("Law.WOR}", "Law.GREEDY}"), encoding="utf-8")
+    result = cli("audit", "--module", str(module), "--law", "greedy", *QUICK)
+    assert result.status == 1
+    assert "NOT LOSSLESS" in result.out
+    assert cli("audit", "--module", str(module), "--law", "iid", *QUICK).status == 0
+
+
+BATCHED = """
+from eaglegbv.verifiers.tokenwise import TokenVerifier
+
+class Mine(TokenVerifier):
+    name = "mine"
+
+class Careless(TokenVerifier):
+    name = "careless"
+
+    def judge(self, tree, target, uniforms):
+        ones = uniforms.acceptance * 0.5
+        return super().judge(tree, target, type(uniforms)(uniforms.selection, ones,
+                                                          uniforms.correction))
+"""
+
+
+def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
+    module = tmp_path / "batched.py"
+    module.write_text(BATCHED, encoding="utf-8")
+    arguments = ("audit", "--module", str(module), *QUICK, "--samples", "2000", "--json")
+    right = cli(*arguments, "--verifier", "mine")
+    assert right.status == 0
+    assert json.loads(right.out)["samples"] == 2000
+    assert cli(*arguments, "--verifier", "careless").status == 1
+    either = cli(*arguments)
+    assert either.status == 2
+    assert "one of {careless, mine}" in either.err
+
+
+def test_the_batched_implementation_by_samples(cli) -> None:
+    result = cli("audit", "--verifier", "block", *QUICK, "--samples", "1000")
+    assert result.status == 0
+    assert "least p-value" in result.out
+
+
+def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
+    arguments = ("audit", "--verifier", "block", "--instances", "5", "--json")
+    assert cli(*arguments, "--tolerance", "0").status == 1
+    assert cli(*arguments).status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "verifier=None: expected one of {block, "),
+        (["--verifier", "V"], "verifier='V'"),
+        (["--verifier", "otbv", "--law", "nope"], "law='nope'"),
+        (["--verifier", "otbv", "--law", "wor"], "law='wor'"),
+        (["--verifier", "token", "--paths", "2"], "paths=2"),
+        (["--verifier", "spechub", "--paths", "3"], "paths=3"),
+        (["--verifier", "otbv", "--vocab", "1"], "vocab=1"),
+        (["--verifier", "otbv", "--vocab", "9", "--depth", "4"], "at most 20000 draft trees"),
+        (["--verifier", "otbv", "--instances", "0"], "instances=0"),
+        (["--verifier", "otbv", "--tolerance", "-1"], "tolerance=-1"),
+        (["--verifier", "otbv", "--tolerance", "nan"], "tolerance=nan"),
+        (["--verifier", "otbv", "--samples", "0"], "samples=0"),
+        (["--verifier", "spectr_gbv", "--samples", "10"], "verifier='spectr_gbv'"),
+        (["--all", "--verifier", "otbv"], "neither --verifier nor --law"),
+        (["--module", "/no/such/file.py"], "module='/no/such/file.py'"),
+        (["--module", __file__], "a subclass of ReferenceVerifier"),
+        (["--module", str(EXAMPLE), "--samples", "10"], "samples=10"),
+        (["--module", str(EXAMPLE), "--law", "fixed"], "law='fixed'"),
+        (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
+        (["pair", "--verifier", "nope"], "verifier='nope'"),
+        (["picture", "--verifiers", "nope"], "verifier='nope'"),
+        (["picture", "--verifiers", "spechub"], "law='iid'"),
+        (["picture", "--paths", "0"], "paths=0"),
+        (["picture", "--trees", "1"], "trees=1"),
+        (["picture", "--temperatures", "0"], "temperatures=0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_line(cli, arguments: list[str], message: str) -> None:
+    result = cli("audit", *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert result.err.startswith("eaglegbv: ")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_module", "a file that imports (No module named 'no_such_module')"),
+        ("def broken(:", "a file that imports ("),
+        (BATCHED.replace('"mine"', "7"), "Mine.name=7"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_named(cli, tmp_path, text: str, message: str) -> None:
+    module = tmp_path / "broken.py"
+    module.write_text(text, encoding="utf-8")
+    result = cli("audit", "--module", str(module))
+    assert result.status == 2
+    assert message in result.err
+
+
+def test_pair(cli, pair: list[str]) -> None:
+    options = ("--prompt", "ab", "--tokens", "2", "--top-k", "2", "--samples", "60", "--json")
+    result = cli("audit", "pair", *pair, *options)
+    assert result.status == 0
+    found = json.loads(result.out)
+    assert found["samples"] == 60
+    assert found["cells"] > 1
+    assert found["p_value"] >= found["level"]
+
+
+PICTURE = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")
+
+
+def test_picture(cli, tmp_path: Path) -> None:
+    out = tmp_path / "picture.svg"
+    arguments = ("audit", "picture", *PICTURE, "--paths", "1,2", "--at-paths", "2")
+    result = cli(*arguments, "--out", str(out))
+    assert result.status == 0
+    headings, *rows = result.out.splitlines()
+    assert "block efficiency" in headings
+    assert len({tuple(row.split()[:3]) for row in rows}) == len(rows)
+    text = out.read_text(encoding="utf-8")
+    assert "otbv" in text
+    assert "20 trees a point" in text
+    again = tmp_path / "again.svg"
+    cli(*arguments, "--out", str(again))
+    assert again.read_text(encoding="utf-8") == text
+    unknown = cli(*arguments, "--out", str(tmp_path / "picture.nope"))
+    assert unknown.status == 2
+    assert "picture.nope" in unknown.err
+
+
+def test_a_picture_without_matplotlib_names_the_extra(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_picture, "find_spec", lambda name: None)
+    result = cli("audit", "picture", *PICTURE, "--out", "x.svg")
+    assert result.status == 2
+    assert "pip install 'eaglegbv[bench]'" in result.err

@@ -1,0 +1,320 @@
+"""The audit: exact, sampled, on a real pair; and what each must reject."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from support.saved_pair import save_pair
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.eval import audit as auditing
+from eaglegbv.eval.audit import ExactSubject, Sizes, count_trees, package_subjects
+from eaglegbv.eval.audit_instances import DRAFTS, ROUND, instance
+from eaglegbv.eval.audit_pair import audit_pair
+from eaglegbv.eval.audit_sampled import SampledSubject, batch_of
+from eaglegbv.eval.audit_synthetic import SyntheticSettings, draw_batch, measure
+from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_law, power
+from eaglegbv.llm import LLM
+from eaglegbv.params import SamplingParams
+from eaglegbv.tree import Law, check_tree
+from eaglegbv.uniforms import Purpose
+from eaglegbv.verifiers.block import BlockVerifier
+from eaglegbv.verifiers.inputs import check_inputs
+from eaglegbv.verifiers.reference.block import block, block_weights
+from eaglegbv.verifiers.reference.chooser import accepts
+from eaglegbv.verifiers.reference.enumeration import Shape, drafted_paths, stateless
+from eaglegbv.verifiers.reference.probs import residual, residual_or_target
+from eaglegbv.verifiers.reference.tree import Outcome
+from eaglegbv.verifiers.registry import make_verifier
+
+PAIRS = [
+    (name, law) for name, subject in package_subjects().items() for law in sorted(subject.laws)
+]
+QUICK = Sizes(vocab=2, instances=7, seed=3)
+
+
+def fitting(subject: auditing.Subject, law: Law, sizes: Sizes = QUICK) -> Sizes:
+    paths = subject.fitting_paths(law, sizes.paths)
+    return Sizes(vocab=sizes.vocab, instances=sizes.instances, seed=sizes.seed, paths=paths)
+
+
+@pytest.mark.parametrize(("name", "law"), PAIRS)
+def test_every_verifier_passes(name: str, law: Law) -> None:
+    subject = package_subjects()[name]
+    told: list[float] = []
+    result = subject.audit(law, fitting(subject, law), told.append)
+    assert result.passed(1e-12)
+    assert result.max_abs_error == max(told)
+    assert len(told) == result.instances == QUICK.instances
+    assert 1 <= result.block_efficiency <= 3
+    if name not in ("greedy_block", "spectr_gbv"):
+        assert result.block_efficiency <= result.lp_optimum + 1e-9
+
+
+def test_an_audit_is_reproducible_and_depends_on_its_seed() -> None:
+    subject = package_subjects()["token"]
+    sizes = fitting(subject, Law.IID)
+    first, again = (subject.audit(Law.IID, sizes) for _ in range(2))
+    assert first.block_efficiency == again.block_efficiency
+    other = Sizes(vocab=2, instances=7, seed=4, paths=1)
+    assert subject.audit(Law.IID, other).block_efficiency != first.block_efficiency
+
+
+def block_without_weight(tree, chooser) -> Outcome:
+    """A residual without w decides about acceptance, as one paper prints it."""
+    (path,) = tree.paths
+    laws = [tree.draft_law(path[:i]) for i in range(len(path))]
+    w = block_weights(tree, path, laws)
+    for i in range(len(path), -1, -1):
+        p = tree.target_law(path[:i])
+        h = w[i]
+        if i < len(path):
+            mass = sum(residual(1, p, laws[i]))
+            h = 1 if w[i] == 1 else mass / (mass + 1 - w[i])
+        if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
+            weights = p if i == len(path) else residual_or_target(w[i], p, laws[i])
+            return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
+    raise AssertionError("the root accepts")
+
+
+def exact(verify, **facts) -> ExactSubject:
+    laws = facts.pop("laws", frozenset({Law.IID}))
+    return ExactSubject(
+        name="mine", laws=laws, default_law=Law.IID, verify=stateless(verify), **facts
+    )
+
+
+def test_a_wrong_rule_fails() -> None:
+    sizes = Sizes(vocab=3, instances=7, paths=1)
+    assert exact(block, max_paths=1).audit(Law.IID, sizes).passed(1e-12)
+    wrong = exact(block_without_weight, max_paths=1).audit(Law.IID, sizes)
+    assert not wrong.passed(1e-3)
+
+
+def test_a_rule_that_forgets_its_debts_fails_in_the_second_step() -> None:
+    """One step and its completion are right; only steps in a row show it."""
+    subject = package_subjects()["greedy_block"]
+
+    def forgetful(tree, target, chooser):
+        return subject.verify(tree, replace(target, layers=()), chooser)
+
+    broken = replace(subject, verify=forgetful)
+    one, two = (
+        broken.audit(Law.IID, Sizes(vocab=2, instances=7, paths=1, iterations=n)) for n in (1, 2)
+    )
+    assert one.passed(1e-12)
+    assert not two.passed(1e-3)
+
+
+def test_laws_and_paths_without_a_claim_are_refused() -> None:
+    subjects = package_subjects()
+    with pytest.raises(LawMismatch, match="law='wor'"):
+        subjects["token"].audit(Law.WOR, QUICK)
+    with pytest.raises(LawMismatch, match="paths=2: expected at most 1"):
+        subjects["token"].audit(Law.IID, QUICK)
+    with pytest.raises(LawMismatch, match="paths=3: expected 2"):
+        subjects["spechub"].audit(Law.HUB, Sizes(paths=3))
+    with pytest.raises(InvalidArgument, match="at most 20000 draft trees"):
+        subjects["otbv"].audit(Law.IID, Sizes(vocab=4, depth=4, paths=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab", 1), ("depth", 0), ("paths", 0), ("instances", 0), ("iterations", 0), ("seed", -1)],
+)
+def test_sizes_out_of_range_are_refused(name: str, value: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}={value}"):
+        Sizes(**{name: value})
+
+
+def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, sizes = package_subjects()["token"], Sizes(instances=1, paths=1)
+    assert subject.audit(Law.IID, sizes).lp_optimum is not None
+    monkeypatch.setattr(auditing, "MOST_LP_ENTRIES", 10)
+    assert subject.audit(Law.IID, sizes).lp_optimum is None
+
+
+@pytest.mark.parametrize("law", list(Law))
+@pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
+def test_trees_are_counted_before_they_are_listed(law: Law, shape: Shape) -> None:
+    [problem] = instance(law, shape, 0, steps=1, seed=0)  # positive everywhere
+    assert len(drafted_paths(problem)) == count_trees(law, shape)
+
+
+def test_instances_reach_the_corners() -> None:
+    shape = Shape(4, 1, 2)
+    pairs = []
+    for number in range(len(ROUND) * len(DRAFTS)):
+        for problem in instance(Law.IID, shape, number, steps=2, seed=1):
+            p, q = problem.target_law(()), problem.draft_law(())
+            assert sum(p) == pytest.approx(1, abs=1e-15)
+            assert sum(q) == pytest.approx(1, abs=1e-15)
+            pairs.append((p, q))
+    assert any(p == q for p, q in pairs)
+    assert any(not any(a and b for a, b in zip(p, q, strict=True)) for p, q in pairs)
+    assert any(min(p) == 0 < min(q) for p, q in pairs)
+    assert any(min(q) == 0 < min(p) for p, q in pairs)
+    assert any(
+        p != q and p[x] * q[y] == p[y] * q[x] != 0
+        for p, q in pairs
+        for x, y in combinations(range(4), 2)
+    )
+
+
+def test_steps_share_the_target_and_have_their_own_draft_laws() -> None:
+    first, second = instance(Law.IID, Shape(3, 2, 2), 5, steps=2, seed=0)
+    assert first.target_law((1,)) == second.target_law((1,))
+    assert first.draft_law((1,)) != second.draft_law((1,))
+
+
+SAMPLED = [("token", Law.IID), ("otbv", Law.IID), ("otbv", Law.GREEDY), ("specinfer", Law.WOR)]
+
+
+@pytest.mark.parametrize(("name", "law"), SAMPLED)
+def test_batched_verifiers_pass_by_samples(name: str, law: Law) -> None:
+    subject = SampledSubject.of(make_verifier(name), 2000)
+    result = subject.audit(law, fitting(subject, law))
+    assert result.passed(0.0)
+    assert result.detectable_shift < 0.1
+
+
+class Gullible(BlockVerifier):
+    """Accepts one token more than it should, now and then."""
+
+    name = "gullible"
+
+    def judge(self, tree, target, uniforms):
+        verdict = super().judge(tree, target, uniforms)
+        return replace(verdict, accepted=(verdict.accepted + 1).clamp(max=tree.length))
+
+
+def test_a_wrong_batched_verifier_is_rejected() -> None:
+    result = SampledSubject.of(Gullible(), 500).audit(Law.IID, Sizes(instances=5, paths=1))
+    assert not result.passed(0.0)
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_listed_trees_are_sound(law: Law) -> None:
+    for number in (0, 1, 8):
+        [problem] = instance(law, Shape(3, 2, 2), number, steps=1, seed=2)
+        tree, target, masses = batch_of(problem)
+        check_tree(tree)
+        check_inputs(tree, target)
+        assert float(masses.sum()) == pytest.approx(1)
+        assert tree.batch == len(drafted_paths(problem))
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="samples=0"):
+        SampledSubject.of(make_verifier("token"), 0)
+
+
+def test_g_test_accepts_right_samples_and_rejects_others() -> None:
+    rng = np.random.default_rng(0)
+    law = rng.dirichlet(np.ones(40))
+    p_values = [g_test(rng.choice(40, size=4000, p=law), law).p_value for _ in range(200)]
+    assert 0.3 < np.mean(p_values) < 0.7
+    moved = law * np.where(np.arange(40) % 2, 1.2, 0.8)
+    assert g_test(rng.choice(40, size=4000, p=moved / moved.sum()), law).p_value < 1e-9
+
+
+def test_stated_power_is_met() -> None:
+    rng = np.random.default_rng(1)
+    law = np.full(20, 1 / 20)
+    shift = detectable_shift(3000, 20, level=0.01, power_wanted=0.9)
+    assert power(3000, 20, shift=shift, level=0.01) == pytest.approx(0.9, abs=1e-3)
+    moved = law * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
+    tests = [g_test(rng.choice(20, size=3000, p=moved), law).p_value < 0.01 for _ in range(400)]
+    assert 0.84 < np.mean(tests) < 0.96
+    assert detectable_shift(10, 20, level=1e-6, power_wanted=0.9) == 1.0
+
+
+def test_rare_cells_are_merged_and_impossible_ones_reject() -> None:
+    law = np.array([0.5, 0.001, 0.001, 0.49, 0.004, 0.004, 0.0])
+    observed = [0] * 500 + [3] * 490 + [4] * 5 + [5] * 5
+    result = g_test(observed, law)
+    assert result.cells == 3  # the rare ones reach five only together
+    assert g_test([*observed, 6], law).p_value == 0.0
+    assert g_test([0] * 10, np.array([1.0])).p_value == 1.0
+    assert g_test_texts([(0, 1), (5, 5)], {(0, 1): 1.0}).p_value == 0.0
+
+
+def test_joint_law_multiplies_along_the_text_and_skips_what_cannot_be() -> None:
+    def next_laws(texts: list[list[int]]) -> np.ndarray:
+        return np.array([[0.25, 0.75] if text[-1] == 9 else [0.0, 1.0] for text in texts])
+
+    assert joint_law(next_laws, [9], 2) == {(0, 1): 0.25, (1, 1): 0.75}
+    with pytest.raises(InvalidArgument, match="at most 1 possible texts"):
+        joint_law(next_laws, [9], 2, most=1)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    target, head = save_pair(tmp_path_factory.mktemp("pair"))
+    return LLM(target, head, plan=Plan(paths=2, depth=2), device="cpu", dtype=torch.float32)
+
+
+PARAMS = SamplingParams(max_tokens=3, top_k=2, seed=1)
+
+
+def test_an_engine_passes_on_a_pair(llm: LLM) -> None:
+    result = audit_pair(llm, "ab", PARAMS, samples=200)
+    assert result.passed
+    assert result.cells == 8
+    assert result.detectable_shift < 0.25
+    assert result.block_efficiency >= 1
+
+
+def test_texts_of_another_law_are_rejected(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = llm.generate
+
+    def colder(prompts, params, **options):
+        if isinstance(params, list):
+            params = [SamplingParams(max_tokens=3, top_k=1, seed=p.seed) for p in params]
+        return generate(prompts, params, **options)
+
+    monkeypatch.setattr(llm, "generate", colder)
+    assert not audit_pair(llm, "ab", PARAMS, samples=200).passed
+
+
+@pytest.mark.parametrize(
+    ("params", "samples", "message"),
+    [
+        (PARAMS, 3, "samples=3"),
+        (SamplingParams(max_tokens=3, repetition_penalty=1.2), 400, "no penalties"),
+        (SamplingParams(max_tokens=3), 400, "at most 20000 possible texts"),
+    ],
+)
+def test_a_pair_is_audited_with_fitting_settings_only(
+    llm: LLM, params: SamplingParams, samples: int, message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        audit_pair(llm, "ab", params, samples=samples)
+
+
+def test_synthetic_trees_are_sound() -> None:
+    settings = SyntheticSettings(vocab=5, depth=3)
+    for paths in (1, 4):
+        batch = draw_batch(settings, 40, paths, 0.7, torch.Generator().manual_seed(paths))
+        check_tree(batch.tree)
+        check_inputs(batch.tree, batch.target)
+        shared = batch.tree.num_nodes < 1 + 3 * paths
+        assert bool(shared.any()) == (paths > 1)
+
+
+def test_synthetic_figures() -> None:
+    settings = SyntheticSettings(vocab=16, depth=3, trees=600)
+    figures = list(measure(["token", "otbv"], [1, 3], [1.0], settings))
+    found = {(f.verifier, f.paths): f for f in figures}
+    assert set(found) == {("token", 1), ("otbv", 1), ("otbv", 3)}
+    assert found["otbv", 3].block_efficiency > found["otbv", 1].block_efficiency
+    assert found["otbv", 1].block_efficiency >= found["token", 1].block_efficiency
+    perfect = next(measure(["block"], [1], [1.0], SyntheticSettings(noise=0.0, trees=50)))
+    assert perfect.block_efficiency == SyntheticSettings().depth + 1
+    for bad in ({"paths": [0]}, {"temperatures": [0.0]}):
+        options = {"paths": [1], "temperatures": [1.0], **bad}
+        with pytest.raises(InvalidArgument, match=next(iter(bad))):
+            list(measure(["otbv"], options["paths"], options["temperatures"], settings))
