@@ -58,6 +58,11 @@ def test_the_example_passes(cli) -> None:
     ]
 
 
+def test_the_page_about_it_shows_the_example_as_it_is() -> None:
+    page = EXAMPLE.parents[1] / "docs" / "add_a_verifier.md"
+    assert EXAMPLE.read_text(encoding="utf-8") in page.read_text(encoding="utf-8")
+
+
 def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
     """The example is not lossless where the first child of a node is not drawn."""
     module = tmp_path / "mine.py"
