@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import (
     Device,
     Drafter,
@@ -215,7 +216,12 @@ def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
 
 @app.command()
 def pair(
-    prompt: Annotated[str, typer.Option(help="What all texts continue.")] = "Once upon a time",
+    prompt: Annotated[
+        str, typer.Option(help="What all texts answer.")
+    ] = "Name three kinds of fruit.",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
     verifier: Annotated[str, typer.Option(help="Verifier to run.")] = "otbv",
     paths: Annotated[
         int | None,
@@ -268,7 +274,11 @@ def pair(
         engine=EngineConfig(max_batch=batch),
     )
     result = audit_pair(
-        llm, prompt, params, samples=samples, progress=not as_json and sys.stderr.isatty()
+        llm,
+        prompt if raw else messages(prompt),
+        params,
+        samples=samples,
+        progress=not as_json and sys.stderr.isatty(),
     )
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
