@@ -41,9 +41,7 @@ class WarpSettings:
         """Gather the settings of requests that own ``rows_each`` consecutive rows."""
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            # Repeated here: a device would have to be asked for the number of rows.
-            rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
-            return torch.tensor(rows, dtype=dtype, device=device)
+            return _column(values, rows_each, dtype, device)
 
         no_limit = 2**31
         top_k = [no_limit if p.top_k is None else p.top_k for p in params]
@@ -145,12 +143,9 @@ class PenaltySettings:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
-        repeats = torch.tensor(rows_each, device=device)
 
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(
-                repeats
-            )
+        def column(values: Sequence[float]) -> Tensor:
+            return _column(values, rows_each, torch.float32, device)
 
         return cls(
             repetition=column([p.repetition_penalty for p in params]),
@@ -178,3 +173,15 @@ def penalise(
     logits = torch.where(in_prompt | occurred, punished, logits)
     logits = logits - settings.frequency.unsqueeze(1) * generated
     return logits - settings.presence.unsqueeze(1) * occurred
+
+
+def _column(
+    values: Sequence[float],
+    rows_each: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Return ``[rows]``: each request's value on all its rows."""
+    # Repeated on the host: a device would have to be asked for the number of rows.
+    rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
+    return torch.tensor(rows, dtype=dtype, device=device)
