@@ -213,21 +213,22 @@ def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
     Every layer of ``shallow`` is followed by copies of itself whose last matrices are zero, so
     that the deep model computes what the shallow one does and learns from there (LLaMA Pro, arXiv
     2401.02415, section 3.2). Shallow layers train faster: growing late buys depth at little cost.
+    Where the depth is no multiple, the layers with one copy more are spread evenly.
 
     Raises:
-        InvalidArgument: The depth is not a multiple, or another size differs.
+        InvalidArgument: ``deep`` has fewer layers.
     """
     few, many = len(shallow.model.layers), len(deep.model.layers)
-    if many % few:
-        raise InvalidArgument("layers", many, f"a multiple of the {few} layers to grow from")
-    copies = many // few
+    if many < few:
+        raise InvalidArgument("layers", many, f"at least the {few} layers to grow from")
     weights = {n: w for n, w in shallow.state_dict().items() if not n.startswith("model.layers.")}
-    for i, layer in enumerate(shallow.model.layers):
-        for name, weight in layer.state_dict().items():
+    origins = [i * few // many for i in range(many)]
+    for i, origin in enumerate(origins):
+        is_copy = i > 0 and origins[i - 1] == origin
+        for name, weight in shallow.model.layers[origin].state_dict().items():
             last = name in {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
-            for copy in range(copies):
-                grown = weight if copy == 0 or not last else torch.zeros_like(weight)
-                weights[f"model.layers.{i * copies + copy}.{name}"] = grown
+            grown = torch.zeros_like(weight) if is_copy and last else weight
+            weights[f"model.layers.{i}.{name}"] = grown
     deep.load_state_dict(weights)
 
 

@@ -100,10 +100,14 @@ def small_llama(layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
 
 
-def test_a_grown_model_computes_what_the_shallow_one_does() -> None:
-    shallow, deep = small_llama(2), small_llama(6)
+@pytest.mark.parametrize("layers", [3, 5, 9])
+def test_a_grown_model_computes_what_the_shallow_one_does(layers: int) -> None:
+    shallow, deep = small_llama(3), small_llama(layers)
     grow(shallow, deep)
     token_ids = torch.randint(20, (1, 9))
     torch.testing.assert_close(deep(token_ids).logits, shallow(token_ids).logits)
-    with pytest.raises(InvalidArgument, match=r"^layers=3"):
-        grow(shallow, small_llama(3))
+
+
+def test_a_model_cannot_grow_shallower() -> None:
+    with pytest.raises(InvalidArgument, match=r"^layers=2: expected at least the 3 layers"):
+        grow(small_llama(3), small_llama(2))
