@@ -30,6 +30,25 @@ def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), paths, 1)
 
 
+def spectr_gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """E[tau] of one step: the sum of min(p, b) over sequences of symbols (token, drafts left)."""
+
+    def below(prefix: Prefix, drafts: int, joint_p: Number, joint_b: Number) -> Number:
+        if len(prefix) == length:
+            return 0
+        node = transport(p(prefix), q(prefix), drafts)
+        total: Number = 0
+        for x in node.order:
+            b = node.law[x]
+            for m, share in enumerate(multiplicity_law(node, x) if b > 0 else (), start=1):
+                symbol_p, symbol_b = joint_p * p(prefix)[x] * share, joint_b * b * share
+                if symbol_b > 0:
+                    total += min(symbol_p, symbol_b) + below((*prefix, x), m, symbol_p, symbol_b)
+        return total
+
+    return below((), paths, 1, 1)
+
+
 def gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     """The same with the skewed laws of the best-ranked path."""
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.stats import chi2
+from support.acceptance import claimed_length
+from support.published_spectr_gbv import published_spectr_gbv
 from support.tables import Model, Shape, constant, problem
 
 from eaglegbv.tree import Law
@@ -21,7 +23,9 @@ from eaglegbv.verifiers.reference.enumeration import (
     Problem,
     Verify,
     VerifyWithState,
+    acceptance_length,
     max_error,
+    output_law,
     stateless,
     target_joint,
 )
@@ -172,6 +176,30 @@ class Shift:
 
 def test_verifying_every_path_alone_is_rejected() -> None:
     assert worst(each_path_alone, "random", Shape(3, 1, 2)) > CAUGHT
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_published_rule_of_spectr_gbv_is_rejected_at_two_paths(length: int) -> None:
+    """On one level no debt is open, so the fault is the acceptance rule's alone."""
+    shape = Shape(3, length, 2)
+    published = stateless(published_spectr_gbv)
+    assert worst(published, "random", Shape(3, 1, 1)) < 1e-12  # one path on one level is token
+    assert worst(spectr_gbv, "random", shape) < 1e-12
+    assert worst(published, "random", shape) > 10 * CAUGHT
+
+
+def test_the_published_rule_of_spectr_gbv_accepts_less_than_its_theorem_claims() -> None:
+    lost, total_variation = [], []
+    for seed in range(100):
+        model = Model(3, "random", seed)
+        law = output_law(published_spectr_gbv, problem(Law.IID, model, Shape(3, 1, 2)))
+        claim = float(claimed_length(model.p, model.q, 2, 1))
+        lost.append(claim - float(acceptance_length(law)))
+        first = [sum(m for tokens, m in law.items() if tokens[0] == x) for x in range(3)]
+        off = sum(abs(a - b) for a, b in zip(first, model.p(()), strict=True)) / 2
+        total_variation.append(float(off))
+    assert np.mean(lost) > 0.01
+    assert max(total_variation) > 0.1
 
 
 def gbv_first_drafted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
