@@ -15,39 +15,27 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter
-from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
+from eaglegbv.drafters.draft_law import DraftLaws, draft_laws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.sampled_trees import (
-    GreedyTree,
-    HubTree,
-    IidTree,
-    SampledTree,
-    WorTree,
-)
-from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
+from eaglegbv.drafters.growth import DraftedRows, Laws, draft_params, grow_trees, laws_of
+from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
+from eaglegbv.drafters.tree_choice import GROWN_LAWS, start_trees, support
+from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Purpose
 from eaglegbv.warp import WarpSettings
-
-_SAMPLED_TREES: Mapping[Law, type[SampledTree]] = MappingProxyType(
-    {Law.IID: IidTree, Law.WOR: WorTree, Law.GREEDY: GreedyTree, Law.HUB: HubTree}
-)
 
 
 @dataclass(slots=True)
@@ -89,7 +77,7 @@ class EagleSnapshot(DraftSnapshot):
 class EagleDrafter(RecallingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
-    laws: ClassVar[frozenset[Law]] = frozenset({*_SAMPLED_TREES, Law.FIXED})
+    laws: ClassVar[frozenset[Law]] = GROWN_LAWS
 
     def __init__(self, head: EagleHead, attention: PagedAttention) -> None:
         """Wrap a head.
@@ -99,6 +87,7 @@ class EagleDrafter(RecallingDrafter):
             attention: Paged attention over a one-layer pool, whose slots are numbered like the
                 target's.
         """
+        lay_out_for_few_rows(head)
         self.head = head
         self._attention = attention
         self._scale = head.config.head_dim**-0.5
@@ -134,9 +123,18 @@ class EagleDrafter(RecallingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
-        if law is Law.FIXED:
-            return self._draft_fixed(requests, plan, tree_slots)
-        return self._draft_sampled(requests, plan, law, tree_slots)
+        vocab = self.head.config.draft_vocab_size
+        trees = start_trees(requests, plan, law, vocab)
+        width = support(plan, law, vocab)
+        laws = laws_of(requests, plan, law, width, self.head.draft_to_target)
+        self._grow(requests, trees, plan.depth, tree_slots, laws)
+        return stack_trees(
+            [tree.finish() for tree in trees],
+            law,
+            paths=trees[0].max_paths,
+            length=plan.depth,
+            device=self._device,
+        )
 
     def snapshot(self, request: Request) -> EagleSnapshot:
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
@@ -145,7 +143,7 @@ class EagleDrafter(RecallingDrafter):
             rows=request.slots[:0],
             # A row of a whole batch's output, which it would keep alive.
             hidden=self._root_hidden(request).clone(),
-            params=_draft_params(request, request.plan),
+            params=draft_params(request.params, request.plan),
             width=min(request.plan.draft_width, self.head.config.draft_vocab_size),
         )
 
@@ -189,80 +187,32 @@ class EagleDrafter(RecallingDrafter):
             ids[members, :width], probs[members, :width] = laws.ids, laws.probs
         return DraftLaws(ids, probs)
 
-    def _draft_sampled(
-        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
-    ) -> DraftTree:
-        width = min(plan.draft_width, self.head.config.draft_vocab_size)
-        kind = _SAMPLED_TREES[law]
-        trees = [kind(r.token_ids[-1], self._uniforms(r, plan), width) for r in requests]
-        params = [_draft_params(request, plan) for request in requests]
-
-        def laws(logits: Tensor, rows_each: list[int]) -> DraftLaws:
-            settings = WarpSettings.of(params, rows_each, device=logits.device)
-            return draft_laws(
-                logits, settings, width=width, draft_to_target=self.head.draft_to_target
-            )
-
-        return self._grow(requests, trees, plan, law, tree_slots, laws)
-
-    def _draft_fixed(
-        self, requests: Sequence[Request], plan: Plan, tree_slots: Sequence[Tensor]
-    ) -> DraftTree:
-        budget = plan.paths * plan.depth
-        trees = [BestFirstTree(r.token_ids[-1], beam=plan.paths, budget=budget) for r in requests]
-
-        def laws(logits: Tensor, rows_each: list[int]) -> DraftLaws:  # noqa: ARG001
-            return log_laws(logits, width=plan.paths, draft_to_target=self.head.draft_to_target)
-
-        return self._grow(requests, trees, plan, Law.FIXED, tree_slots, laws)
-
     def _grow(
         self,
         requests: Sequence[Request],
         trees: Sequence[GrowingTree],
-        plan: Plan,
-        law: Law,
+        depth: int,
         tree_slots: Sequence[Tensor],
-        laws: Callable[[Tensor, list[int]], DraftLaws],
-    ) -> DraftTree:
-        """Grow every tree level by level: laws, new nodes, and a forward of the new nodes."""
-        frontiers = [[0] for _ in trees]
+        laws: Laws,
+    ) -> None:
+        """Grow every tree, the head running new nodes on its own output for their parents."""
         drafted = [
-            _DraftedRows(request, slots)
+            DraftedRows(request.slots, slots)
             for request, slots in zip(requests, tree_slots, strict=True)
         ]
         hidden = torch.stack([self._root_hidden(request) for request in requests])
-        for level in range(plan.depth):
-            counts = [len(frontier) for frontier in frontiers]
-            drawn = laws(self.head.logits(hidden), counts)
-            ids, values = drawn.ids.cpu().numpy(), drawn.probs.cpu().numpy()
-            spans = list(pairwise(accumulate(counts, initial=0)))
-            new = [
-                tree.grow(frontier, ids[first:end], values[first:end])
-                for tree, frontier, (first, end) in zip(trees, frontiers, spans, strict=True)
-            ]
-            if level + 1 == plan.depth:
-                break
-            parents = [
-                first + frontier.index(tree.parent_of(node))
-                for tree, frontier, (first, _), nodes in zip(
-                    trees, frontiers, spans, new, strict=True
-                )
-                for node in nodes
-            ]
+
+        def follow(nodes: Sequence[Sequence[int]], parents: list[int]) -> Tensor:
+            nonlocal hidden
             segments = [
-                rows.segment([(n, tree.token_of(n), tree.parent_of(n)) for n in nodes])
-                for rows, tree, nodes in zip(drafted, trees, new, strict=True)
+                rows.segment(tree, new)
+                for rows, tree, new in zip(drafted, trees, nodes, strict=True)
+                if new
             ]
             hidden = self._run(segments, hidden[parents])
-            frontiers = new
-        return stack_trees(
-            [tree.finish() for tree in trees],
-            law,
-            paths=trees[0].max_paths,
-            length=plan.depth,
-            device=self._device,
-        )
+            return self.head.logits(hidden)
+
+        grow_trees(trees, depth, self.head.logits(hidden), laws, follow)
 
     def _run(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run the head over packed segments; ``hidden`` ``[tokens, hidden]`` in and out."""
@@ -279,11 +229,6 @@ class EagleDrafter(RecallingDrafter):
         start, end = state.context, request.context
         tokens = request.tokens_from(start + 1)[: end - start]
         return Segment.causal(torch.tensor(tokens), request.slots[:start], request.slots[start:])
-
-    def _uniforms(self, request: Request, plan: Plan) -> NDArray[np.float64]:
-        count = plan.paths * plan.depth
-        numbers = request.stream.draw(request.step, Purpose.DRAFT, count)
-        return numbers.reshape(plan.paths, plan.depth)
 
     def _state(self, request: Request) -> EagleState:
         if request.draft_state is None:
@@ -303,51 +248,8 @@ class EagleDrafter(RecallingDrafter):
         return self.head.draft_to_target.device
 
 
-class _DraftedRows:
-    """The drafted rows of one request: their slots, and who sees whom."""
-
-    def __init__(self, request: Request, slots: Tensor) -> None:
-        self._context = request.slots
-        self._slots = slots
-        self._rows: dict[int, int] = {}
-        self._visible = np.zeros((len(slots), len(slots)), dtype=bool)
-        self._positions = np.zeros(len(slots), dtype=np.int64)
-
-    def segment(self, nodes: Sequence[tuple[int, int, int]]) -> Segment:
-        """Add the rows of new nodes, each (node, token, parent), and return their segment."""
-        first = len(self._rows)
-        for row, (node, _, parent) in enumerate(nodes, start=first):
-            self._rows[node] = row
-            self._positions[row] = len(self._context)
-            if parent in self._rows:
-                self._visible[row] = self._visible[self._rows[parent]]
-                self._positions[row] = self._positions[self._rows[parent]] + 1
-            self._visible[row, row] = True
-        end = len(self._rows)
-        positions = torch.from_numpy(self._positions[:end])
-        return Segment(
-            token_ids=torch.tensor([token for _, token, _ in nodes]),
-            positions=positions[first:],
-            context_slots=self._context,
-            tree_slots=self._slots[:end],
-            tree_positions=positions,
-            visible=torch.from_numpy(self._visible[first:end, :end]),
-        )
-
-
 def _eagle_snapshots(snapshots: Sequence[DraftSnapshot]) -> list[EagleSnapshot]:
     own = [s for s in snapshots if isinstance(s, EagleSnapshot)]
     if len(own) < len(snapshots):
         raise TypeError("a snapshot belongs to another drafter")
     return own
-
-
-def _draft_params(request: Request, plan: Plan) -> SamplingParams:
-    """The request's own warping at the plan's draft temperature."""
-    params = request.params
-    return SamplingParams(
-        temperature=min(100.0, params.temperature * plan.draft_temperature),
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )

@@ -25,6 +25,7 @@ from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
+from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 
@@ -115,6 +116,7 @@ class HFTarget(Target):
             )
         config = model.config.get_text_config(decoder=True)
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
+        lay_out_for_few_rows(self.model)
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
