@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eaglegbv.auto_plan import plan_name
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
@@ -176,7 +177,7 @@ class Engine:
         """Draft a tree for each request; those of one plan together."""
         groups = []
         for members in by_plan(requests):
-            slots = [self._target.allocator.allocate(r.plan.tree_nodes) for r in members]
+            slots = [self._target.allocator.allocate(r.plan.tree_slots) for r in members]
             groups.append(Group.decode(members, self._propose(members, slots), slots))
         return groups
 
@@ -271,6 +272,7 @@ class Engine:
                 accepted=len(tokens) - 1,
                 committed=len(kept),
                 nodes=int(group.tree.num_nodes[b]) - 1,
+                plan=plan_name(request.plan),
             )
         if self._ends(request, kept[-1]):
             self.finish(request, FinishReason.STOP)

@@ -16,7 +16,9 @@ def test_a_trace_computed_by_hand() -> None:
     # one more token of the target's own.
     metrics = RequestMetrics()
     for accepted in (2, 0, 3):
-        metrics.count_forward(offered=3, accepted=accepted, committed=accepted + 1, nodes=6)
+        metrics.count_forward(
+            offered=3, accepted=accepted, committed=accepted + 1, nodes=6, plan="otbv 2x3"
+        )
     one = record(OTBV, "q0", 0, forwards=3, committed=8, decode_seconds=4.0)
     one.turns[0].metrics = metrics
     plain = record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eaglegbv.auto_plan import plan_name
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase, RequestMetrics
@@ -35,7 +36,11 @@ class FakeLLM:
         accepted = plan.depth if plan.speculative else 0
         for _ in range(2):
             metrics.count_forward(
-                offered=accepted, accepted=accepted, committed=accepted + 1, nodes=accepted
+                offered=accepted,
+                accepted=accepted,
+                committed=accepted + 1,
+                nodes=accepted,
+                plan=plan_name(plan),
             )
         metrics.add_seconds(Phase.PREFILL, 0.0)
         tokens = list(range(1 + metrics.committed_tokens))

@@ -1,0 +1,106 @@
+"""What a user sets who leaves the choice of plans to the engine."""
+
+from functools import lru_cache
+from typing import TypeAlias
+
+import msgspec
+
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan
+from eaglegbv.errors import InvalidArgument
+
+_PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_MAX_TEMPERATURES = 4
+
+
+class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Let the engine choose a plan for each request and step, from what it measured so far.
+
+    Every choice gives the same law of the text; only speed differs. Because the choice depends on
+    measured times, the same seed need not give the same text twice (at temperature 0 it does).
+
+    Attributes:
+        verifier: Judge of all plans; one without state over steps that takes sampled paths.
+        max_paths: Most drafted paths.
+        max_depth: Most drafted tokens of a path.
+        draft_width: See :class:`eaglegbv.config.Plan`.
+        draft_temperatures: Draft temperatures to choose from; the first is the usual one.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    verifier: str = "otbv"
+    max_paths: int = 4
+    max_depth: int = 8
+    draft_width: int = 64
+    draft_temperatures: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name, value, high in (
+            ("max_paths", self.max_paths, MAX_PATHS),
+            ("max_depth", self.max_depth, MAX_DEPTH),
+            ("draft_width", self.draft_width, MAX_WIDTH),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+                raise InvalidArgument(name, value, f"an integer in [1, {high}]")
+        if self.verifier == "none":
+            raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
+        count = len(self.draft_temperatures)
+        if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
+            expected = f"1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        # The rest is checked by the plans themselves.
+        _ = self.candidates
+
+    @property
+    def candidates(self) -> tuple[Plan, ...]:
+        """The plans that draft, the smallest first; plain decoding is always possible besides."""
+        return _candidates(self)
+
+    @property
+    def largest(self) -> Plan:
+        """The plan with the most nodes and the greatest depth."""
+        return self.candidates[-1]
+
+
+@lru_cache(maxsize=64)
+def _candidates(auto: AutoPlan) -> tuple[Plan, ...]:
+    return tuple(
+        Plan(
+            verifier=auto.verifier,
+            paths=paths,
+            depth=depth,
+            draft_width=auto.draft_width,
+            draft_temperature=temperature,
+        )
+        for temperature in reversed(auto.draft_temperatures)
+        for paths in _up_to(_PATHS, auto.max_paths)
+        for depth in _up_to(_DEPTHS, auto.max_depth)
+    )
+
+
+def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
+    return [value for value in grid if value < largest] + [largest]
+
+
+Planning: TypeAlias = Plan | AutoPlan
+"""One plan for all steps, or the engine's own choice."""
+
+AUTO = AutoPlan()
+"""The engine's own choice, with its usual limits."""
+
+
+def largest_plan(planning: Planning) -> Plan:
+    """Return the plan that needs the most room of those that may be chosen."""
+    return planning.largest if isinstance(planning, AutoPlan) else planning
+
+
+@lru_cache(maxsize=1024)
+def plan_name(plan: Plan) -> str:
+    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and what is unusual."""
+    if not plan.speculative:
+        return "none"
+    law = "" if plan.law is None else f" {plan.law}"
+    hot = "" if plan.draft_temperature == 1 else f" at {plan.draft_temperature:g}"
+    return f"{plan.verifier} {plan.paths}x{plan.depth}{law}{hot}"
