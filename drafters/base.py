@@ -46,7 +46,7 @@ class Drafter(ABC):
             requests: Requests with at least one committed token each.
             plan: Paths, depth, width and draft temperature, shared by all of them.
             law: How children arise; one of :attr:`laws`.
-            tree_slots: For each request ``[plan.tree_nodes]`` KV slots the drafter may write to.
+            tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots to write to freely.
         """
 
     @abstractmethod

@@ -18,15 +18,25 @@ from eaglegbv.drafters.tree_builder import GrowingTree, GrownTree
 class SampledTree(GrowingTree):
     """A tree of drawn tokens, with the laws its nodes' children were drawn from."""
 
-    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
+    def __init__(
+        self,
+        root: int,
+        uniforms: NDArray[np.float64],
+        width: int,
+        *,
+        min_confidence: float = 0.0,
+    ) -> None:
         """Start from the root.
 
         Args:
             root: Token id of the root.
             uniforms: ``[paths, length]`` float64 in [0, 1).
             width: Size of the draft laws' support.
+            min_confidence: A path ends where its confidence falls below this. That is settled by
+                the tokens down to there, before the next is drawn.
         """
         super().__init__(root)
+        self._min_confidence = min_confidence
         paths, length = uniforms.shape
         self._uniforms = uniforms
         self._paths: list[list[int]] = [[]]
@@ -44,7 +54,18 @@ class SampledTree(GrowingTree):
         """Draw children of ``frontier`` from ``values``, the probabilities of ``ids``."""
         nodes = list(frontier)
         self._draft_ids[nodes], self._draft_probs[nodes] = ids, values
-        return self._extend(nodes, self._uniforms[:, self._depth[nodes[0]]])
+        new = self._extend(nodes, self._uniforms[:, self._depth[nodes[0]]])
+        if self._min_confidence == 0:
+            return new
+        return [node for node in new if self._confidence(node) >= self._min_confidence]
+
+    def _confidence(self, node: int) -> float:
+        """Return the product of the draft probabilities of the tokens down to ``node``."""
+        if node == 0:
+            return 1.0
+        parent = self.parent_of(node)
+        own = self._draft_ids[parent] == self.token_of(node)
+        return self._confidence(parent) * float(self._draft_probs[parent, own].sum())
 
     @abstractmethod
     def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
@@ -66,20 +87,29 @@ class SampledTree(GrowingTree):
 class IidTree(SampledTree):
     """Law ``iid``: the trie of K paths drawn independently, each with a row of numbers of its own.
 
-    Paths with the same prefix share a node and its law, and go on drawing independently. Every
-    path is grown to its full length: none is dropped after its tokens have been seen, which would
-    change the law the tokens follow.
+    Paths with the same prefix share a node and its law, and go on drawing independently. None is
+    dropped or cut for a token that has been drawn, which would change the law the tokens follow:
+    a path only stops before a token.
     """
 
-    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
-        super().__init__(root, uniforms, width)
+    def __init__(
+        self,
+        root: int,
+        uniforms: NDArray[np.float64],
+        width: int,
+        *,
+        min_confidence: float = 0.0,
+    ) -> None:
+        super().__init__(root, uniforms, width, min_confidence=min_confidence)
         self._paths = [[] for _ in uniforms]
 
     def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
-        del frontier  # every path ends there
+        going_on = set(frontier)
         children: dict[tuple[int, int], int] = {}
         for path, uniform in zip(self._paths, uniforms, strict=True):
             parent = path[-1] if path else 0
+            if parent not in going_on:
+                continue
             choice = pick(self._draft_probs[parent], uniform)
             key = parent, int(self._draft_ids[parent, choice])
             if key not in children:
@@ -166,10 +196,6 @@ class HubTree(BranchingTree):
     one node after the other from the root down. K is at least 2; an odd K does as K - 1.
     """
 
-    def __init__(self, root: int, uniforms: NDArray[np.float64], width: int) -> None:
-        super().__init__(root, uniforms, width)
-        self._scores = [1.0]
-
     @property
     def max_paths(self) -> int:
         """A pair turns one path into two."""
@@ -178,14 +204,9 @@ class HubTree(BranchingTree):
 
     def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
         nodes = super()._extend(frontier, uniforms)
-        self._scores += [self._score(node) for node in nodes]
-        best = sorted(nodes, key=lambda node: -self._scores[node])
+        scores = {node: self._confidence(node) for node in nodes}
+        best = sorted(nodes, key=lambda node: -scores[node])
         return sorted(best[: len(uniforms) // 2])
-
-    def _score(self, node: int) -> float:
-        parent = self.parent_of(node)
-        own = self._draft_ids[parent] == self.token_of(node)
-        return self._scores[parent] * float(self._draft_probs[parent, own].sum())
 
     def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
         probs = self._draft_probs[node]

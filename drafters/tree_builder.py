@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eaglegbv.config import Shape
 from eaglegbv.tree import DraftTree, Law
 
 
@@ -83,13 +84,15 @@ class BestFirstTree(GrowingTree):
 
     Each level's ``beam`` best nodes are expanded by ``beam`` children; of all candidates the best
     ``budget`` are kept. A child's score never exceeds its parent's, so the kept set is a tree
-    (EAGLE-2, arXiv 2406.16858, section 4).
+    (EAGLE-2, arXiv 2406.16858, section 4). Nodes whose product is below ``min_confidence`` may be
+    kept, but are not expanded.
     """
 
-    def __init__(self, root: int, *, beam: int, budget: int) -> None:
+    def __init__(self, root: int, *, beam: int, budget: int, min_confidence: float = 0.0) -> None:
         super().__init__(root)
         self._beam = beam
         self._budget = budget
+        self._floor = _log(min_confidence)
         self._scores = [0.0]
 
     @property
@@ -107,7 +110,8 @@ class BestFirstTree(GrowingTree):
                 self._add(parent, token)
                 self._scores.append(self._scores[parent] + score)
         new = range(first, len(self._token_ids))
-        return sorted(sorted(new, key=self._rank)[: self._beam])
+        best = sorted(new, key=self._rank)[: self._beam]
+        return sorted(node for node in best if not self._scores[node] < self._floor)
 
     def _rank(self, candidate: int) -> tuple[float, int]:
         score = self._scores[candidate]
@@ -119,17 +123,74 @@ class BestFirstTree(GrowingTree):
         best = sorted(range(1, len(self._token_ids)), key=self._rank)[: self._budget]
         kept = [0, *sorted(best)]
         index = {candidate: node for node, candidate in enumerate(kept)}
-        parents = [index[self._parents[candidate]] for candidate in kept]
-        depth = [self._depth[candidate] for candidate in kept]
-        leaves = [node for node in range(1, len(kept)) if node not in parents]
-        return GrownTree(
-            token_ids=[self._token_ids[candidate] for candidate in kept],
-            parents=parents,
-            depth=depth,
-            paths=[_path_to(leaf, parents, depth[leaf]) for leaf in leaves],
-            draft_ids=np.zeros((len(kept), 0), dtype=np.int64),
-            draft_probs=np.zeros((len(kept), 0)),
+        return fixed_tree(
+            [self._token_ids[candidate] for candidate in kept],
+            [index[self._parents[candidate]] for candidate in kept],
+            [self._depth[candidate] for candidate in kept],
         )
+
+
+class StaticTree(GrowingTree):
+    """A tree whose shape is settled beforehand: EAGLE-1's (arXiv 2401.15077, section 3.2).
+
+    A node of the shape is named by the ranks of the children that lead to it: (1, 0) is the most
+    likely child of the root's second most likely one. What lies below a node is left out where the
+    vocabulary has no child of its rank, or where the product of the probabilities down to it is
+    below ``min_confidence``.
+    """
+
+    def __init__(self, root: int, shape: Shape, *, min_confidence: float = 0.0) -> None:
+        super().__init__(root)
+        self._shape = shape
+        self._floor = _log(min_confidence)
+        self._ranks: list[tuple[int, ...]] = [()]
+        self._scores = [0.0]
+        self._children: dict[tuple[int, ...], list[int]] = {}
+        for ranks in shape:
+            self._children.setdefault(ranks[:-1], []).append(ranks[-1])
+
+    @property
+    def max_paths(self) -> int:
+        """A path for every leaf, or for its nearest ancestor that is there."""
+        return len(self._shape)
+
+    def grow(
+        self, frontier: Sequence[int], ids: NDArray[np.int64], values: NDArray[np.float64]
+    ) -> list[int]:
+        """Add the children the shape names; ``values`` are their log-probabilities."""
+        new = []
+        for parent, tokens, scores in zip(frontier, ids.tolist(), values.tolist(), strict=True):
+            for rank in self._children[self._ranks[parent]]:
+                if rank >= len(tokens):
+                    continue
+                node = self._add(parent, tokens[rank])
+                self._ranks.append((*self._ranks[parent], rank))
+                self._scores.append(self._scores[parent] + scores[rank])
+                if self._ranks[node] in self._children and not self._scores[node] < self._floor:
+                    new.append(node)
+        return new
+
+    def finish(self) -> GrownTree:
+        """Return the tree; a path for every leaf."""
+        return fixed_tree(self._token_ids, self._parents, self._depth)
+
+
+def fixed_tree(token_ids: Sequence[int], parents: Sequence[int], depth: Sequence[int]) -> GrownTree:
+    """Return a tree of law ``fixed``: no draft laws, and a path for every leaf."""
+    inner = set(parents)
+    leaves = [node for node in range(1, len(token_ids)) if node not in inner]
+    return GrownTree(
+        token_ids=list(token_ids),
+        parents=list(parents),
+        depth=list(depth),
+        paths=[_path_to(leaf, parents, depth[leaf]) for leaf in leaves],
+        draft_ids=np.zeros((len(token_ids), 0), dtype=np.int64),
+        draft_probs=np.zeros((len(token_ids), 0)),
+    )
+
+
+def _log(confidence: float) -> float:
+    return math.log(confidence) if confidence > 0 else -math.inf
 
 
 def _path_to(node: int, parents: Sequence[int], depth: int) -> list[int]:

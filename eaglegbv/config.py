@@ -1,5 +1,7 @@
 """What a user sets once: how to speculate, and how large the engine is."""
 
+from typing import TypeAlias
+
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
@@ -8,6 +10,22 @@ from eaglegbv.tree import Law
 MAX_PATHS = 16
 MAX_DEPTH = 32
 MAX_WIDTH = 1024
+MAX_BEAM = 64
+MAX_NODES = 512
+
+Shape: TypeAlias = tuple[tuple[int, ...], ...]
+"""A static tree: a node for each entry, reached from the root by children of these ranks."""
+
+# fmt: off
+EAGLE1_SHAPE: Shape = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)
+# fmt: on
+"""EAGLE-1's tree of 25 nodes and depth 5 (arXiv 2401.15077, its public code's ``mc_sim_7b_63``)."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,14 +45,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             the rest; below each, one path of drawn tokens.
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
-            ``fixed``: the ``paths * depth`` most likely nodes that a beam of K finds.
+            ``fixed``: the ``nodes`` most likely ones that a beam finds, or a tree of given shape.
         draft_width: Number of candidates a draft law keeps, most likely first; the law is
             renormalised on them.
         draft_temperature: Temperature of the draft law as a multiple of the request's own. A free
             choice: any value is lossless.
+        min_confidence: A path ends where the product of the draft probabilities of its own tokens
+            falls below this; 0 never ends one early. Lossless, for it looks at nothing but what
+            the path has emitted. Not for verifiers that keep state over steps.
+        beam: Of a ``fixed`` tree: nodes of a level that get children, and children of each
+            (EAGLE-2's top-k); ``None`` takes ``paths``.
+        nodes: Of a ``fixed`` tree: nodes kept, the root not counted (EAGLE-2's total tokens less
+            1); ``None`` takes ``paths * depth``, or all of a shape.
+        shape: A static ``fixed`` tree instead, such as :data:`EAGLE1_SHAPE`: child (r1, r2) is the
+            r2-th most likely child, from 0, of the root's r1-th. Empty for a dynamic tree.
 
-    At temperature 0 all sampled paths coincide, so a ``fixed`` tree of ``paths * depth`` nodes is
-    drafted and judged by the greedy walk, whatever verifier is named.
+    At temperature 0 all sampled paths coincide, so a ``fixed`` tree (of ``paths * depth`` nodes
+    unless ``nodes`` or ``shape`` says otherwise) is drafted and judged by the greedy walk, whatever
+    verifier is named.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
@@ -46,6 +74,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     law: Law | None = None
     draft_width: int = 64
     draft_temperature: float = 1.0
+    min_confidence: float = 0.0
+    beam: int | None = None
+    nodes: int | None = None
+    shape: Shape = ()
 
     def __post_init__(self) -> None:
         _require_range("paths", self.paths, 1, MAX_PATHS)
@@ -57,11 +89,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if self.law not in list(Law):
                 raise InvalidArgument("law", self.law, f"one of {', '.join(sorted(Law))}")
             msgspec.structs.force_setattr(self, "law", Law(self.law))
-        temperature = self.draft_temperature
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-            raise InvalidArgument("draft_temperature", temperature, "a number in [0.05, 20]")
-        if not 0.05 <= temperature <= 20:
-            raise InvalidArgument("draft_temperature", temperature, "a number in [0.05, 20]")
+        _require_number("draft_temperature", self.draft_temperature, 0.05, 20)
+        _require_number("min_confidence", self.min_confidence, 0, 1)
+        if self.beam is not None:
+            _require_range("beam", self.beam, 1, MAX_BEAM)
+        if self.nodes is not None:
+            _require_range("nodes", self.nodes, 1, MAX_NODES)
+        if self.shape:
+            _check_shape(self.shape, self.depth, self.nodes)
 
     @property
     def speculative(self) -> bool:
@@ -69,9 +104,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.verifier != "none"
 
     @property
+    def fixed_beam(self) -> int:
+        """Nodes of a level of a ``fixed`` tree that get children, and children of each."""
+        return self.paths if self.beam is None else self.beam
+
+    @property
+    def fixed_nodes(self) -> int:
+        """Nodes of a ``fixed`` tree at most, the root not counted."""
+        if self.shape:
+            return len(self.shape)
+        return self.paths * self.depth if self.nodes is None else self.nodes
+
+    @property
     def tree_nodes(self) -> int:
         """Most nodes a tree of this plan has, the root included."""
-        return 1 + self.paths * self.depth if self.speculative else 1
+        if not self.speculative:
+            return 1
+        # A sampled plan drafts a fixed tree too, at temperature 0.
+        drawn = 0 if self.law is Law.FIXED else self.paths * self.depth
+        return 1 + max(drawn, self.fixed_nodes)
+
+    @property
+    def tree_slots(self) -> int:
+        """KV slots of a step: for the nodes, and for what a drafter reads to find them."""
+        if not self.speculative:
+            return 1
+        # A beam also expands nodes it does not keep. The root may be read as well.
+        return max(self.tree_nodes, 2 + self.fixed_beam * (self.depth - 1))
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +155,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def _require_range(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+
+
+def _require_number(name: str, value: object, low: float, high: float) -> None:
+    # NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidArgument(name, value, f"a number in [{low:g}, {high:g}]")
+
+
+def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
+    if nodes is not None:
+        raise InvalidArgument("nodes", nodes, "None: the shape says how many")
+    known: set[tuple[int, ...]] = {()}
+    for ranks in shape:
+        if (
+            ranks[:-1] not in known
+            or ranks in known
+            or not 0 <= min(ranks) <= max(ranks) < MAX_BEAM
+        ):
+            expected = f"different nodes after their parents, child ranks below {MAX_BEAM}"
+            raise InvalidArgument("shape", ranks, expected)
+        known.add(ranks)
+    deepest = max(map(len, shape))
+    if depth != deepest:
+        raise InvalidArgument("depth", depth, f"{deepest}, the depth of the shape")
 
 
 PLAIN = Plan(verifier="none", paths=1, depth=1)

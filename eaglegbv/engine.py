@@ -123,6 +123,9 @@ class Engine:
             raise InvalidArgument("paths", plan.paths, expected)
         if isinstance(verifier, StatefulVerifier):
             self._recalling(plan)
+            if plan.min_confidence > 0:
+                expected = f"0 for verifier {plan.verifier!r}, whose debts run to the full depth"
+                raise InvalidArgument("min_confidence", plan.min_confidence, expected)
         for needed in (law, Law.FIXED):
             if needed not in self._drafter.laws:
                 known = ", ".join(sorted(self._drafter.laws))

@@ -107,7 +107,7 @@ class Request:
     def slots_needed(self) -> int:
         """Most KV slots the request can come to hold at once."""
         text = len(self.prompt_ids) + self.max_tokens
-        return text + self.plan.tree_nodes + self.recall_slots
+        return text + self.plan.tree_slots + self.recall_slots
 
     def tokens_from(self, position: int) -> list[int]:
         """Return prompt and generated tokens from ``position`` on."""

@@ -167,7 +167,7 @@ class Session:
         return request
 
     def draft(self, requests: Sequence[Request], law: Law) -> DraftTree:
-        slots = [self.allocator.allocate(r.plan.tree_nodes) for r in requests]
+        slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
         self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
         return self.drafter.draft(requests, requests[0].plan, law, [s[1:] for s in slots])
 

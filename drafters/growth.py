@@ -1,0 +1,130 @@
+"""Growing the draft trees of a batch level by level: laws, children, and a forward of the new."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.config import Plan
+from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
+from eaglegbv.drafters.tree_builder import GrowingTree
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.tree import Law
+from eaglegbv.warp import WarpSettings
+
+Laws = Callable[[Tensor, list[int]], DraftLaws]
+"""From logits ``[rows, draft_vocab]``, and each request's number of rows, to what a level needs."""
+
+Follow = Callable[[Sequence[Sequence[int]], list[int]], Tensor]
+"""From the nodes to go on from, for each tree, and the rows of their parents among the last logits,
+to the logits ``[nodes, draft_vocab]`` of what follows them."""
+
+
+def grow_trees(
+    trees: Sequence[GrowingTree], depth: int, logits: Tensor, laws: Laws, follow: Follow
+) -> None:
+    """Grow every tree to ``depth``, or until none goes on.
+
+    Args:
+        trees: The trees, one per request.
+        depth: Levels to grow.
+        logits: ``[trees, draft_vocab]``, of what follows the roots.
+        laws: The laws of a level.
+        follow: A forward of new nodes.
+    """
+    frontiers: list[list[int]] = [[0] for _ in trees]
+    for level in range(depth):
+        counts = [len(frontier) for frontier in frontiers]
+        drawn = laws(logits, counts)
+        ids, values = drawn.ids.cpu().numpy(), drawn.probs.cpu().numpy()
+        spans = list(pairwise(accumulate(counts, initial=0)))
+        new = [
+            tree.grow(frontier, ids[first:end], values[first:end]) if frontier else []
+            for tree, frontier, (first, end) in zip(trees, frontiers, spans, strict=True)
+        ]
+        if level + 1 == depth or not any(new):
+            return
+        parents = [
+            first + frontier.index(tree.parent_of(node))
+            for tree, frontier, (first, _), nodes in zip(trees, frontiers, spans, new, strict=True)
+            for node in nodes
+        ]
+        logits = follow(new, parents)
+        frontiers = new
+
+
+def laws_of(
+    requests: Sequence[Request], plan: Plan, law: Law, width: int, draft_to_target: Tensor
+) -> Laws:
+    """Return the laws of a level: what ``law`` draws from, or log-probabilities for ``fixed``.
+
+    Args:
+        requests: The requests, for their warping.
+        plan: Their plan.
+        law: How children arise.
+        width: Candidates to keep.
+        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+    """
+    params = [draft_params(request.params, plan) for request in requests]
+
+    def fixed(logits: Tensor, rows_each: list[int]) -> DraftLaws:  # noqa: ARG001
+        return log_laws(logits, width=width, draft_to_target=draft_to_target)
+
+    def drawn(logits: Tensor, rows_each: list[int]) -> DraftLaws:
+        settings = WarpSettings.of(params, rows_each, device=logits.device)
+        return draft_laws(logits, settings, width=width, draft_to_target=draft_to_target)
+
+    return fixed if law is Law.FIXED else drawn
+
+
+def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
+    """Return a request's own warping at the plan's draft temperature."""
+    return SamplingParams(
+        temperature=min(100.0, params.temperature * plan.draft_temperature),
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+
+
+class DraftedRows:
+    """The drafted rows of one request: their slots, and who sees whom."""
+
+    def __init__(self, context: Tensor, slots: Tensor) -> None:
+        """Start with no row.
+
+        Args:
+            context: ``[c]`` int64, slots of what every row sees, positions 0 ... c - 1.
+            slots: Slots the rows take, in order.
+        """
+        self._context = context
+        self._slots = slots
+        self._rows: dict[int, int] = {}
+        self._visible = np.zeros((len(slots), len(slots)), dtype=bool)
+        self._positions = np.zeros(len(slots), dtype=np.int64)
+
+    def segment(self, tree: GrowingTree, nodes: Sequence[int]) -> Segment:
+        """Add the rows of new nodes of ``tree`` and return their segment."""
+        first = len(self._rows)
+        for row, node in enumerate(nodes, start=first):
+            parent = tree.parent_of(node)
+            self._rows[node] = row
+            self._positions[row] = len(self._context)
+            if parent in self._rows:
+                self._visible[row] = self._visible[self._rows[parent]]
+                self._positions[row] = self._positions[self._rows[parent]] + 1
+            self._visible[row, row] = True
+        end = len(self._rows)
+        positions = torch.from_numpy(self._positions[:end])
+        return Segment(
+            token_ids=torch.tensor([tree.token_of(node) for node in nodes]),
+            positions=positions[first:],
+            context_slots=self._context,
+            tree_slots=self._slots[:end],
+            tree_positions=positions,
+            visible=torch.from_numpy(self._visible[first:end, :end]),
+        )
