@@ -52,8 +52,15 @@ class EagleHeadConfig:
             EAGLE-1: empty, the feature being the hidden state after the final norm.
         rms_norm_eps: Added to the mean square in norms.
         rope_parameters: Rotary embedding settings, as in transformers' configurations.
-        fc_bias: Whether ``fc`` has a bias (EAGLE-1).
+        fc_bias: Whether ``fc`` has a bias.
         qkv_bias: Whether the query, key and value projections have biases.
+        o_bias: Whether the output projection of attention has a bias.
+        qk_norm: Whether queries and keys are normed before they are rotated, as in Qwen3.
+        norm_before_fc: EAGLE-3: the features are normed together before ``fc`` (``input_norm``).
+        fc_norm: EAGLE-3: each layer's features are normed on their own before ``fc``.
+        norm_before_residual: EAGLE-3: the residual stream starts at the normed state.
+        norm_output: EAGLE-3: the recurrent state is the one the output layer reads, after the last
+            norm, and not the one before it.
     """
 
     arch: Arch
@@ -72,11 +79,20 @@ class EagleHeadConfig:
     )
     fc_bias: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
         if rope_type not in _FIXED_ROPE_TYPES:
             raise DrafterMismatch("rope_type", rope_type, f"one of {sorted(_FIXED_ROPE_TYPES)}")
+        rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
+        if rotated != 1.0:
+            raise DrafterMismatch("partial_rotary_factor", rotated, "1.0, the whole head rotated")
         if self.num_heads % self.num_kv_heads:
             raise DrafterMismatch("num_kv_heads", self.num_kv_heads, f"to divide {self.num_heads}")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -97,6 +113,9 @@ class EagleHeadConfig:
             )
         if self.feature_layers:
             raise DrafterMismatch("feature_layers", self.feature_layers, "none for an EAGLE-1 head")
+        for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"):
+            if getattr(self, name):
+                raise DrafterMismatch(name, True, "false for an EAGLE-1 head")
 
     @property
     def feature_size(self) -> int:
@@ -185,7 +204,7 @@ class Eagle1Head(EagleHead):
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
-                "self_attn": _Attention(config, size),
+                "self_attn": _attention(config, size),
                 "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
                 "mlp": _FeedForward(config),
             }
@@ -214,7 +233,9 @@ class Eagle3Head(EagleHead):
     """EAGLE-3: features of three target layers, an output layer of its own.
 
     ``x = hidden + attention(cat(norm(embedding), norm(hidden))); x += mlp(norm(x))``; logits are
-    ``lm_head(norm(x))``, the recurrent state is ``x`` before that norm.
+    ``lm_head(norm(x))``, the recurrent state is ``x`` before that norm. Variants: features normed
+    before ``fc``, a residual that starts at ``norm(hidden)``, ``norm(x)`` as recurrent state; see
+    :class:`EagleHeadConfig`.
     """
 
     def __init__(
@@ -223,22 +244,27 @@ class Eagle3Head(EagleHead):
         """See :class:`EagleHead`."""
         super().__init__(config, embedding, draft_to_target)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(config.feature_size, size, bias=config.fc_bias)
+        width, layers = config.feature_size, len(config.feature_layers)
+        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
+        self.fc_norm = _NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
+        self.fc = nn.Linear(width, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
                 "input_layernorm": nn.RMSNorm(size, eps),
                 "hidden_norm": nn.RMSNorm(size, eps),
-                "self_attn": _Attention(config, 2 * size),
+                "self_attn": _attention(config, 2 * size),
                 "post_attention_layernorm": nn.RMSNorm(size, eps),
                 "mlp": _FeedForward(config),
             }
         )
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self._norm_before_residual = config.norm_before_residual
+        self._norm_output = config.norm_output
 
     def fuse(self, features: Tensor) -> Tensor:
         """Project the features of three layers, low, middle and high, onto the hidden size."""
-        fused: Tensor = self.fc(features)
+        fused: Tensor = self.fc(self.fc_norm(self.input_norm(features)))
         return fused
 
     def step(
@@ -246,14 +272,17 @@ class Eagle3Head(EagleHead):
     ) -> Tensor:
         """See :class:`Eagle3Head`."""
         layer = self.layer
-        both = torch.cat((layer["input_layernorm"](embedded), layer["hidden_norm"](hidden)), dim=-1)
-        x = hidden + layer["self_attn"](both, rotation, attend)
+        normed = layer["hidden_norm"](hidden)
+        both = torch.cat((layer["input_layernorm"](embedded), normed), dim=-1)
+        residual = normed if self._norm_before_residual else hidden
+        x = residual + layer["self_attn"](both, rotation, attend)
         result: Tensor = x + layer["mlp"](layer["post_attention_layernorm"](x))
-        return result
+        return self.norm(result) if self._norm_output else result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's own output layer on the normed ``hidden``."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        normed = hidden if self._norm_output else self.norm(hidden)
+        logits: Tensor = self.lm_head(normed)
         return logits
 
 
@@ -315,15 +344,48 @@ class _Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q, k, v = self.heads(x)
+        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
+        return out
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
-        return out
+        return q, k, v
+
+
+class _NormedAttention(_Attention):
+    """Attention whose queries and keys are normed head by head (Qwen3)."""
+
+    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
+        super().__init__(config, input_size)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+def _attention(config: EagleHeadConfig, input_size: int) -> _Attention:
+    return (_NormedAttention if config.qk_norm else _Attention)(config, input_size)
+
+
+class _NormEach(nn.ModuleList):
+    """One norm for the features of each layer."""
+
+    def __init__(self, layers: int, width: int, eps: float) -> None:
+        super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
+
+    def forward(self, features: Tensor) -> Tensor:
+        parts = features.chunk(len(self), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
 
 class _FeedForward(nn.Module):

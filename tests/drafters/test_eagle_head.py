@@ -19,6 +19,12 @@ from eaglegbv.drafters.eagle_head import (
 )
 from eaglegbv.errors import DrafterMismatch
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -77,76 +83,134 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean() + 1e-5)
 
 
-def rotate(x: Tensor, position: int) -> Tensor:
+def rotate(x: Tensor, position: int, scale: float = 1.0) -> Tensor:
     """Rotate ``[heads, head_dim]``: entries j and j + head_dim / 2 are a complex number."""
     half = x.shape[-1] // 2
-    angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = position / scale * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
         angles.new_ones(half), angles
     )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def plain_forward(head: EagleHead, token_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits of a text, written out for one position after another."""
+def plain_fuse(head: EagleHead, feature: Tensor) -> Tensor:
+    """Return the first hidden state of one position."""
+    if head.config.arch is Arch.EAGLE1:
+        return feature
     w = dict(head.state_dict())
-    attention = {n: w[f"layer.self_attn.{n}_proj.weight"] for n in "qkvo"}
+    if head.config.norm_before_fc:
+        feature = norm(feature, w["input_norm.weight"])
+    if head.config.fc_norm:
+        parts = feature.split(head.config.target_hidden_size)
+        feature = torch.cat([norm(p, w[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)])
+    return linear(w, "fc", feature)
+
+
+def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0.0)
+
+
+def plain_forward(head: EagleHead, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and logits of a text, written out for one position after another."""
+    w, config = dict(head.state_dict()), head.config
+    scale = config.rope_parameters.get("factor", 1.0)
     inputs, residuals, hidden = [], [], []
-    for token, feature in zip(token_ids.tolist(), features, strict=True):
+    for token, state in zip(token_ids.tolist(), states, strict=True):
         embedded = head.embedding[token]
-        if head.config.arch is Arch.EAGLE1:
-            x = w["fc.weight"] @ torch.cat((embedded, feature))
+        if config.arch is Arch.EAGLE1:
+            x = linear(w, "fc", torch.cat((embedded, state)))
             inputs.append(x)
             residuals.append(x)
         else:
-            fused = w["fc.weight"] @ feature
-            inputs.append(
-                torch.cat(
-                    (
-                        norm(embedded, w["layer.input_layernorm.weight"]),
-                        norm(fused, w["layer.hidden_norm.weight"]),
-                    )
-                )
-            )
-            residuals.append(fused)
+            normed = norm(state, w["layer.hidden_norm.weight"])
+            both = (norm(embedded, w["layer.input_layernorm.weight"]), normed)
+            inputs.append(torch.cat(both))
+            residuals.append(normed if config.norm_before_residual else state)
     q, k, v = (
-        torch.stack([(attention[n] @ x).view(-1, head.config.head_dim) for x in inputs])
+        [linear(w, f"layer.self_attn.{n}_proj", x).view(-1, config.head_dim) for x in inputs]
         for n in "qkv"
     )
-    q, k = (torch.stack([rotate(row, i) for i, row in enumerate(x)]) for x in (q, k))
-    for x, attended in zip(residuals, causal(q, k, v), strict=True):
-        x = x + attention["o"] @ attended.flatten()
+    if config.qk_norm:
+        q, k = (
+            [torch.stack([norm(h, w[f"layer.self_attn.{n}_norm.weight"]) for h in x]) for x in xs]
+            for n, xs in (("q", q), ("k", k))
+        )
+    q, k = ([rotate(row, i, scale) for i, row in enumerate(x)] for x in (q, k))
+    attended = causal(torch.stack(q), torch.stack(k), torch.stack(v))
+    for x, heads in zip(residuals, attended, strict=True):
+        x = x + linear(w, "layer.self_attn.o_proj", heads.flatten())
         normed = norm(x, w["layer.post_attention_layernorm.weight"])
         gate = w["layer.mlp.gate_proj.weight"] @ normed
         up = w["layer.mlp.up_proj.weight"] @ normed
         hidden.append(x + w["layer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
-    if head.config.arch is Arch.EAGLE1:
-        logits = [head.target_lm_head @ x for x in hidden]
-    else:
-        logits = [w["lm_head.weight"] @ norm(x, w["norm.weight"]) for x in hidden]
-    return torch.stack(hidden), torch.stack(logits)
+    if config.arch is Arch.EAGLE1:
+        return torch.stack(hidden), torch.stack([head.target_lm_head @ x for x in hidden])
+    normed_hidden = [norm(x, w["norm.weight"]) for x in hidden]
+    logits = [w["lm_head.weight"] @ x for x in normed_hidden]
+    fed_back = normed_hidden if config.norm_output else hidden
+    return torch.stack(fed_back), torch.stack(logits)
 
 
-@pytest.mark.parametrize("arch", list(Arch))
-def test_forward_equals_the_formulas(arch: Arch) -> None:
-    head = make_head(config_of(arch))
+FAMILIES = {
+    "llama": {},
+    "llama, one key head": {"num_kv_heads": 1},
+    "llama, linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    },
+    "qwen2": {"qkv_bias": True, "num_kv_heads": 4},
+    "qwen3": {"qk_norm": True, "head_dim": 10},
+    "mistral": {"head_dim": 8, "num_heads": 6, "num_kv_heads": 3},
+    "all biases": {"fc_bias": True, "qkv_bias": True, "o_bias": True},
+}
+VARIANTS = {
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_output": {"norm_output": True},
+    "all norms": {
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_before_residual": True,
+        "norm_output": True,
+        "qk_norm": True,
+    },
+    "narrow": {"target_hidden_size": 32, "fc_norm": True},
+    "four layers": {"feature_layers": (1, 2, 4, 5), "fc_norm": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [(arch, changes) for arch in Arch for changes in FAMILIES.values()]
+    + [(Arch.EAGLE3, changes) for changes in VARIANTS.values()],
+    ids=[f"{arch}, {name}" for arch in Arch for name in FAMILIES]
+    + [f"eagle3, {name}" for name in VARIANTS],
+)
+def test_forward_equals_the_formulas(arch: Arch, changes: dict[str, object]) -> None:
+    head = make_head(config_of(arch, **changes))
     token_ids = torch.randint(30, (7,))
     features = torch.randn(7, head.config.feature_size, dtype=torch.float64)
+    close = {"rtol": 1e-4, "atol": 1e-4}  # rotary angles are float32
 
-    hidden = head(token_ids, head.fuse(features), torch.arange(7), causal)
+    fused = head.fuse(features)
+    hidden = head(token_ids, fused, torch.arange(7), causal)
+    drafted = head(token_ids.flip(0), hidden, torch.arange(7), causal)
 
-    expected_hidden, expected_logits = plain_forward(head, token_ids, features)
-    torch.testing.assert_close(hidden, expected_hidden, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(head.logits(hidden), expected_logits, rtol=1e-5, atol=1e-5)
+    expected = torch.stack([plain_fuse(head, feature) for feature in features])
+    torch.testing.assert_close(fused, expected, **close)
+    for result, token_row in ((hidden, token_ids), (drafted, token_ids.flip(0))):
+        expected, logits = plain_forward(head, token_row, expected)
+        torch.testing.assert_close(result, expected, **close)
+        torch.testing.assert_close(head.logits(result), logits, **close)
 
 
 @pytest.mark.parametrize("arch", list(Arch))
 def test_biases_take_part(arch: Arch) -> None:
     token_ids, positions = torch.arange(3), torch.arange(3)
-    config = config_of(arch, fc_bias=True, qkv_bias=True)
+    config = config_of(arch, fc_bias=True, qkv_bias=True, o_bias=True)
     head = make_head(config)
     names = [n for n in head.state_dict() if n.endswith(".bias")]
-    assert names == ["fc.bias", *(f"layer.self_attn.{n}_proj.bias" for n in "qkv")]
+    assert names == ["fc.bias", *(f"layer.self_attn.{n}_proj.bias" for n in "qkvo")]
     features = torch.randn(3, config.feature_size, dtype=torch.float64)
     before = head(token_ids, head.fuse(features), positions, causal)
     for name in names:
@@ -156,7 +220,15 @@ def test_biases_take_part(arch: Arch) -> None:
         before = after
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3_ROPE])
+def test_names_of_the_norms_are_the_published_ones() -> None:
+    names = set(make_head(config_of(Arch.EAGLE3, norm_before_fc=True, fc_norm=True)).state_dict())
+    plain = set(make_head(config_of(Arch.EAGLE3)).state_dict())
+    assert names - plain == {"input_norm.weight", *(f"fc_norm.{i}.weight" for i in range(3))}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3_ROPE, YARN_ROPE]
+)
 def test_rotation_equals_transformers(rope: dict[str, object]) -> None:
     config = config_of(Arch.EAGLE1, rope_parameters=rope)
     positions = torch.tensor([[0, 1, 5, 300]])
@@ -196,9 +268,16 @@ def test_default_feature_layers_of_a_32_layer_target() -> None:
         (Arch.EAGLE1, {"target_hidden_size": 16}, "hidden_size"),
         (Arch.EAGLE1, {"draft_vocab_size": 10}, "draft_vocab_size"),
         (Arch.EAGLE1, {"feature_layers": (1, 2, 3)}, "feature_layers"),
+        (Arch.EAGLE1, {"norm_output": True}, "norm_output"),
+        (Arch.EAGLE1, {"fc_norm": True}, "fc_norm"),
         (Arch.EAGLE3, {"draft_vocab_size": 31}, "draft_vocab_size"),
         (Arch.EAGLE3, {"num_kv_heads": 3}, "num_kv_heads"),
         (Arch.EAGLE3, {"rope_parameters": {"rope_type": "longrope"}}, "rope_type"),
+        (
+            Arch.EAGLE3,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused(arch: Arch, changes: dict[str, object], named: str) -> None:
