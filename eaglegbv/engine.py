@@ -103,7 +103,8 @@ class Engine:
             plan=plan,
             stream=Stream(seed),
             max_tokens=self._token_limit(prompt_ids, params, plan),
-            recall_slots=self._recall_slots(params, plan),
+            step_slots=plan.tree_slots + self._recall_slots(params, plan),
+            drafted=plan.speculative,
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
@@ -257,7 +258,7 @@ class Engine:
     def _show_drafter(
         self, request: Request, layout: Layout, b: int, nodes: list[int], features: Tensor | None
     ) -> None:
-        if self._drafter is None or features is None or not request.plan.speculative:
+        if self._drafter is None or features is None or not request.drafted:
             return
         first, root = layout.first_tokens[b], layout.root_tokens[b]
         rows = [*range(first, root), *(root + node for node in nodes)]
@@ -297,7 +298,7 @@ class Engine:
     def _prepare_drafter(self, new: list[Request]) -> None:
         """Run the drafter over new prompts, so that their cost counts as prefill."""
         if self._drafter is not None:
-            self._drafter.catch_up([r for r in new if r.plan.speculative and not r.finished])
+            self._drafter.catch_up([r for r in new if r.drafted and not r.finished])
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:

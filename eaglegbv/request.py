@@ -56,10 +56,13 @@ class Request:
         number: The engine's running number of the request.
         prompt_ids: The prompt.
         params: Sampling settings.
-        plan: How to speculate.
+        plan: How to speculate in the next step. It may change between steps, to plans that need no
+            more than ``step_slots``.
         stream: The request's random numbers.
         max_tokens: Tokens to generate at most: the user's limit, or what the context leaves.
-        recall_slots: KV slots a verification may borrow to recall draft laws of earlier steps.
+        step_slots: Most KV slots a step borrows: for a tree, and to recall draft laws of earlier
+            steps.
+        drafted: Whether the drafter follows the text; it need not draft in every step.
         token_ids: Tokens generated so far.
         slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
             token has none yet.
@@ -78,7 +81,8 @@ class Request:
     plan: Plan
     stream: Stream
     max_tokens: int
-    recall_slots: int = 0
+    step_slots: int = 1
+    drafted: bool = False
     token_ids: list[int] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
@@ -106,8 +110,7 @@ class Request:
     @property
     def slots_needed(self) -> int:
         """Most KV slots the request can come to hold at once."""
-        text = len(self.prompt_ids) + self.max_tokens
-        return text + self.plan.tree_slots + self.recall_slots
+        return len(self.prompt_ids) + self.max_tokens + self.step_slots
 
     def tokens_from(self, position: int) -> list[int]:
         """Return prompt and generated tokens from ``position`` on."""

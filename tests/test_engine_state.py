@@ -189,7 +189,7 @@ def test_greedy_requests_walk_greedily_and_never_owe(tiny: TinyEngine, plan: Pla
     params = SamplingParams(temperature=0, max_tokens=20)
     expected = tiny.tokens([PROMPT], params, Plan(verifier="none"))
     request = tiny.engine.add(PROMPT, params, plan)
-    assert request.recall_slots == 0
+    assert request.step_slots == plan.tree_slots
     while tiny.engine.has_work:
         tiny.engine.step()
         assert request.debts == ()

@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import PLAIN
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.uniforms import Stream
 
 
-def request(prompt=(4, 5, 6), generated=(), plan=PLAIN):
+def request(prompt=(4, 5, 6), generated=(), step_slots=1):
     made = Request(
         number=0,
         prompt_ids=tuple(prompt),
         params=SamplingParams(),
-        plan=plan,
+        plan=PLAIN,
         stream=Stream(0),
         max_tokens=20,
+        step_slots=step_slots,
     )
     made.token_ids = list(generated)
     return made
@@ -46,9 +47,9 @@ def test_a_request_goes_from_waiting_to_running_to_finished():
     assert made.finished
 
 
-def test_slots_needed_are_the_text_and_one_tree():
+def test_slots_needed_are_the_text_and_those_of_a_step():
     assert request().slots_needed == 3 + 20 + 1
-    assert request(plan=Plan(paths=2, depth=5)).slots_needed == 3 + 20 + 11
+    assert request(step_slots=11).slots_needed == 3 + 20 + 11
 
 
 def test_requests_share_nothing_and_are_equal_to_themselves_alone():

@@ -22,6 +22,7 @@ def request(number, *, prompt=4, max_tokens=5, plan=PLAIN):
         plan=plan,
         stream=Stream(number),
         max_tokens=max_tokens,
+        step_slots=plan.tree_nodes,
     )
 
 
