@@ -26,7 +26,8 @@ class Drafter(ABC):
     def observe(self, request: Request, features: Tensor) -> None:
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.
 
-        They belong to the last ``tokens`` positions of ``request.slots``.
+        They belong to the last ``tokens`` positions of ``request.slots``. Not called where the
+        target has no features, for a drafter that reads tokens alone.
         """
 
     @abstractmethod

@@ -26,16 +26,14 @@ from torch import Tensor
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter
-from eaglegbv.drafters.draft_law import DraftLaws, draft_laws
+from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.growth import DraftedRows, Laws, draft_params, grow_trees, laws_of
-from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
-from eaglegbv.drafters.tree_choice import GROWN_LAWS, start_trees, support
+from eaglegbv.drafters.growth import DraftedRows, LawSettings, draft_trees, recalled_laws
+from eaglegbv.drafters.tree_builder import GrowingTree
+from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.matrix_layout import lay_out_for_few_rows
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
-from eaglegbv.warp import WarpSettings
 
 
 @dataclass(slots=True)
@@ -63,15 +61,13 @@ class EagleSnapshot(DraftSnapshot):
         context: Positions below the root, which were run on true features and still are.
         rows: ``[tokens]`` int64, KV slots of the head's rows since.
         hidden: ``[hidden]``, the head's output at the last row.
-        params: The step's draft settings.
-        width: The step's support.
+        settings: The step's draft settings.
     """
 
     context: int
     rows: Tensor
     hidden: Tensor
-    params: SamplingParams
-    width: int
+    settings: LawSettings
 
 
 class EagleDrafter(RecallingDrafter):
@@ -123,18 +119,22 @@ class EagleDrafter(RecallingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
-        vocab = self.head.config.draft_vocab_size
-        trees = start_trees(requests, plan, law, vocab)
-        width = support(plan, law, vocab)
-        laws = laws_of(requests, plan, law, width, self.head.draft_to_target)
-        self._grow(requests, trees, plan.depth, tree_slots, laws)
-        return stack_trees(
-            [tree.finish() for tree in trees],
-            law,
-            paths=trees[0].max_paths,
-            length=plan.depth,
-            device=self._device,
-        )
+        drafted = [
+            DraftedRows(request.slots, slots)
+            for request, slots in zip(requests, tree_slots, strict=True)
+        ]
+        hidden = torch.stack([self._root_hidden(request) for request in requests])
+
+        def follow(
+            trees: Sequence[GrowingTree], nodes: Sequence[Sequence[int]], parents: list[int]
+        ) -> Tensor:
+            # The head reads its own output for a node's parent.
+            nonlocal hidden
+            hidden = self._run(DraftedRows.segments(drafted, trees, nodes), hidden[parents])
+            return self.head.logits(hidden)
+
+        logits = self.head.logits(hidden)
+        return draft_trees(requests, plan, law, self.head.draft_to_target, logits, follow)
 
     def snapshot(self, request: Request) -> EagleSnapshot:
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
@@ -143,8 +143,7 @@ class EagleDrafter(RecallingDrafter):
             rows=request.slots[:0],
             # A row of a whole batch's output, which it would keep alive.
             hidden=self._root_hidden(request).clone(),
-            params=draft_params(request.params, request.plan),
-            width=min(request.plan.draft_width, self.head.config.draft_vocab_size),
+            settings=LawSettings.of(request, self.head.config.draft_vocab_size),
         )
 
     @torch.inference_mode()
@@ -174,45 +173,7 @@ class EagleDrafter(RecallingDrafter):
         """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
         own = _eagle_snapshots(snapshots)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
-        ids = logits.new_zeros((len(own), max(s.width for s in own)), dtype=torch.int64)
-        probs = torch.zeros_like(ids, dtype=torch.float64)
-        for width in {s.width for s in own}:
-            members = [i for i, s in enumerate(own) if s.width == width]
-            settings = WarpSettings.of(
-                [own[i].params for i in members], [1] * len(members), device=logits.device
-            )
-            laws = draft_laws(
-                logits[members], settings, width=width, draft_to_target=self.head.draft_to_target
-            )
-            ids[members, :width], probs[members, :width] = laws.ids, laws.probs
-        return DraftLaws(ids, probs)
-
-    def _grow(
-        self,
-        requests: Sequence[Request],
-        trees: Sequence[GrowingTree],
-        depth: int,
-        tree_slots: Sequence[Tensor],
-        laws: Laws,
-    ) -> None:
-        """Grow every tree, the head running new nodes on its own output for their parents."""
-        drafted = [
-            DraftedRows(request.slots, slots)
-            for request, slots in zip(requests, tree_slots, strict=True)
-        ]
-        hidden = torch.stack([self._root_hidden(request) for request in requests])
-
-        def follow(nodes: Sequence[Sequence[int]], parents: list[int]) -> Tensor:
-            nonlocal hidden
-            segments = [
-                rows.segment(tree, new)
-                for rows, tree, new in zip(drafted, trees, nodes, strict=True)
-                if new
-            ]
-            hidden = self._run(segments, hidden[parents])
-            return self.head.logits(hidden)
-
-        grow_trees(trees, depth, self.head.logits(hidden), laws, follow)
+        return recalled_laws(logits, [s.settings for s in own], self.head.draft_to_target)
 
     def _run(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run the head over packed segments; ``hidden`` ``[tokens, hidden]`` in and out."""
@@ -242,10 +203,6 @@ class EagleDrafter(RecallingDrafter):
         if hidden is None:
             raise RuntimeError(f"request {request.number} drafts before any feature was observed")
         return hidden
-
-    @property
-    def _device(self) -> torch.device:
-        return self.head.draft_to_target.device
 
 
 def _eagle_snapshots(snapshots: Sequence[DraftSnapshot]) -> list[EagleSnapshot]:

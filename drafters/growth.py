@@ -1,7 +1,9 @@
 """Growing the draft trees of a batch level by level: laws, children, and a forward of the new."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,18 +12,91 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
-from eaglegbv.drafters.tree_builder import GrowingTree
+from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
+from eaglegbv.drafters.tree_choice import start_trees, support
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftTree, Law
 from eaglegbv.warp import WarpSettings
 
 Laws = Callable[[Tensor, list[int]], DraftLaws]
 """From logits ``[rows, draft_vocab]``, and each request's number of rows, to what a level needs."""
 
-Follow = Callable[[Sequence[Sequence[int]], list[int]], Tensor]
-"""From the nodes to go on from, for each tree, and the rows of their parents among the last logits,
-to the logits ``[nodes, draft_vocab]`` of what follows them."""
+Follow = Callable[[Sequence[GrowingTree], Sequence[Sequence[int]], list[int]], Tensor]
+"""From the trees, the nodes each goes on from, and the rows of their parents among the last logits,
+to the logits ``[nodes, draft_vocab]`` of what follows those nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LawSettings:
+    """What turns the logits of a step into its draft laws.
+
+    Attributes:
+        params: The request's own warping at the plan's draft temperature.
+        width: Candidates kept.
+    """
+
+    params: SamplingParams
+    width: int
+
+    @classmethod
+    def of(cls, request: Request, vocab: int) -> Self:
+        """Return those of a request's steps, of ``vocab`` tokens that can be drafted."""
+        return cls(draft_params(request.params, request.plan), min(request.plan.draft_width, vocab))
+
+
+def draft_trees(
+    requests: Sequence[Request],
+    plan: Plan,
+    law: Law,
+    draft_to_target: Tensor,
+    logits: Tensor,
+    follow: Follow,
+) -> DraftTree:
+    """Draft one tree per request.
+
+    Args:
+        requests: The requests.
+        plan: The plan they share.
+        law: How children arise.
+        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+        logits: ``[requests, draft_vocab]``, of what follows the roots.
+        follow: A forward of new nodes.
+    """
+    vocab = len(draft_to_target)
+    trees = start_trees(requests, plan, law, vocab)
+    laws = laws_of(requests, plan, law, support(plan, law, vocab), draft_to_target)
+    grow_trees(trees, plan.depth, logits, laws, follow)
+    return stack_trees(
+        [tree.finish() for tree in trees],
+        law,
+        paths=trees[0].max_paths,
+        length=plan.depth,
+        device=logits.device,
+    )
+
+
+def recalled_laws(
+    logits: Tensor, settings: Sequence[LawSettings], draft_to_target: Tensor
+) -> DraftLaws:
+    """Return the laws of rows of different steps, padded with probability 0 to the widest.
+
+    Args:
+        logits: ``[rows, draft_vocab]``.
+        settings: Those of each row's step.
+        draft_to_target: ``[draft_vocab]`` int64.
+    """
+    widest = max(s.width for s in settings)
+    ids = logits.new_zeros((len(settings), widest), dtype=torch.int64)
+    probs = torch.zeros_like(ids, dtype=torch.float64)
+    for width in {s.width for s in settings}:
+        members = [i for i, s in enumerate(settings) if s.width == width]
+        warping = WarpSettings.of(
+            [settings[i].params for i in members], [1] * len(members), device=logits.device
+        )
+        laws = draft_laws(logits[members], warping, width=width, draft_to_target=draft_to_target)
+        ids[members, :width], probs[members, :width] = laws.ids, laws.probs
+    return DraftLaws(ids, probs)
 
 
 def grow_trees(
@@ -53,7 +128,7 @@ def grow_trees(
             for tree, frontier, (first, _), nodes in zip(trees, frontiers, spans, new, strict=True)
             for node in nodes
         ]
-        logits = follow(new, parents)
+        logits = follow(trees, new, parents)
         frontiers = new
 
 
@@ -106,6 +181,17 @@ class DraftedRows:
         self._rows: dict[int, int] = {}
         self._visible = np.zeros((len(slots), len(slots)), dtype=bool)
         self._positions = np.zeros(len(slots), dtype=np.int64)
+
+    @staticmethod
+    def segments(
+        rows: "Sequence[DraftedRows]",
+        trees: Sequence[GrowingTree],
+        nodes: Sequence[Sequence[int]],
+    ) -> list[Segment]:
+        """Add each tree's new nodes to its rows; return the segments of those that have any."""
+        return [
+            own.segment(tree, new) for own, tree, new in zip(rows, trees, nodes, strict=True) if new
+        ]
 
     def segment(self, tree: GrowingTree, nodes: Sequence[int]) -> Segment:
         """Add the rows of new nodes of ``tree`` and return their segment."""

@@ -72,6 +72,14 @@ class GrowingTree(ABC):
         """Return a node's parent."""
         return self._parents[node]
 
+    def tokens_to(self, node: int) -> list[int]:
+        """Return the tokens below the root down to ``node``."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self._token_ids[node])
+            node = self._parents[node]
+        return tokens[::-1]
+
     def _add(self, parent: int, token: int) -> int:
         self._token_ids.append(token)
         self._parents.append(parent)

@@ -1,0 +1,131 @@
+"""Prompt lookup: what followed the last few tokens where they stood before in the same text.
+
+The drafts are a function of the text alone, so their law is ``fixed`` (one-hot), whatever is found.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import ClassVar
+
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.tree_builder import GrownTree, fixed_tree, stack_trees
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.request import DraftState, Request
+from eaglegbv.tree import DraftTree, Law
+
+_LOOK_BACK = 64
+"""Places of an n-gram that are looked at, the latest."""
+
+
+@dataclass(slots=True)
+class NgramState(DraftState):
+    """Where the n-grams of a text stand.
+
+    Attributes:
+        read: Tokens of the text that are indexed.
+        places: For each n-gram the positions of the tokens that followed it, in order.
+    """
+
+    read: int = 0
+    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+
+class NgramDrafter(Drafter):
+    """Drafts the continuations of earlier occurrences of the text's last tokens."""
+
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.FIXED})
+
+    def __init__(self, *, longest: int = 4, shortest: int = 1) -> None:
+        """Set which n-grams are looked up.
+
+        Args:
+            longest: Tokens of the longest n-gram, which is looked for first.
+            shortest: Tokens of the shortest.
+
+        Raises:
+            InvalidArgument: They are not 1 <= shortest <= longest.
+        """
+        if not 1 <= shortest <= longest:
+            raise InvalidArgument("shortest", shortest, f"an integer in [1, longest = {longest}]")
+        self._sizes = range(longest, shortest - 1, -1)
+
+    def observe(self, request: Request, features: Tensor) -> None:
+        """Look at nothing."""
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Index what is new of the texts."""
+        for request in requests:
+            self._index(request)
+
+    def forget(self, request: Request) -> None:
+        """Drop the request's index."""
+        request.draft_state = None
+
+    def draft(
+        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+    ) -> DraftTree:
+        """Propose one tree per request: the trie of up to K continuations, each of L tokens.
+
+        The longest n-gram's come first, and of one n-gram the latest; see :meth:`Drafter.draft`.
+
+        Raises:
+            InvalidArgument: ``law`` is not ``fixed``.
+        """
+        if law is not Law.FIXED:
+            raise InvalidArgument("law", str(law), "'fixed': a lookup draws nothing")
+        trees = [self._tree(request, plan) for request in requests]
+        device = tree_slots[0].device
+        return stack_trees(trees, law, paths=plan.paths, length=plan.depth, device=device)
+
+    def _tree(self, request: Request, plan: Plan) -> GrownTree:
+        """Merge continuations into a trie, as far as the plan has nodes for them."""
+        token_ids, parents, depth = [request.token_ids[-1]], [0], [0]
+        children: dict[tuple[int, int], int] = {}
+        found = dict.fromkeys(self._continuations(request, plan.depth))
+        for continuation in islice(found, plan.paths):
+            node = 0
+            for token in continuation:
+                key = node, token
+                if key not in children:
+                    if len(children) == plan.fixed_nodes:
+                        break
+                    children[key] = len(token_ids)
+                    token_ids.append(token)
+                    parents.append(node)
+                    depth.append(depth[node] + 1)
+                node = children[key]
+        return fixed_tree(token_ids, parents, depth)
+
+    def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
+        """Yield ``length`` tokens from each place that the text's end was found at."""
+        state = self._index(request)
+        text = request.tokens_from(0)
+        for size in self._sizes:
+            places = state.places.get(tuple(text[-size:]), []) if size <= len(text) else []
+            for place in reversed(places[-_LOOK_BACK:]):
+                # What was found may reach the text's end: from there it repeats itself.
+                period = len(text) - place
+                yield tuple(text[place + i % period] for i in range(length))
+
+    def _index(self, request: Request) -> NgramState:
+        """Note what followed every n-gram of the text; of its last one nothing has yet."""
+        state = _state(request)
+        text = request.tokens_from(0)
+        for place in range(state.read, len(text)):
+            for size in self._sizes:
+                if size <= place:
+                    state.places.setdefault(tuple(text[place - size : place]), []).append(place)
+        state.read = len(text)
+        return state
+
+
+def _state(request: Request) -> NgramState:
+    if request.draft_state is None:
+        request.draft_state = NgramState()
+    if not isinstance(request.draft_state, NgramState):
+        raise TypeError(f"request {request.number} belongs to another drafter")
+    return request.draft_state

@@ -1,0 +1,214 @@
+"""A small language model as a drafter, with the target's tokenizer and a KV pool of its own.
+
+It reads tokens, so its row at position t reads x_t and predicts x_{t+1}. With x_0 ... x_c known the
+root of the tree is x_c, which the target has not read yet and neither has the model:
+
+    position   0 ... c-1  |  c      c+1         c+2
+    token      committed  | root    node at     node at
+                          |         depth 1     depth 2
+    predicts              | depth 1 depth 2     depth 3
+
+The model's pool is numbered like the target's: rows of committed tokens stand in their slots, those
+of the root and of drafted nodes in scratch slots. What is committed of them is run again at its own
+slot, together with the next root: one forward all the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.config import Plan
+from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.drafters.growth import DraftedRows, LawSettings, draft_trees, recalled_laws
+from eaglegbv.drafters.tree_builder import GrowingTree
+from eaglegbv.drafters.tree_choice import GROWN_LAWS
+from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.tree import DraftTree, Law
+
+
+class Scores(Protocol):
+    """What a forward computes."""
+
+    @property
+    def logits(self) -> Tensor:
+        """``[rows asked for, vocab]`` float32."""
+
+
+class LanguageModel(Protocol):
+    """Scores packed segments over a paged KV pool of its own; a target does."""
+
+    vocab_size: int
+    device: torch.device
+
+    def forward(self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> Scores:
+        """Run the new tokens of ``segments``; return the logits of the packed rows asked for."""
+
+
+@dataclass(slots=True)
+class StandaloneState(DraftState):
+    """The model's memory of one request.
+
+    Attributes:
+        context: Committed tokens whose rows stand in their own slots.
+        logits: ``[vocab]``, of what follows the root of the last tree; None before the first.
+    """
+
+    context: int = 0
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneSnapshot(DraftSnapshot):
+    """A step's root and the tokens gone on by since.
+
+    Attributes:
+        context: Positions up to the root, itself included.
+        rows: ``[tokens]`` int64, slots of the rows since.
+        logits: ``[vocab]``, of what follows.
+        settings: The step's draft settings.
+    """
+
+    context: int
+    rows: Tensor
+    logits: Tensor
+    settings: LawSettings
+
+
+class StandaloneDrafter(RecallingDrafter):
+    """Drafts with a language model."""
+
+    laws: ClassVar[frozenset[Law]] = GROWN_LAWS
+
+    def __init__(self, model: LanguageModel, *, vocab_size: int) -> None:
+        """Wrap a model.
+
+        Args:
+            model: The model; its slots are numbered like the target's.
+            vocab_size: The target's number of tokens. Of two tables padded differently the model
+                drafts what both have; a token that it has no row for it reads as its last one.
+        """
+        self.model = model
+        self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
+
+    def observe(self, request: Request, features: Tensor) -> None:
+        """Look at nothing: the request's tokens and slots say all."""
+
+    def forget(self, request: Request) -> None:
+        """Drop the request's memory; its KV slots are the engine's to free."""
+        request.draft_state = None
+
+    @torch.inference_mode()
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Run the committed tokens that have not been run, in one forward."""
+        behind = [r for r in requests if _state(r).context < r.context]
+        if not behind:
+            return
+        segments = [self._committed(request, request.slots) for request in behind]
+        # A forward gives logits of a row at least.
+        self._run(segments, torch.zeros(1, dtype=torch.int64, device=self.model.device))
+        for request in behind:
+            _state(request).context = request.context
+
+    @torch.inference_mode()
+    def draft(
+        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+    ) -> DraftTree:
+        """Propose one tree per request; see :meth:`Drafter.draft`."""
+        known = [
+            torch.cat((request.slots, slots[:1]))
+            for request, slots in zip(requests, tree_slots, strict=True)
+        ]
+        segments = [
+            self._committed(request, slots) for request, slots in zip(requests, known, strict=True)
+        ]
+        ends = torch.tensor([s.num_new for s in segments], device=self.model.device).cumsum(0) - 1
+        logits = self._run(segments, ends)
+        for request, own in zip(requests, logits, strict=True):
+            state = _state(request)
+            state.context, state.logits = request.context, own
+        drafted = [
+            DraftedRows(slots, free[1:]) for slots, free in zip(known, tree_slots, strict=True)
+        ]
+
+        def follow(
+            trees: Sequence[GrowingTree],
+            nodes: Sequence[Sequence[int]],
+            parents: list[int],  # noqa: ARG001  keys and values are all a row needs
+        ) -> Tensor:
+            return self._run(DraftedRows.segments(drafted, trees, nodes), None)
+
+        return draft_trees(requests, plan, law, self._ids, logits, follow)
+
+    def snapshot(self, request: Request) -> StandaloneSnapshot:
+        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
+        state = _state(request)
+        if state.logits is None:
+            raise RuntimeError(f"request {request.number} has drafted no tree")
+        return StandaloneSnapshot(
+            context=state.context + 1,
+            rows=request.slots[:0],
+            # A row of a whole batch's output, which it would keep alive.
+            logits=state.logits.clone(),
+            settings=LawSettings.of(request, len(self._ids)),
+        )
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row each; see :meth:`RecallingDrafter.advance`."""
+        own = _own(snapshots)
+        segments = [
+            # The root was committed since, and run at its own slot before the next tree was drawn.
+            Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
+            for request, s, token, slot in zip(
+                requests, own, tokens.split(1), slots.split(1), strict=True
+            )
+        ]
+        logits = self._run(segments, None)
+        return [
+            replace(s, rows=torch.cat((s.rows, slot)), logits=row)
+            for s, slot, row in zip(own, slots.split(1), logits, strict=True)
+        ]
+
+    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
+        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        own = _own(snapshots)
+        logits = torch.stack([s.logits for s in own])
+        return recalled_laws(logits, [s.settings for s in own], self._ids)
+
+    def _committed(self, request: Request, slots: Tensor) -> Segment:
+        """Return the rows of the tokens from the last one run to the last one with a slot."""
+        start = _state(request).context
+        tokens = request.tokens_from(start)[: len(slots) - start]
+        ids = torch.tensor(tokens, device=slots.device)
+        return Segment.causal(ids, slots[:start], slots[start:])
+
+    def _run(self, segments: Sequence[Segment], logit_rows: Tensor | None) -> Tensor:
+        last = self.model.vocab_size - 1
+        readable = [replace(s, token_ids=s.token_ids.clamp(max=last)) for s in segments]
+        return self.model.forward(readable, logit_rows=logit_rows).logits[:, : len(self._ids)]
+
+
+def _state(request: Request) -> StandaloneState:
+    if request.draft_state is None:
+        request.draft_state = StandaloneState()
+    if not isinstance(request.draft_state, StandaloneState):
+        raise TypeError(f"request {request.number} belongs to another drafter")
+    return request.draft_state
+
+
+def _own(snapshots: Sequence[DraftSnapshot]) -> list[StandaloneSnapshot]:
+    own = [s for s in snapshots if isinstance(s, StandaloneSnapshot)]
+    if len(own) < len(snapshots):
+        raise TypeError("a snapshot belongs to another drafter")
+    return own

@@ -1,0 +1,208 @@
+"""A drafter that looks its laws up in a table, by the last few tokens.
+
+A table of order 1 is a bigram model: the yardstick that any head must beat, for it knows nothing
+but the last token. Its file has the names of its columns: ``ids`` and ``log_probs``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.drafters.growth import LawSettings, draft_trees, recalled_laws
+from eaglegbv.drafters.tree_builder import GrowingTree
+from eaglegbv.drafters.tree_choice import GROWN_LAWS
+from eaglegbv.errors import DrafterMismatch
+from eaglegbv.request import DraftSnapshot, Request
+from eaglegbv.tree import DraftTree, Law
+
+TABULAR = "eaglegbv-tabular"
+"""The ``model_type`` of a table's configuration."""
+
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Laws of the next token by state: the last ``order`` tokens, the latest counting least.
+
+    In a text shorter than ``order`` token ``vocab_size`` stands for what is missing.
+
+    Attributes:
+        vocab_size: Number of tokens, V.
+        order: Tokens of a state.
+        ids: ``[(V + 1) ** order, width]`` int64.
+        log_probs: ``[(V + 1) ** order, width]`` float32, logarithms of probabilities or of weights;
+            of padding, and of ids not listed, -inf.
+    """
+
+    vocab_size: int
+    order: int
+    ids: Tensor
+    log_probs: Tensor
+
+    def __post_init__(self) -> None:
+        states = (self.vocab_size + 1) ** self.order
+        for name, tensor in (("ids", self.ids), ("log_probs", self.log_probs)):
+            if tensor.dim() != 2 or tensor.shape[0] != states or tensor.shape != self.ids.shape:
+                raise DrafterMismatch(name, list(tensor.shape), f"{states} rows of one width")
+        if not bool(((self.ids >= 0) & (self.ids < self.vocab_size)).all()):
+            raise DrafterMismatch("ids", int(self.ids.max()), f"ids in [0, {self.vocab_size})")
+        # A row without any token has no law; NaN has none either.
+        if not bool(self.log_probs.amax(dim=1).isfinite().all()):
+            raise DrafterMismatch("log_probs", "no finite entry", "a finite entry in every row")
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, *, order: int = 1) -> Self:
+        """Return the table of whole laws: ``[(V + 1) ** order, V]`` logits."""
+        states, vocab = logits.shape
+        return cls(vocab, order, torch.arange(vocab).expand(states, -1), logits.float())
+
+    def logits(self, states: Sequence[int]) -> Tensor:
+        """Return ``[states, vocab_size]`` float32."""
+        device = self.log_probs.device
+        rows = torch.tensor(states, dtype=torch.int64, device=device)
+        dense = torch.full((len(states), self.vocab_size), -torch.inf, device=device)
+        # The largest, for padding may name an id that is listed.
+        return dense.scatter_reduce(1, self.ids[rows], self.log_probs[rows], "amax")
+
+    def state(self, tokens: Sequence[int]) -> int:
+        """Return the state of a text, given its last ``order`` tokens or more."""
+        known = list(tokens[-self.order :])
+        state = 0
+        for token in [self.vocab_size] * (self.order - len(known)) + known:
+            state = state * (self.vocab_size + 1) + token
+        return state
+
+    def save(self, folder: Path, **facts: object) -> None:
+        """Write the table to ``folder``, with ``facts`` about it in its configuration."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"ids": self.ids.int().contiguous(), "log_probs": self.log_probs.contiguous()}
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        config = {"model_type": TABULAR, "vocab_size": self.vocab_size, "order": self.order}
+        (folder / "config.json").write_text(json.dumps(config | facts, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, *, vocab_size: int, device: torch.device | str = "cpu") -> Self:
+        """Read the table in ``folder``.
+
+        Raises:
+            DrafterMismatch: A file is missing or broken, or its vocabulary is not the target's,
+                ``vocab_size``.
+        """
+        try:
+            config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+            tensors = load_file(folder / _WEIGHTS)
+        except (OSError, ValueError, SafetensorError) as error:
+            expected = f"config.json and {_WEIGHTS} of a table ({error})"
+            raise DrafterMismatch("drafter", str(folder), expected) from error
+        if config.get("vocab_size") != vocab_size:
+            expected = f"the target's, {vocab_size}"
+            raise DrafterMismatch("config.json key vocab_size", config.get("vocab_size"), expected)
+        order = config.get("order")
+        if not isinstance(order, int) or order < 1:
+            raise DrafterMismatch("config.json key order", order, "an integer of at least 1")
+        for name, dtype in (("ids", torch.int32), ("log_probs", torch.float32)):
+            if name not in tensors or tensors[name].dtype != dtype:
+                found = tensors[name].dtype if name in tensors else None
+                raise DrafterMismatch(name, found, f"a tensor of {dtype}")
+        ids, log_probs = tensors["ids"].long().to(device), tensors["log_probs"].to(device)
+        return cls(vocab_size, order, ids, log_probs)
+
+
+@dataclass(frozen=True, slots=True)
+class TabularSnapshot(DraftSnapshot):
+    """A place in a text: its last tokens, and the settings of the step it belongs to."""
+
+    tokens: tuple[int, ...]
+    settings: LawSettings
+
+
+class TabularDrafter(RecallingDrafter):
+    """Drafts from a :class:`Table`; it reads tokens alone and keeps nothing."""
+
+    laws: ClassVar[frozenset[Law]] = GROWN_LAWS
+
+    def __init__(self, table: Table) -> None:
+        """Take over a table."""
+        self.table = table
+        self._ids = torch.arange(table.vocab_size, device=table.log_probs.device)
+
+    def observe(self, request: Request, features: Tensor) -> None:
+        """Look at nothing."""
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Do nothing: there is nothing to run."""
+
+    def forget(self, request: Request) -> None:
+        """Do nothing: nothing is kept."""
+
+    def draft(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        law: Law,
+        tree_slots: Sequence[Tensor],  # noqa: ARG002  a table has no keys to store
+    ) -> DraftTree:
+        """Propose one tree per request; see :meth:`Drafter.draft`."""
+        texts = [self._last_tokens(request) for request in requests]
+
+        def follow(
+            trees: Sequence[GrowingTree],
+            nodes: Sequence[Sequence[int]],
+            parents: list[int],  # noqa: ARG001
+        ) -> Tensor:
+            return self.table.logits(
+                [
+                    self.table.state((*text, *tree.tokens_to(node)))
+                    for text, tree, new in zip(texts, trees, nodes, strict=True)
+                    for node in new
+                ]
+            )
+
+        logits = self.table.logits([self.table.state(text) for text in texts])
+        return draft_trees(requests, plan, law, self._ids, logits, follow)
+
+    def snapshot(self, request: Request) -> TabularSnapshot:
+        """Remember the root; see :meth:`RecallingDrafter.snapshot`."""
+        settings = LawSettings.of(request, self.table.vocab_size)
+        return TabularSnapshot(self._last_tokens(request), settings)
+
+    def advance(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,  # noqa: ARG002
+    ) -> list[DraftSnapshot]:
+        """Append a token to each; see :meth:`RecallingDrafter.advance`."""
+        return [
+            replace(s, tokens=(*s.tokens, token)[-self.table.order :])
+            for s, token in zip(_own(snapshots), tokens.tolist(), strict=True)
+        ]
+
+    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
+        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        own = _own(snapshots)
+        logits = self.table.logits([self.table.state(s.tokens) for s in own])
+        return recalled_laws(logits, [s.settings for s in own], self._ids)
+
+    def _last_tokens(self, request: Request) -> tuple[int, ...]:
+        end = len(request.prompt_ids) + len(request.token_ids)
+        return tuple(request.tokens_from(max(0, end - self.table.order)))
+
+
+def _own(snapshots: Sequence[DraftSnapshot]) -> list[TabularSnapshot]:
+    own = [s for s in snapshots if isinstance(s, TabularSnapshot)]
+    if len(own) < len(snapshots):
+        raise TypeError("a snapshot belongs to another drafter")
+    return own
