@@ -117,7 +117,7 @@ class Engine:
         if self._drafter is None:
             raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
         verifier = self._verifier(plan.verifier)
-        law = law_of(plan, verifier)
+        law = law_of(plan, verifier, self._drafter)
         verifier.check_law(law, plan.paths)
         if plan.paths < law.min_paths:
             expected = f"at least {law.min_paths} for draft law {str(law)!r}"
@@ -191,7 +191,8 @@ class Engine:
             return DraftTree.roots([request.token_ids[-1] for request in requests])
         # At temperature 0 sampled paths all coincide; a fixed tree covers more.
         greedy = requests[0].params.greedy
-        law = Law.FIXED if greedy else law_of(plan, self._verifier(plan.verifier))
+        verifier = self._verifier(plan.verifier)
+        law = Law.FIXED if greedy else law_of(plan, verifier, self._drafter)
         return self._drafter.draft(requests, plan, law, [s[1:] for s in slots])
 
     def _prefill(self, requests: list[Request]) -> list[Group]:
@@ -340,9 +341,13 @@ class Engine:
         return min(params.max_tokens, room)
 
 
-def law_of(plan: Plan, verifier: Rule) -> Law:
-    """Return the draft law of a plan: its own, else the verifier's."""
-    return plan.law or verifier.default_law
+def law_of(plan: Plan, verifier: Rule, drafter: Drafter) -> Law:
+    """Return the draft law of a plan: its own, else the verifier's, else the drafter's only one."""
+    if plan.law is not None:
+        return plan.law
+    if verifier.default_law not in drafter.laws and drafter.laws <= {Law.FIXED}:
+        return Law.FIXED
+    return verifier.default_law
 
 
 def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
