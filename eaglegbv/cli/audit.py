@@ -127,17 +127,15 @@ def _subjects(module: Path | None, samples: int | None) -> "dict[str, Subject]":
     """Return the verifiers there are to choose from, by name."""
     from eaglegbv.eval.audit import package_subjects
     from eaglegbv.eval.audit_module import as_subject, load_verifiers
-    from eaglegbv.eval.audit_sampled import SampledSubject
-    from eaglegbv.verifiers.registry import VERIFIERS
+    from eaglegbv.eval.audit_sampled import sampled_subject
+    from eaglegbv.verifiers.registry import make_any_verifier
 
     if module is not None:
         return {v.name: as_subject(v, samples) for v in load_verifiers(module)}
     exact = package_subjects()
     if samples is None:
         return dict(exact)
-    return {
-        name: SampledSubject.of(VERIFIERS[name](), samples) for name in exact if name in VERIFIERS
-    }
+    return {name: sampled_subject(make_any_verifier(name), samples) for name in exact}
 
 
 def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":

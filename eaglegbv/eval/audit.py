@@ -16,11 +16,13 @@ from eaglegbv.verifiers.reference.enumeration import (
     Problem,
     Shape,
     VerifyWithState,
+    deviation,
     drafted_paths,
-    iterate,
-    max_error,
+    states_by_step,
 )
+from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
 from eaglegbv.verifiers.reference.oracles import lp_acceptance_length
+from eaglegbv.verifiers.reference.probs import Number
 from eaglegbv.verifiers.reference.registry import REFERENCES
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 
@@ -210,9 +212,11 @@ class ExactSubject(Subject):
         with_optimum = _lp_entries(law, sizes.shape) <= MOST_LP_ENTRIES
         for number in range(sizes.instances):
             problems = instance(law, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed)
-            error = max_error(self.verify, problems, sizes.depth + 1)
+            total = sizes.depth + 1
+            first, *later = states_by_step(self.verify, problems, total)
+            error = deviation([first, *later][-1], problems[0].target_law, total)
             worst = max(worst, error)
-            efficiency += block_efficiency(self.verify, problems[0])
+            efficiency += committed(first)
             if with_optimum:
                 optimum += optimal_block_efficiency(problems[0])
             if on_instance is not None:
@@ -243,9 +247,8 @@ def package_subjects() -> dict[str, ExactSubject]:
     }
 
 
-def block_efficiency(verify: VerifyWithState, problem: Problem) -> float:
-    """Return the expected number of tokens that one step commits."""
-    states = iterate(verify, [problem], problem.shape.length + 1)
+def committed(states: Mapping[ModifiedTarget, Number]) -> float:
+    """Return the expected number of tokens written, given the law of the states."""
     return float(sum(mass * len(state.context) for state, mass in states.items()))
 
 

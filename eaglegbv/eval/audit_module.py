@@ -9,9 +9,10 @@ from types import ModuleType
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit import ExactSubject, Subject
-from eaglegbv.eval.audit_sampled import SampledSubject
+from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.base import Rule, Verifier
+from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.reference.chooser import Chooser
 from eaglegbv.verifiers.reference.enumeration import VerifyWithState, stateless
 from eaglegbv.verifiers.reference.greedy_block import Step
@@ -41,7 +42,7 @@ class StatefulReferenceVerifier(Rule, ABC):
 DEFAULT_SAMPLES = 20_000
 """Samples a problem of a batched verifier."""
 
-Audited = ReferenceVerifier | StatefulReferenceVerifier | Verifier
+Audited = ReferenceVerifier | StatefulReferenceVerifier | Verifier | StatefulVerifier
 
 
 def load_verifiers(path: Path) -> list[Audited]:
@@ -52,7 +53,7 @@ def load_verifiers(path: Path) -> list[Audited]:
             every verifier says about itself.
     """
     module = _load(path)
-    bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier)
+    bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier, StatefulVerifier)
     classes = [
         value
         for value in vars(module).values()
@@ -75,8 +76,8 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
     Raises:
         InvalidArgument: ``samples`` are asked of a verifier that is not batched.
     """
-    if isinstance(verifier, Verifier):
-        return SampledSubject.of(verifier, DEFAULT_SAMPLES if samples is None else samples)
+    if isinstance(verifier, Verifier | StatefulVerifier):
+        return sampled_subject(verifier, DEFAULT_SAMPLES if samples is None else samples)
     if samples is not None:
         raise InvalidArgument("samples", samples, f"none: {verifier.name!r} is enumerated")
     verify: VerifyWithState

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from eaglegbv.config import MAX_PATHS
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.iid_trees import draw_trees, random_uniforms
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
 
 CHUNK = 500
@@ -122,11 +123,7 @@ def _figures(
     for first in range(0, settings.trees, CHUNK):
         size = min(CHUNK, settings.trees - first)
         batch = draw_batch(settings, size, paths, temperature, generator)
-        uniforms = VerifyUniforms(
-            selection=_uniform(generator, size, settings.depth, paths, 2),
-            acceptance=_uniform(generator, size, paths * settings.depth),
-            correction=_uniform(generator, size),
-        )
+        uniforms = random_uniforms(batch.tree, generator)
         for rule in rules:
             verdict = rule.verify(batch.tree, batch.target, uniforms)
             committed[rule.name].append(verdict.accepted.double() + 1)
@@ -149,57 +146,17 @@ def draw_batch(
     temperature: float,
     generator: torch.Generator,
 ) -> Batch:
-    """Draw ``size`` trees of ``paths`` independent paths, each in a world of its own.
-
-    A node for every path at every depth is drawn first, those of equal prefixes sharing the first
-    one's; then the nodes in use are moved to the front.
-    """
-    length, vocab = settings.depth, settings.vocab
-    nodes = 1 + paths * length
-    shape = (size, nodes, vocab)
+    """Draw ``size`` trees of ``paths`` independent paths, each in a world of its own."""
+    shape = (size, 1 + paths * settings.depth, settings.vocab)
     logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
     noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)
     p, q = (x.div(temperature).softmax(dim=2) for x in (logits, logits + noise))
-    token_ids = torch.zeros((size, nodes), dtype=torch.int64)
-    parents, depth = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
-    used = torch.zeros_like(token_ids, dtype=torch.bool)
-    used[:, 0] = True
-    chain, here = [], torch.zeros((size, paths), dtype=torch.int64)
     rows = torch.arange(size).unsqueeze(1)
-    for d in range(length):
-        laws = q[rows, here].flatten(0, 1)
-        drawn = torch.multinomial(laws, 1, generator=generator).view(size, paths)
-        same = (here.unsqueeze(2) == here.unsqueeze(1)) & (drawn.unsqueeze(2) == drawn.unsqueeze(1))
-        node = 1 + d * paths + same.int().argmax(dim=2)
-        token_ids.scatter_(1, node, drawn)
-        parents.scatter_(1, node, here)
-        depth.scatter_(1, node, d + 1)
-        used.scatter_(1, node, value=True)
-        chain.append(node)
-        here = node
-    number = used.cumsum(dim=1) - 1
-    order = (~used).int().argsort(dim=1, stable=True)
-    real = torch.arange(nodes) < used.sum(dim=1, keepdim=True)
 
-    def packed(values: Tensor) -> Tensor:
-        return values.gather(1, order).where(real, 0)
+    def draw(places: Tensor) -> Tensor:
+        laws = q[rows, places].flatten(0, 1)
+        return torch.multinomial(laws, 1, generator=generator).view(size, paths)
 
-    path_nodes = torch.stack(chain, dim=2)
-    tree = DraftTree(
-        law=Law.IID,
-        token_ids=packed(token_ids),
-        parents=packed(number.gather(1, parents)),
-        depth=packed(depth),
-        num_nodes=used.sum(dim=1),
-        path_nodes=number.gather(1, path_nodes.flatten(1)).view_as(path_nodes),
-        path_lengths=torch.full((size, paths), length),
-        draft_ids=torch.arange(vocab).expand(shape),
-        draft_probs=q[rows, order],
-    )
-    laws_at = rows * nodes + order.where(real, 0)
-    target = TargetLaw.of_logits(p.flatten(0, 1).log(), laws_at)
-    return Batch(tree, target)
-
-
-def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
+    trees = draw_trees(size, paths, settings.depth, draw)
+    target = TargetLaw.of_logits(p.flatten(0, 1).log(), rows * shape[1] + trees.places)
+    return Batch(trees.with_laws(q[rows, trees.places]), target)

@@ -1,6 +1,6 @@
 """The audit: exact, sampled, on a real pair; and what each must reject."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -14,7 +14,9 @@ from eaglegbv.eval import audit as auditing
 from eaglegbv.eval.audit import ExactSubject, Sizes, count_trees, package_subjects
 from eaglegbv.eval.audit_instances import DRAFTS, ROUND, instance
 from eaglegbv.eval.audit_pair import audit_pair
-from eaglegbv.eval.audit_sampled import SampledSubject, batch_of
+from eaglegbv.eval.audit_runs import prefix_of
+from eaglegbv.eval.audit_sampled import sampled_subject
+from eaglegbv.eval.audit_steps import batch_of
 from eaglegbv.eval.audit_synthetic import SyntheticSettings, draw_batch, measure
 from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_law, power
 from eaglegbv.llm import LLM
@@ -22,13 +24,15 @@ from eaglegbv.params import SamplingParams
 from eaglegbv.tree import Law, check_tree
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.block import BlockVerifier
+from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.inputs import check_inputs
+from eaglegbv.verifiers.modified_target import LayerLaws, StatefulVerifier
 from eaglegbv.verifiers.reference.block import block, block_weights
 from eaglegbv.verifiers.reference.chooser import accepts
 from eaglegbv.verifiers.reference.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.reference.probs import residual, residual_or_target
 from eaglegbv.verifiers.reference.tree import Outcome
-from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.verifiers.registry import make_stateful_verifier, make_verifier
 
 PAIRS = [
     (name, law) for name, subject in package_subjects().items() for law in sorted(subject.laws)
@@ -175,7 +179,7 @@ SAMPLED = [("token", Law.IID), ("otbv", Law.IID), ("otbv", Law.GREEDY), ("specin
 
 @pytest.mark.parametrize(("name", "law"), SAMPLED)
 def test_batched_verifiers_pass_by_samples(name: str, law: Law) -> None:
-    subject = SampledSubject.of(make_verifier(name), 2000)
+    subject = sampled_subject(make_verifier(name), 2000)
     result = subject.audit(law, fitting(subject, law))
     assert result.passed(0.0)
     assert result.detectable_shift < 0.1
@@ -192,8 +196,61 @@ class Gullible(BlockVerifier):
 
 
 def test_a_wrong_batched_verifier_is_rejected() -> None:
-    result = SampledSubject.of(Gullible(), 500).audit(Law.IID, Sizes(instances=5, paths=1))
+    result = sampled_subject(Gullible(), 500).audit(Law.IID, Sizes(instances=5, paths=1))
     assert not result.passed(0.0)
+
+
+STATEFUL = [("greedy_block", 1), ("spectr_gbv", 2)]
+
+
+@pytest.mark.parametrize(("name", "paths"), STATEFUL)
+def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
+    name: str, paths: int
+) -> None:
+    sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
+    result = sampled_subject(make_stateful_verifier(name), 4000).audit(Law.IID, sizes)
+    assert result.passed(0.0)
+    assert result.detectable_shift < 0.1
+    exact = package_subjects()[name].audit(Law.IID, sizes)
+    assert result.block_efficiency == pytest.approx(exact.block_efficiency, abs=0.02)
+
+
+class Forgetful(GreedyBlockVerifier):
+    """Starts every step as if it were the first."""
+
+    name = "forgetful"
+
+    def verify(self, tree, target, uniforms, debts):
+        paid = replace(debts.layers, remaining=torch.zeros_like(debts.layers.remaining))
+        return super().verify(tree, target, uniforms, replace(debts, layers=paid))
+
+
+class Mixed(GreedyBlockVerifier):
+    """Pays every debt by the draft law of the first step."""
+
+    name = "mixed"
+
+    def verify(self, tree, target, uniforms, debts):
+        return super().verify(tree, target, uniforms, replace(debts, laws=FirstLaws(debts.laws)))
+
+
+@dataclass(frozen=True)
+class FirstLaws:
+    laws: LayerLaws
+
+    def after(self, tokens):
+        own = self.laws.after(tokens)
+        return replace(own, probs=own.probs[:, :1].expand_as(own.probs))
+
+
+@pytest.mark.parametrize("wrong", [Forgetful, Mixed])
+def test_a_wrong_batched_verifier_with_state_is_rejected(wrong: type[StatefulVerifier]) -> None:
+    sizes = Sizes(vocab=2, depth=3, paths=1, instances=6, iterations=3, seed=3)
+    assert not sampled_subject(wrong(), 4000).audit(Law.IID, sizes).passed(0.0)
+
+
+def test_codes_of_texts() -> None:
+    assert [prefix_of(code, 3) for code in (1, 3, 5, 9, 14)] == [(), (0,), (2,), (0, 0), (1, 2)]
 
 
 @pytest.mark.parametrize("law", list(Law))
@@ -209,7 +266,7 @@ def test_listed_trees_are_sound(law: Law) -> None:
 
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="samples=0"):
-        SampledSubject.of(make_verifier("token"), 0)
+        sampled_subject(make_verifier("token"), 0)
 
 
 def test_g_test_accepts_right_samples_and_rejects_others() -> None:

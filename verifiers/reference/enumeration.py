@@ -138,10 +138,10 @@ def stateless(verify: Verify) -> VerifyWithState:
     return step
 
 
-def iterate(
+def states_by_step(
     verify: VerifyWithState, problems: Sequence[Problem], total: int
-) -> dict[ModifiedTarget, Number]:
-    """Return the exact law of the state after one step for each of ``problems``.
+) -> Iterator[dict[ModifiedTarget, Number]]:
+    """Yield the exact law of the state after each step; step k is that of ``problems[k]``.
 
     Requests that have ``total`` tokens, or have stopped, take no further step.
     """
@@ -155,7 +155,14 @@ def iterate(
             for after, probability in _step_law(verify, problem, state):
                 following[after] = following.get(after, 0) + mass * probability
         states = following
-    return states
+        yield states
+
+
+def iterate(
+    verify: VerifyWithState, problems: Sequence[Problem], total: int
+) -> dict[ModifiedTarget, Number]:
+    """Return the exact law of the state after one step for each of ``problems``."""
+    return list(states_by_step(verify, problems, total))[-1]
 
 
 def _step_law(
@@ -209,8 +216,12 @@ def target_joint(p: LawAt, total: int) -> dict[Prefix, Number]:
 
 def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
     """Return the largest deviation of the law of the first ``total`` tokens from the target's."""
-    p = problems[0].target_law
-    law = completed(iterate(verify, problems, total), p, total)
+    return deviation(iterate(verify, problems, total), problems[0].target_law, total)
+
+
+def deviation(states: Mapping[ModifiedTarget, Number], p: LawAt, total: int) -> float:
+    """Return how far the law of the first ``total`` tokens is from the target's, at most."""
+    law = completed(states, p, total)
     joint = target_joint(p, total)
     return max(
         float(magnitude(law.get(tokens, 0) - joint.get(tokens, 0)))
