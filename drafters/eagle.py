@@ -22,12 +22,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_head import EagleHead, Rotation
 from eaglegbv.drafters.growth import DraftedRows, LawSettings, draft_trees, recalled_laws
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
@@ -84,9 +85,11 @@ class EagleDrafter(RecallingDrafter):
                 target's.
         """
         lay_out_for_few_rows(head)
+        head.join_projections()
         self.head = head
         self._attention = attention
         self._scale = head.config.head_dim**-0.5
+        self._angles = self._angles_of(1024)
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""
@@ -97,6 +100,10 @@ class EagleDrafter(RecallingDrafter):
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
         request.draft_state = None
+
+    def shareable(self, request: Request) -> int:
+        """Return how many positions were run on true features; see :meth:`Drafter.shareable`."""
+        return self._state(request).context
 
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
@@ -182,8 +189,22 @@ class EagleDrafter(RecallingDrafter):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attention.attend(0, q, k, v, batch, scale=self._scale)
 
-        result: Tensor = self.head(batch.token_ids, hidden, batch.positions, attend)
-        return result
+        embedded = functional.embedding(batch.token_ids, self.head.embedding)
+        rotation = self._rotations(max(s.num_keys for s in segments)).at(batch.positions)
+        return self.head.step(embedded, hidden, rotation, attend)
+
+    def _rotations(self, count: int) -> Rotation:
+        """Return the angles of the first ``count`` positions or more: looked up, not computed."""
+        known = len(self._angles.cos)
+        if known < count:
+            self._angles = self._angles_of(max(count, 2 * known))
+        return self._angles
+
+    def _angles_of(self, count: int) -> Rotation:
+        embedding = self.head.embedding
+        positions = torch.arange(count, device=embedding.device)
+        angles: Rotation = self.head.rotary(positions, embedding.dtype)
+        return angles
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""
@@ -193,7 +214,7 @@ class EagleDrafter(RecallingDrafter):
 
     def _state(self, request: Request) -> EagleState:
         if request.draft_state is None:
-            request.draft_state = EagleState()
+            request.draft_state = EagleState(context=request.shared)
         if not isinstance(request.draft_state, EagleState):
             raise TypeError(f"request {request.number} belongs to another drafter")
         return request.draft_state

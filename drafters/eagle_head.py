@@ -17,7 +17,9 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eaglegbv.drafters.rms_norm import RMSNorm
 from eaglegbv.errors import DrafterMismatch
+from eaglegbv.matrix_layout import SideBySide
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
@@ -172,6 +174,12 @@ class EagleHead(nn.Module, ABC):
         embedded = functional.embedding(token_ids, self.embedding)
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
+    def join_projections(self) -> None:
+        """Make one product of projections of the same input, to draft with (see SideBySide)."""
+        for module in self.modules():
+            if isinstance(module, _Attention | _FeedForward):
+                module.joint.join()
+
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Turn the target's features ``[..., F]`` into a first hidden state, ``[..., hidden]``."""
@@ -205,7 +213,7 @@ class Eagle1Head(EagleHead):
         self.layer = nn.ModuleDict(
             {
                 "self_attn": _attention(config, size),
-                "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
+                "post_attention_layernorm": RMSNorm(size, config.rms_norm_eps),
                 "mlp": _FeedForward(config),
             }
         )
@@ -245,19 +253,19 @@ class Eagle3Head(EagleHead):
         super().__init__(config, embedding, draft_to_target)
         size, eps = config.hidden_size, config.rms_norm_eps
         width, layers = config.feature_size, len(config.feature_layers)
-        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
+        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm = _NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
         self.fc = nn.Linear(width, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
-                "input_layernorm": nn.RMSNorm(size, eps),
-                "hidden_norm": nn.RMSNorm(size, eps),
+                "input_layernorm": RMSNorm(size, eps),
+                "hidden_norm": RMSNorm(size, eps),
                 "self_attn": _attention(config, 2 * size),
-                "post_attention_layernorm": nn.RMSNorm(size, eps),
+                "post_attention_layernorm": RMSNorm(size, eps),
                 "mlp": _FeedForward(config),
             }
         )
-        self.norm = nn.RMSNorm(size, eps)
+        self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self._norm_before_residual = config.norm_before_residual
         self._norm_output = config.norm_output
@@ -288,17 +296,24 @@ class Eagle3Head(EagleHead):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of the rotary angles, each ``[..., 1, head_dim / 2]``."""
+    """Rotary angles, for the half-split layout of Llama.
+
+    Attributes:
+        cos: ``[..., 1, head_dim]``, the cosines, twice.
+        sin: ``[..., 1, head_dim]``, the sines, negative and then positive.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate ``x`` ``[..., heads, head_dim]``, in the half-split layout of Llama."""
+        """Rotate ``x`` ``[..., heads, head_dim]``."""
         first, second = x.chunk(2, dim=-1)
-        return torch.cat(
-            (first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1
-        )
+        return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
+
+    def at(self, positions: Tensor) -> "Rotation":
+        """Return the angles of some of the positions, ``[rows]`` int64, of a list of them."""
+        return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 class _Rotary(nn.Module):
@@ -331,7 +346,7 @@ class _Rotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(-2)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return Rotation(cos.to(dtype), sin.to(dtype))
+        return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
 
 
 class _Attention(nn.Module):
@@ -345,6 +360,7 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+        self.joint = SideBySide(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, k, v = self.heads(x)
@@ -353,10 +369,7 @@ class _Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.joint(x))
         return q, k, v
 
 
@@ -365,8 +378,8 @@ class _NormedAttention(_Attention):
 
     def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
         super().__init__(config, input_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().heads(x)
@@ -381,7 +394,7 @@ class _NormEach(nn.ModuleList):
     """One norm for the features of each layer."""
 
     def __init__(self, layers: int, width: int, eps: float) -> None:
-        super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
+        super().__init__(RMSNorm(width // layers, eps) for _ in range(layers))
 
     def forward(self, features: Tensor) -> Tensor:
         parts = features.chunk(len(self), dim=-1)
@@ -397,7 +410,9 @@ class _FeedForward(nn.Module):
         self.gate_proj = nn.Linear(size, wide, bias=False)
         self.up_proj = nn.Linear(size, wide, bias=False)
         self.down_proj = nn.Linear(wide, size, bias=False)
+        self.joint = SideBySide(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.joint(x)
+        out: Tensor = self.down_proj(functional.silu(gate) * up)
         return out

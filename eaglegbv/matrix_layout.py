@@ -1,7 +1,8 @@
 """How weight matrices lie in memory: for the few rows that a decoding step multiplies."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 
 def lay_out_for_few_rows(module: nn.Module) -> None:
@@ -19,6 +20,41 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
     for layer in module.modules():
         if not isinstance(layer, nn.Linear) or layer.weight in looked_up:
             continue
-        weight = layer.weight
-        if weight.device.type == "cpu" and weight.dtype is torch.float32:
-            weight.data = weight.data.t().contiguous().t()
+        layer.weight.data = _for_few_rows(layer.weight.data)
+
+
+class SideBySide:
+    """Linear layers that read the same input: one product once they are joined.
+
+    Joined, their weights are parts of one matrix; the layers keep their names, shapes and values.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        """Name the layers; all have biases, or none has."""
+        self._layers = layers
+        self._sizes = [layer.out_features for layer in layers]
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def join(self) -> None:
+        """Move the weights into one matrix. To be called on their last device, in their dtype."""
+        self._weight = _for_few_rows(torch.cat([layer.weight.data for layer in self._layers]))
+        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        self._bias = torch.cat([bias.data for bias in biases]) if biases else None
+        for layer, weight in zip(self._layers, self._weight.split(self._sizes), strict=True):
+            layer.weight.data = weight
+        if self._bias is not None:
+            for bias, part in zip(biases, self._bias.split(self._sizes), strict=True):
+                bias.data = part
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return each layer's output on ``x`` ``[..., in_features]``."""
+        if self._weight is None:
+            return tuple(layer(x) for layer in self._layers)
+        return functional.linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+
+
+def _for_few_rows(weight: Tensor) -> Tensor:
+    if weight.device.type == "cpu" and weight.dtype is torch.float32:
+        return weight.t().contiguous().t()
+    return weight

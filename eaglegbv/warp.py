@@ -20,12 +20,14 @@ class WarpSettings:
 
     Attributes:
         temperature: ``[rows]`` float32; 0 keeps the most likely token alone.
+        greedy: ``[rows]`` bool, where the temperature is 0, or None.
         top_k: ``[rows]`` int64, or None.
         top_p: ``[rows]`` float64, or None.
         min_p: ``[rows]`` float64, or None.
     """
 
     temperature: Tensor
+    greedy: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
@@ -45,8 +47,10 @@ class WarpSettings:
 
         no_limit = 2**31
         top_k = [no_limit if p.top_k is None else p.top_k for p in params]
+        temperature = column([p.temperature for p in params], torch.float32)
         return cls(
-            temperature=column([p.temperature for p in params], torch.float32),
+            temperature=temperature,
+            greedy=temperature == 0 if any(p.greedy for p in params) else None,
             top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
             top_p=(
                 column([p.top_p for p in params], torch.float64)
@@ -75,17 +79,18 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
         logits: ``[rows, tokens]``, any float type.
         settings: One entry per row.
     """
-    greedy = settings.temperature == 0
+    temperature, greedy = settings.temperature, settings.greedy
+    if greedy is not None:
+        temperature = temperature.where(~greedy, 1.0)
     warped = logits.float()
-    warped = warped - warped.amax(dim=1, keepdim=True)
-    warped = warped / settings.temperature.where(~greedy, 1.0).unsqueeze(1)
+    warped = (warped - warped.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
     if settings.top_k is not None:
         warped = _keep_top_k(warped, settings.top_k)
     if settings.top_p is not None:
         warped = _keep_top_p(warped, settings.top_p)
     if settings.min_p is not None:
         warped = _keep_min_p(warped, settings.min_p)
-    if bool(greedy.any()):
+    if greedy is not None:
         warped = torch.where(greedy.unsqueeze(1), _keep_first_maximum(logits), warped)
     return warped
 

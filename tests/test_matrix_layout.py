@@ -1,8 +1,10 @@
 """How weights lie in memory."""
 
+import pytest
 import torch
-from eaglegbv.matrix_layout import lay_out_for_few_rows
 from torch import nn
+
+from eaglegbv.matrix_layout import SideBySide, lay_out_for_few_rows
 
 
 class _Tied(nn.Module):
@@ -34,3 +36,29 @@ def test_other_types_keep_their_order() -> None:
     layer = nn.Linear(4, 3, dtype=torch.bfloat16)
     lay_out_for_few_rows(layer)
     assert layer.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_layers_keep_names_and_outputs(dtype: torch.dtype, bias: bool) -> None:
+    module = nn.ModuleList(nn.Linear(5, size, bias=bias, dtype=dtype) for size in (3, 4, 2))
+    together = SideBySide(*(layer for layer in module if isinstance(layer, nn.Linear)))
+    x, state = (
+        torch.randn(2, 5, dtype=dtype),
+        {n: w.clone() for n, w in module.state_dict().items()},
+    )
+    before = together(x)
+    together.join()
+    for after, expected, layer in zip(together(x), before, module, strict=True):
+        torch.testing.assert_close(after, expected)
+        torch.testing.assert_close(layer(x), expected)
+    assert module.state_dict().keys() == state.keys()
+    assert all(torch.equal(w, state[n]) for n, w in module.state_dict().items())
+
+
+def test_weights_loaded_after_joining_are_used() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 1)
+    together, x = SideBySide(first, second), torch.randn(4, 3)
+    together.join()
+    first.load_state_dict(nn.Linear(3, 2).state_dict())
+    torch.testing.assert_close(together(x)[0], first(x))
