@@ -1,21 +1,19 @@
-"""Strict loading and saving of heads, in the tensor names of the EAGLE repository.
+"""Strict loading and saving of heads, in any format of :mod:`eaglegbv.drafters.formats`.
 
 What a checkpoint is follows from its tensors, never from the ``architectures`` string, which is the
-same for all. Every tensor expected must be there, and every tensor there must be used or be one of
+same for most. Every tensor expected must be there, and every tensor there must be used or be one of
 the few known to be left aside; a head that loads in part drafts noise without a word.
 """
 
-import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from eaglegbv.drafters.eagle_head import (
     Arch,
@@ -23,28 +21,151 @@ from eaglegbv.drafters.eagle_head import (
     Eagle3Head,
     EagleHead,
     EagleHeadConfig,
-    default_feature_layers,
 )
+from eaglegbv.drafters.formats.base import Contents, FormatName
+from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
+from eaglegbv.drafters.formats.names import (
+    EMBEDDING,
+    MEMBERS,
+    OFFSETS,
+    NamedTensors,
+    detect_arch,
+    name_tensors,
+)
+from eaglegbv.drafters.formats.registry import FORMATS, detect_format
+from eaglegbv.drafters.formats.section import Section
+from eaglegbv.drafters.formats.settings import Remark, RemarkKind, read_settings
+from eaglegbv.drafters.formats.weights import read_json, read_weights
+from eaglegbv.drafters.formats.writing import write_head
 from eaglegbv.errors import DrafterMismatch
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = "model.safetensors"
-_LAYER_PREFIX = {Arch.EAGLE1: "layers.0.", Arch.EAGLE3: "midlayer."}
-_EMBEDDING = "embed_tokens.weight"
-# Offsets from draft ids to target ids, and which target ids the draft vocabulary holds.
-_OFFSETS = "d2t"
-_MEMBERS = "t2d"
+CONFIG = "config.json"
+_FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+# A table stored in bfloat16 is this close to the one it was rounded from.
+_ROUNDING = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A head as it lies in a folder, checked against its own configuration.
+
+    Attributes:
+        folder: The folder.
+        files: Its files with weights.
+        format: Whose format it is in.
+        architectures: What config.json says there, for reports.
+        config: The head's configuration; see :class:`Settings` for its layer numbers.
+        layers: EAGLE-3: the layer ids of the file.
+        named: The tensors.
+        passed_on: Keys of config.json that mean nothing here and something to other engines.
+        remarks: What was assumed, and what other engines would do otherwise.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    format: FormatName
+    architectures: tuple[str, ...]
+    config: EagleHeadConfig
+    layers: StoredLayers | None
+    named: NamedTensors
+    passed_on: Mapping[str, Any]
+    remarks: tuple[Remark, ...]
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        """``[draft_vocab]`` int64, the target's ids; None for the full vocabulary."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        offsets = self.named.tensors[OFFSETS]
+        return offsets + torch.arange(len(offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A checkpoint beside the target it is for.
+
+    Attributes:
+        config: The head's configuration, its layer numbers resolved.
+        layers: EAGLE-3: the target layers whose inputs it reads, and why these.
+        remarks: Those of the checkpoint and what the target adds.
+    """
+
+    config: EagleHeadConfig
+    layers: FeatureLayers | None
+    remarks: tuple[Remark, ...]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read and check the head in ``folder``: a config.json and weights in one of the formats.
+
+    Raises:
+        DrafterMismatch: A file is missing or broken, a tensor is missing, unknown, of a wrong
+            shape or type, or a key is missing or contradicts the tensors; the message names the
+            file, tensor or key.
+    """
+    stored = read_json(folder / CONFIG)
+    weights = read_weights(folder)
+    named = name_tensors(weights.tensors, weights.files[0])
+    arch = detect_arch(named)
+    kind = detect_format(stored, named)
+    settings = read_settings(stored, arch, kind, named)
+    remarks = list(settings.remarks)
+    if weights.ignored:
+        text = f"{', '.join(weights.ignored)} not read, as {weights.files[0]} is there"
+        remarks.append(Remark(RemarkKind.NOTE, text))
+    _check_tensors(settings.config, named)
+    remarks += _check_vocabulary(settings.config, named)
+    return Checkpoint(
+        folder=folder,
+        files=weights.files,
+        format=kind.name,
+        architectures=Section(stored).texts("architectures"),
+        config=settings.config,
+        layers=settings.layers,
+        named=named,
+        passed_on=settings.passed_on,
+        remarks=tuple(remarks),
+    )
+
+
+def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
+    """Check a head against its target and resolve the layers it reads.
+
+    Raises:
+        DrafterMismatch: Vocabulary, hidden size or layers do not fit; the message names the key.
+    """
+    target = target_config.get_text_config(decoder=True)
+    config = checkpoint.config
+    _expect("vocab_size", config.vocab_size, target.vocab_size)
+    _expect("target_hidden_size", config.target_hidden_size, target.hidden_size)
+    remarks = list(checkpoint.remarks)
+    limit = checkpoint.passed_on.get("max_position_embeddings")
+    if isinstance(limit, int) and limit < target.max_position_embeddings:
+        text = (
+            f"max_position_embeddings is {limit}, the target's {target.max_position_embeddings}; "
+            "SGLang starts only with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+        )
+        remarks.append(Remark(RemarkKind.WARNING, text))
+    if checkpoint.layers is None:
+        return Fit(config, None, tuple(remarks))
+    layers = checkpoint.layers.resolve(target.num_hidden_layers)
+    if layers is None or len(layers.inputs) != len(config.feature_layers):
+        expected = f"{len(config.feature_layers)} layers, as fc.weight reads"
+        raise DrafterMismatch(f"config.json key {LAYER_IDS}", checkpoint.layers.ids, expected)
+    layers.check(target.num_hidden_layers)
+    remarks += _layer_remarks(layers)
+    return Fit(replace(config, feature_layers=layers.inputs), layers, tuple(remarks))
 
 
 def read_head_config(path: Path, target_config: PreTrainedConfig) -> EagleHeadConfig:
-    """Read what the head at ``path`` is, without loading its weights.
+    """Return what the head at ``path`` is; its weights are looked at and not loaded.
 
     Raises:
-        DrafterMismatch: A file is missing or broken, a key is missing, or the head does not fit
-            the target; the message names the file or key.
+        DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
     """
-    return _head_config(_read_json(path / "config.json"), _names(path / _WEIGHTS), target_config)
+    return fit(read_checkpoint(path), target_config).config
 
 
 def load_head(
@@ -56,235 +177,171 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device,
 ) -> EagleHead:
-    """Load the head at ``path``, a folder with ``config.json`` and ``model.safetensors``.
+    """Load the head in the folder ``path``, of any format.
 
     Args:
         path: The folder.
         target_config: The target's configuration.
-        target_embedding: ``[vocab, hidden]``, shared with the head.
+        target_embedding: ``[vocab, hidden]``, shared with a head that has none of its own.
         target_lm_head: ``[vocab, hidden]``, shared with an EAGLE-1 head.
         dtype: Type of the head's weights.
         device: Device of the head's weights.
 
     Raises:
-        DrafterMismatch: A tensor is missing, unknown, of a wrong shape or type, the file is
-            truncated, or sizes or vocabulary do not fit the target; the message names the tensor
-            or key.
+        DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
     """
-    config = read_head_config(path, target_config)
-    tensors = _read_tensors(path / _WEIGHTS)
-    embedding = target_embedding
-    if config.hidden_size != config.target_hidden_size:
-        embedding = _take(tensors, _EMBEDDING, (config.vocab_size, config.hidden_size)).to(dtype)
-    head: EagleHead
-    if config.arch is Arch.EAGLE1:
-        with torch.device("meta"):
-            head = Eagle1Head(config, embedding, target_lm_head)
-    else:
-        draft_to_target = _draft_to_target(tensors, config)
-        with torch.device("meta"):
-            head = Eagle3Head(config, embedding, draft_to_target)
-    weights = {
-        name: _take(tensors, _stored_name(name, config.arch), tuple(expected.shape)).to(dtype)
-        for name, expected in head.state_dict().items()
-    }
-    _check_left_over(tensors, config)
-    head.load_state_dict(weights, assign=True)
+    checkpoint = read_checkpoint(path)
+    fitted = fit(checkpoint, target_config)
+    _log(checkpoint, fitted)
+    embedding = _embedding(checkpoint, target_embedding, dtype)
+    draft_to_target = checkpoint.draft_to_target
+    with torch.device("meta"):
+        head = _blank(fitted.config, embedding, target_lm_head, draft_to_target)
+    tensors = checkpoint.named.tensors
+    head.load_state_dict({name: tensors[name].to(dtype) for name in head.state_dict()}, assign=True)
     return head.to(device).requires_grad_(False).eval()
 
 
 def save_head(head: EagleHead, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Save ``head`` as ``config.json`` and ``model.safetensors`` of type ``dtype`` in ``path``.
+    """Save ``head`` in the EAGLE repository's format, its weights in type ``dtype``.
 
-    The embedding is saved only where it is not the target's.
+    The embedding is saved only where it is not as wide as the target's.
     """
     config = head.config
     tensors = {
-        _stored_name(name, config.arch): tensor.detach().to("cpu", dtype).contiguous()
+        name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
     if config.hidden_size != config.target_hidden_size:
-        tensors[_EMBEDDING] = head.embedding.to("cpu", dtype).contiguous()
+        tensors[EMBEDDING] = head.embedding.to("cpu", dtype).contiguous()
     if config.draft_vocab_size < config.vocab_size:
         chosen = head.draft_to_target.cpu()
-        tensors[_OFFSETS] = chosen - torch.arange(len(chosen))
-        tensors[_MEMBERS] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors[_MEMBERS][chosen] = True
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / _WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(_stored_config(config, dtype), indent=2)
-    (path / "config.json").write_text(text + "\n")
+        tensors[OFFSETS] = chosen - torch.arange(len(chosen))
+        tensors[MEMBERS] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors[MEMBERS][chosen] = True
+    layers = config.feature_layers or None
+    contents = Contents(config=config, layers=layers, dtype=dtype, passed_on={})
+    write_head(path, FORMATS[FormatName.EAGLE], contents, tensors)
 
 
-def _head_config(
-    stored: Mapping[str, Any], names: Collection[str], target_config: PreTrainedConfig
-) -> EagleHeadConfig:
-    target = target_config.get_text_config()
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        if stored.get(key) is None:
-            raise DrafterMismatch(f"config.json key {key}", None, "an integer")
-    arch = _detect(names)
-    llama = LlamaConfig(**_llama_keys(stored))
-    _expect("vocab_size", stored["vocab_size"], target.vocab_size)
-    _expect(
-        "target_hidden_size",
-        stored.get("target_hidden_size", stored["hidden_size"]),
-        target.hidden_size,
-    )
-    draft_vocab = stored.get("draft_vocab_size") or stored["vocab_size"]
-    layers: tuple[int, ...] = ()
-    if arch is Arch.EAGLE3:
-        named = stored.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = tuple(named or default_feature_layers(target.num_hidden_layers))
-        for layer in layers:
-            if not 0 < layer < target.num_hidden_layers:
-                expected = f"layers from 1 to {target.num_hidden_layers - 1} of the target"
-                raise DrafterMismatch("eagle_aux_hidden_state_layer_ids", layers, expected)
-    return EagleHeadConfig(
-        arch=arch,
-        hidden_size=llama.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=llama.intermediate_size,
-        num_heads=llama.num_attention_heads,
-        num_kv_heads=llama.num_key_value_heads or llama.num_attention_heads,
-        head_dim=llama.head_dim or llama.hidden_size // llama.num_attention_heads,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab if arch is Arch.EAGLE3 else target.vocab_size,
-        feature_layers=layers,
-        rms_norm_eps=llama.rms_norm_eps,
-        rope_parameters=dict(llama.rope_parameters or {}),
-        fc_bias="fc.bias" in names,
-        qkv_bias=f"{_LAYER_PREFIX[arch]}self_attn.q_proj.bias" in names,
-    )
-
-
-def _llama_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick the keys that mean in a head's configuration what they mean in Llama's."""
-    keys = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-    )
-    return {key: stored[key] for key in keys if stored.get(key) is not None}
-
-
-def _detect(names: Collection[str]) -> Arch:
-    if any(name.startswith("midlayer.") for name in names):
-        return Arch.EAGLE3
-    if any(name.startswith("layers.0.") for name in names) and "lm_head.weight" not in names:
-        return Arch.EAGLE1
-    expected = "tensors named midlayer.* (EAGLE-3) or layers.0.* without lm_head (EAGLE-1)"
-    raise DrafterMismatch(_WEIGHTS, sorted(names)[:5], expected)
-
-
-def _stored_config(config: EagleHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    stored: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    if config.rope_parameters["rope_type"] != "default":
-        stored["rope_scaling"] = dict(config.rope_parameters)
+def _blank(
+    config: EagleHeadConfig, embedding: Tensor, lm_head: Tensor, draft_to_target: Tensor | None
+) -> EagleHead:
     if config.arch is Arch.EAGLE1:
-        return stored | {"bias": config.fc_bias, "qkv_bias": config.qkv_bias}
-    stored["draft_vocab_size"] = config.draft_vocab_size
-    stored["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.feature_layers)}
-    if config.hidden_size != config.target_hidden_size:
-        stored["target_hidden_size"] = config.target_hidden_size
-    return stored
+        return Eagle1Head(config, embedding, lm_head)
+    return Eagle3Head(config, embedding, draft_to_target)
 
 
-def _stored_name(name: str, arch: Arch) -> str:
-    inner = name.removeprefix("layer.")
-    return name if inner == name else _LAYER_PREFIX[arch] + inner
+def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:
+    """Raise unless the tensors are those of a head of this configuration, and no others."""
+    with torch.device("meta"):
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        head = _blank(config, table, table, None)
+    expected = head.state_dict()
+    for name, tensor in expected.items():
+        _check(named, name, tuple(tensor.shape))
+    if config.hidden_size != config.target_hidden_size or EMBEDDING in named.tensors:
+        _check(named, EMBEDDING, (config.vocab_size, config.hidden_size))
+    for name, tensor in named.tensors.items():
+        if name not in expected and name not in (EMBEDDING, OFFSETS, MEMBERS):
+            wanted = f"no such tensor in an {config.arch} head with this config.json"
+            raise DrafterMismatch(named.shown(name), list(tensor.shape), wanted)
 
 
-def _draft_to_target(tensors: dict[str, Tensor], config: EagleHeadConfig) -> Tensor | None:
-    """Turn the stored offsets into target ids; None for the full vocabulary."""
-    if config.draft_vocab_size == config.vocab_size:
-        return None
-    offsets = _take(tensors, _OFFSETS, (config.draft_vocab_size,), torch.int64)
-    ids = offsets + torch.arange(len(offsets))
-    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(set(ids.tolist())) < len(
-        ids
-    ):
+def _check_vocabulary(config: EagleHeadConfig, named: NamedTensors) -> list[Remark]:
+    """Raise unless the tensors about the draft vocabulary fit the target's and each other."""
+    size, full = config.draft_vocab_size, config.draft_vocab_size == config.vocab_size
+    if full and OFFSETS not in named.tensors and MEMBERS not in named.tensors:
+        return []
+    offsets = _check(named, OFFSETS, (size,), torch.int64)
+    members = _check(named, MEMBERS, (config.vocab_size,), torch.bool)
+    ids = offsets + torch.arange(size)
+    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) < size:
         expected = f"offsets to different target ids in [0, {config.vocab_size})"
-        raise DrafterMismatch(_OFFSETS, [int(ids.min()), int(ids.max())], expected)
-    members = _take(tensors, _MEMBERS, (config.vocab_size,), torch.bool)
+        raise DrafterMismatch(OFFSETS, [int(ids.min()), int(ids.max())], expected)
     if not torch.equal(members.nonzero().squeeze(1), ids.sort().values):
-        raise DrafterMismatch(_MEMBERS, int(members.sum()), f"the {len(ids)} target ids of d2t")
-    return ids
+        raise DrafterMismatch(MEMBERS, int(members.sum()), f"the {size} target ids of d2t")
+    if full and bool(offsets.any()):
+        text = "d2t reorders a full vocabulary; left aside, as EAGLE does and SGLang does not"
+        return [Remark(RemarkKind.ASSUMED, text)]
+    return []
 
 
-def _take(
-    tensors: dict[str, Tensor],
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None = None,
+def _check(
+    named: NamedTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Remove and return the tensor ``name``, checked; ``dtype`` None means any float type."""
-    if name not in tensors:
-        raise DrafterMismatch(name, None, f"a tensor of shape {list(shape)}")
-    tensor = tensors.pop(name)
+    """Return the tensor ``name``, checked; ``dtype`` None means any float type."""
+    shown = named.shown(name)
+    if name not in named.tensors:
+        raise DrafterMismatch(shown, None, f"a tensor of shape {list(shape)}")
+    tensor = named.tensors[name]
     if tuple(tensor.shape) != shape:
-        raise DrafterMismatch(name, list(tensor.shape), f"shape {list(shape)}")
-    if tensor.dtype != dtype and not (dtype is None and tensor.dtype.is_floating_point):
-        raise DrafterMismatch(name, tensor.dtype, str(dtype or "a float type"))
+        raise DrafterMismatch(shown, list(tensor.shape), f"shape {list(shape)}")
+    if tensor.dtype not in (_FLOATS if dtype is None else (dtype,)):
+        expected = "a float type of 16 bits or more" if dtype is None else str(dtype)
+        raise DrafterMismatch(shown, tensor.dtype, expected)
     return tensor
 
 
-def _check_left_over(tensors: Mapping[str, Tensor], config: EagleHeadConfig) -> None:
-    unused = {_EMBEDDING}
-    if config.draft_vocab_size == config.vocab_size:
-        unused |= {_OFFSETS, _MEMBERS}
-    for name, tensor in tensors.items():
-        if name not in unused:
-            raise DrafterMismatch(name, list(tensor.shape), f"no such tensor in {config.arch}")
-    if tensors:
-        logger.info("left aside: %s (the target's own are used)", ", ".join(sorted(tensors)))
+def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the head's own embedding, or the target's where that is the same."""
+    own = checkpoint.named.tensors.get(EMBEDDING)
+    if own is None:
+        return target_embedding
+    if own.shape == target_embedding.shape:
+        distance = _distance(own, target_embedding)
+        if distance < _ROUNDING:
+            logger.info("%s is the target's, which is shared", EMBEDDING)
+            return target_embedding
+        logger.warning(
+            "%s: %s is not the target's (relative distance %.2g) and the head keeps it; "
+            "was it made for this target?",
+            checkpoint.folder,
+            EMBEDDING,
+            distance,
+        )
+    return own.to(dtype)
+
+
+def _distance(own: Tensor, other: Tensor) -> float:
+    """Return the distance of two tables relative to the second, without whole float32 copies."""
+    if own.dtype == other.dtype and torch.equal(own, other.cpu()):
+        return 0.0
+    difference = norm = 0.0
+    for rows, others in zip(own.split(4096), other.split(4096), strict=True):
+        exact = others.cpu().double()
+        difference += float((rows.double() - exact).square().sum())
+        norm += float(exact.square().sum())
+    return (difference / norm) ** 0.5 if norm else float(difference > 0)
+
+
+def _layer_remarks(layers: FeatureLayers) -> list[Remark]:
+    if layers.guessed:
+        return [Remark(RemarkKind.ASSUMED, f"layers: {layers.reason}; others are off by one")]
+    if layers.unusual_for is not None:
+        text = f"layers: {layers.reason}; {layers.unusual_for} would read those beside them"
+        return [Remark(RemarkKind.WARNING, text)]
+    return []
+
+
+def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
+    captured = "the final hidden state"
+    if fitted.layers is not None:
+        captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
+    logger.info(
+        "%s head of %s, format %s, reads %s",
+        fitted.config.arch,
+        checkpoint.folder,
+        checkpoint.format,
+        captured,
+    )
+    for name, reason in checkpoint.named.left_aside.items():
+        logger.info("left aside: %s (%s)", name, reason)
+    for remark in fitted.remarks:
+        if remark.kind is RemarkKind.ASSUMED:
+            logger.warning("%s: %s", checkpoint.folder, remark.text)
 
 
 def _expect(key: str, value: object, expected: object) -> None:
     if value != expected:
         raise DrafterMismatch(f"config.json key {key}", value, f"the target's, {expected}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DrafterMismatch("drafter", str(path), f"a readable JSON file ({error})") from error
-    return content
-
-
-def _names(path: Path) -> frozenset[str]:
-    try:
-        with safe_open(path, "pt") as file:
-            return frozenset(file.keys())
-    except (OSError, SafetensorError) as error:
-        expected = f"a complete safetensors file ({error})"
-        raise DrafterMismatch("drafter", str(path), expected) from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

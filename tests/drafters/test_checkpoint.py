@@ -155,15 +155,29 @@ def test_embedding_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
         load(tmp_path, target_config(hidden_size=32))
 
 
-def test_a_copy_of_the_target_embedding_is_left_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_copy_of_the_target_embedding_is_shared(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved_head(Arch.EAGLE1, tmp_path)
-    edit(tmp_path, {"embed_tokens.weight": torch.zeros(VOCAB, 24)})
+    edit(tmp_path, {"embed_tokens.weight": EMBEDDING.to(dtype)})
     with caplog.at_level(logging.INFO):
         loaded = load(tmp_path)
     assert loaded.embedding is EMBEDDING
-    assert "embed_tokens.weight" in caplog.text
+    assert "embed_tokens.weight is the target's" in caplog.text
+
+
+def test_an_embedding_of_its_own_is_kept_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_head(Arch.EAGLE3, tmp_path)
+    own = EMBEDDING + 0.1
+    edit(tmp_path, {"embed_tokens.weight": own})
+    loaded = load(tmp_path)
+    assert torch.equal(loaded.embedding, own)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "made for this target" in record.getMessage()
 
 
 def test_full_draft_vocabulary_needs_no_map(tmp_path: Path) -> None:
@@ -201,7 +215,7 @@ def test_rope_settings_are_read_in_both_spellings(tmp_path: Path) -> None:
         ({"d2t": None}, "d2t"),
         ({"t2d": None}, "t2d"),
         ({"extra.weight": torch.zeros(2)}, "extra.weight"),
-        ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.q_norm.weight"),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.k_norm.weight"),
         ({"fc.weight": torch.zeros(24, 48)}, "fc.weight"),
         ({"lm_head.weight": torch.zeros(13, 24)}, "lm_head.weight"),
         ({"fc.weight": torch.zeros(24, 72, dtype=torch.int64)}, "fc.weight"),

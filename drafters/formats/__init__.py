@@ -1,0 +1,1 @@
+"""How others store EAGLE heads, and how to write for them."""

@@ -1,0 +1,140 @@
+"""What a format is: how it lays out config.json and names tensors, and what it cannot say."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import torch
+
+from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.formats.layers import Numbering
+from eaglegbv.drafters.formats.names import LAYER
+from eaglegbv.drafters.formats.section import Section
+from eaglegbv.errors import DrafterMismatch
+
+
+class FormatName(StrEnum):
+    """Whose format."""
+
+    EAGLE = "eagle"
+    SGLANG = "sglang"
+    SPECULATORS = "speculators"
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Where a config.json says what.
+
+    Attributes:
+        layer: The decoder layer's sizes and rotary settings, in Llama's keys.
+        head: What else there is to an EAGLE head.
+    """
+
+    layer: Section
+    head: Section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is written into a config.json, beyond the head's own configuration.
+
+    Attributes:
+        config: The head's.
+        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file is to leave
+            them to the default.
+        dtype: Type of the tensors.
+        passed_on: Keys that mean nothing here and something to other engines.
+        verifier: Name or path of the target, where it is known.
+        verifier_architectures: Its class names.
+    """
+
+    config: EagleHeadConfig
+    layers: tuple[int, ...] | None
+    dtype: torch.dtype
+    passed_on: Mapping[str, Any]
+    verifier: str | None = None
+    verifier_architectures: tuple[str, ...] = ()
+
+
+class Format(ABC):
+    """A format.
+
+    Attributes:
+        name: Its name.
+        engine: Who writes and reads it, for messages.
+        numbering: How its layer ids count.
+        eagle3_layer: What the names of an EAGLE-3 head's layer begin with.
+        variants: Settings of :class:`EagleHeadConfig` it can express when they are true.
+    """
+
+    name: ClassVar[FormatName]
+    engine: ClassVar[str]
+    numbering: ClassVar[Numbering]
+    eagle3_layer: ClassVar[str]
+    variants: ClassVar[Mapping[Arch, frozenset[str]]]
+
+    @abstractmethod
+    def sections(self, stored: Mapping[str, Any]) -> Sections:
+        """Find the parts of a config.json."""
+
+    @abstractmethod
+    def config(self, contents: Contents) -> dict[str, Any]:
+        """Return a config.json."""
+
+    def stored_name(self, name: str, arch: Arch) -> str:
+        """Return what a tensor is called in this format."""
+        inner = name.removeprefix(LAYER)
+        prefix = "layers.0." if arch is Arch.EAGLE1 else self.eagle3_layer
+        return name if inner == name else prefix + inner
+
+    def check_holds(self, config: EagleHeadConfig) -> None:
+        """Raise :class:`DrafterMismatch` where the format's readers would lose part of a head."""
+        if config.arch not in self.variants:
+            raise DrafterMismatch("format", str(self.name), f"a format that holds {config.arch}")
+        for name in VARIANTS - self.variants[config.arch]:
+            if getattr(config, name):
+                expected = f"a format whose readers honour {name}, which this head needs"
+                raise DrafterMismatch("format", str(self.name), expected)
+
+
+VARIANTS = frozenset(
+    {
+        "fc_bias",
+        "qkv_bias",
+        "o_bias",
+        "qk_norm",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_before_residual",
+        "norm_output",
+    }
+)
+"""Settings of a head that not every format can express."""
+
+
+def layer_keys(contents: Contents) -> dict[str, Any]:
+    """Return the decoder layer's keys, the same for all formats."""
+    config = contents.config
+    rope = {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
+    return {
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "tie_word_embeddings": False,
+        **contents.passed_on,
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what configurations call a type."""
+    return str(dtype).removeprefix("torch.")

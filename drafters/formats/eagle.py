@@ -1,0 +1,66 @@
+"""The format of the EAGLE repository (SafeAILab/EAGLE), which vLLM reads too.
+
+One flat config.json, whose ``architectures`` are ``LlamaForCausalLM`` for every head. EAGLE-1 and
+EAGLE-2 name their layer ``layers.0``, EAGLE-3 ``midlayer``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.formats.base import (
+    Contents,
+    Format,
+    FormatName,
+    Sections,
+    dtype_name,
+    layer_keys,
+)
+from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering
+from eaglegbv.drafters.formats.section import Section
+
+
+class EagleFormat(Format):
+    """See the module."""
+
+    name = FormatName.EAGLE
+    engine = "EAGLE and vLLM"
+    numbering = Numbering.INPUTS
+    eagle3_layer = "midlayer."
+    architectures: ClassVar[Mapping[Arch, str]] = {
+        Arch.EAGLE1: "LlamaForCausalLM",
+        Arch.EAGLE3: "LlamaForCausalLM",
+    }
+    variants: ClassVar[Mapping[Arch, frozenset[str]]] = {
+        Arch.EAGLE1: frozenset({"fc_bias", "qkv_bias"}),
+        Arch.EAGLE3: frozenset(),
+    }
+
+    def sections(self, stored: Mapping[str, Any]) -> Sections:
+        """See :meth:`Format.sections`."""
+        flat = Section(stored).merged("eagle_config")
+        return Sections(layer=flat, head=flat)
+
+    def config(self, contents: Contents) -> dict[str, Any]:
+        """See :meth:`Format.config`."""
+        config = contents.config
+        stored: dict[str, Any] = {
+            "architectures": [self.architectures[config.arch]],
+            "model_type": "llama",
+            **layer_keys(contents),
+            "torch_dtype": dtype_name(contents.dtype),
+            "bias": config.fc_bias,
+        }
+        if config.arch is Arch.EAGLE1:
+            return stored | {"qkv_bias": config.qkv_bias}
+        stored["draft_vocab_size"] = config.draft_vocab_size
+        if config.hidden_size != config.target_hidden_size:
+            stored["target_hidden_size"] = config.target_hidden_size
+        if contents.layers is not None:
+            stored["num_aux_hidden_states"] = len(contents.layers)
+            stored["eagle_config"] = {
+                "use_aux_hidden_state": True,
+                LAYER_IDS: [layer - self.numbering.shift for layer in contents.layers],
+                NUMBERING: str(self.numbering),
+            }
+        return stored

@@ -1,0 +1,254 @@
+"""A head's configuration from a config.json and the names of the tensors beside it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from transformers import LlamaConfig
+
+from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.formats.base import Format, FormatName, Sections
+from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, StoredLayers
+from eaglegbv.drafters.formats.names import NamedTensors
+from eaglegbv.drafters.formats.section import Section
+from eaglegbv.errors import DrafterMismatch
+
+_LLAMA_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+)
+_PASSED_ON = (
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+)
+_DEFAULT_FEATURES = 3
+
+
+class RemarkKind(StrEnum):
+    """What a remark is about."""
+
+    NOTE = "note"
+    """Nothing to worry about."""
+    ASSUMED = "assumed"
+    """What the file leaves open and how it was read."""
+    WARNING = "warning"
+    """What another engine would make of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something about a file that its reader should know."""
+
+    kind: RemarkKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a config.json says of a head.
+
+    Attributes:
+        config: The head's configuration. The layer numbers of an EAGLE-3 head stand in for those
+            that follow from :attr:`layers` and the target; their number is right.
+        layers: EAGLE-3: the layer ids of the file.
+        passed_on: Keys that mean nothing here and something to other engines.
+        remarks: What was assumed, and what other engines would do otherwise.
+    """
+
+    config: EagleHeadConfig
+    layers: StoredLayers | None
+    passed_on: Mapping[str, Any]
+    remarks: tuple[Remark, ...]
+
+
+def read_settings(
+    stored: Mapping[str, Any], arch: Arch, kind: Format, named: NamedTensors
+) -> Settings:
+    """Read a config.json.
+
+    Raises:
+        DrafterMismatch: A key is missing, of a wrong type, or asks for what no head here does; the
+            message names it.
+    """
+    sections = kind.sections(stored)
+    _check_supported(sections)
+    llama = _llama(sections.layer)
+    remarks: list[Remark] = []
+    layers = None if arch is Arch.EAGLE1 else _stored_layers(sections, kind)
+    vocab = sections.layer.integer("vocab_size")
+    hidden = sections.layer.integer("hidden_size")
+    config = EagleHeadConfig(
+        arch=arch,
+        hidden_size=hidden,
+        target_hidden_size=sections.head.optional_integer("target_hidden_size") or hidden,
+        intermediate_size=sections.layer.integer("intermediate_size"),
+        num_heads=sections.layer.integer("num_attention_heads"),
+        num_kv_heads=llama.num_key_value_heads or llama.num_attention_heads,
+        head_dim=llama.head_dim or hidden // llama.num_attention_heads,
+        vocab_size=vocab,
+        draft_vocab_size=_draft_vocab(sections, arch, vocab),
+        feature_layers=() if layers is None else _stand_in(sections, layers),
+        rms_norm_eps=llama.rms_norm_eps,
+        rope_parameters=_rope(llama),
+        fc_bias=_fc_bias(sections, arch, named),
+        **_attention_variants(sections, kind, named),
+        **({} if arch is Arch.EAGLE1 else _norm_variants(sections, kind, named, remarks)),
+    )
+    remarks += _disagreements(sections, config, kind)
+    passed_on = sections.layer.picked(_PASSED_ON)
+    return Settings(config, layers, passed_on, tuple(remarks))
+
+
+def _check_supported(sections: Sections) -> None:
+    layer, head = sections.layer, sections.head
+    if layer.text("hidden_act") not in (None, "silu"):
+        raise layer.mismatch("hidden_act", "'silu'")
+    if layer.flag("mlp_bias"):
+        raise layer.mismatch("mlp_bias", "false")
+    if any(kind != "full_attention" for kind in layer.texts("layer_types")):
+        raise layer.mismatch("layer_types", "full_attention alone")
+    if head.flag("use_aux_hidden_state") is False:
+        raise head.mismatch("use_aux_hidden_state", "true")
+
+
+def _llama(layer: Section) -> LlamaConfig:
+    """Let transformers read the keys of a decoder layer, which fills in its defaults."""
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        layer.integer(key)
+    for key in ("num_key_value_heads", "head_dim"):
+        layer.optional_integer(key)
+    try:
+        return LlamaConfig(**layer.picked(_LLAMA_KEYS))
+    except (KeyError, TypeError, ValueError) as error:
+        keys = layer.picked(("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps"))
+        expected = f"settings of a Llama layer ({error})"
+        raise DrafterMismatch("config.json", keys, expected) from error
+
+
+def _rope(llama: LlamaConfig) -> dict[str, Any]:
+    """Return rotary settings in transformers' keys, without an older spelling beside the new."""
+    settings = dict(llama.rope_parameters or {})
+    settings.pop("type", None)
+    return settings
+
+
+def _draft_vocab(sections: Sections, arch: Arch, vocab: int) -> int:
+    if arch is Arch.EAGLE1:
+        return vocab
+    return sections.head.optional_integer("draft_vocab_size") or vocab
+
+
+def _stored_layers(sections: Sections, kind: Format) -> StoredLayers:
+    stated = sections.layer.text(NUMBERING)
+    if stated is not None and stated not in set(Numbering):
+        raise sections.layer.mismatch(NUMBERING, f"one of {sorted(Numbering)}")
+    return StoredLayers(
+        ids=sections.head.integers(LAYER_IDS),
+        stated=None if stated is None else Numbering(stated),
+        fallback=kind.numbering,
+        engine=kind.engine,
+    )
+
+
+def _stand_in(sections: Sections, layers: StoredLayers) -> tuple[int, ...]:
+    said = sections.head.optional_integer("num_aux_hidden_states")
+    number = len(layers.ids) if layers.ids is not None else said or _DEFAULT_FEATURES
+    if said not in (None, number):
+        raise sections.head.mismatch("num_aux_hidden_states", f"{number}, as {LAYER_IDS} has")
+    return tuple(range(1, number + 1))
+
+
+def _fc_bias(sections: Sections, arch: Arch, named: NamedTensors) -> bool:
+    said = sections.head.flag("bias")
+    if said is None:
+        # EAGLE-1 has one unless its configuration says no.
+        return arch is Arch.EAGLE1 or "fc.bias" in named.tensors
+    return said
+
+
+def _attention_variants(sections: Sections, kind: Format, named: NamedTensors) -> dict[str, bool]:
+    layer = sections.layer
+    has_biases = any(f"layer.self_attn.{n}_proj.bias" in named.tensors for n in "qkv")
+    has_norms = any(f"layer.self_attn.{n}_norm.weight" in named.tensors for n in "qk")
+    if kind.name is FormatName.SPECULATORS:
+        biases = bool(layer.flag("attention_bias"))
+        qwen3 = layer.text("model_type") == "qwen3"
+        return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qwen3}
+    # Configurations copied from a target may say attention_bias, which means the target's.
+    said = layer.flag("qkv_bias")
+    return {
+        "qkv_bias": has_biases if said is None else said,
+        "o_bias": "layer.self_attn.o_proj.bias" in named.tensors,
+        "qk_norm": has_norms,
+    }
+
+
+def _norm_variants(
+    sections: Sections, kind: Format, named: NamedTensors, remarks: list[Remark]
+) -> dict[str, bool]:
+    head = sections.head
+    fc_norm = head.flag("fc_norm")
+    if fc_norm is None:
+        fc_norm = head.flag("use_aux_norm")
+    found = {
+        "norm_before_fc": (head.flag("norm_before_fc"), "input_norm.weight" in named.tensors),
+        "fc_norm": (fc_norm, any(name.startswith("fc_norm.") for name in named.tensors)),
+    }
+    for key, (said, there) in found.items():
+        if said is None and there:
+            text = f"{key} is true, as its tensors are there; config.json does not say"
+            remarks.append(Remark(RemarkKind.ASSUMED, text))
+    before_residual = head.flag("norm_before_residual")
+    if before_residual is None and kind.name is FormatName.SPECULATORS:
+        text = (
+            "norm_before_residual is false, the default of speculators' configurations; "
+            "config.json does not say, and vLLM would take it as true"
+        )
+        remarks.append(Remark(RemarkKind.ASSUMED, text))
+    return {
+        **{key: there if said is None else said for key, (said, there) in found.items()},
+        "norm_before_residual": bool(before_residual),
+        "norm_output": bool(head.flag("norm_output")),
+    }
+
+
+def _disagreements(sections: Sections, config: EagleHeadConfig, kind: Format) -> list[Remark]:
+    """Collect what this file would make other engines do."""
+    texts = []
+    if config.arch is Arch.EAGLE1 and config.fc_bias:
+        texts.append("fc has a bias, which vLLM would not load")
+    if config.arch is Arch.EAGLE1 and not config.fc_bias:
+        texts.append("fc has no bias; SGLang builds one all the same and leaves it as it starts")
+    if config.arch is Arch.EAGLE3 and config.fc_bias:
+        texts.append("fc has a bias, which EAGLE and vLLM would not load")
+    if sections.layer.flag("tie_word_embeddings") and config.arch is Arch.EAGLE3:
+        texts.append(
+            "tie_word_embeddings is true; the head's own lm_head.weight is used here, SGLang would "
+            "use the embedding and draft noise"
+        )
+    remarks = [Remark(RemarkKind.WARNING, text) for text in texts]
+    if config.norm_output and kind.name is not FormatName.SPECULATORS:
+        text = (
+            "norm_output is true: the normed state is fed back, as SGLang does; SpecForge, whose "
+            "key of that name concerns logits alone, trains with the state before the norm"
+        )
+        remarks.append(Remark(RemarkKind.ASSUMED, text))
+    layers = sections.layer.optional_integer("num_hidden_layers")
+    if layers not in (None, 1):
+        text = f"num_hidden_layers is {layers}; the one layer there is counts"
+        remarks.append(Remark(RemarkKind.NOTE, text))
+    return remarks

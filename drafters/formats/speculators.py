@@ -1,0 +1,100 @@
+"""The format of speculators (vllm-project/speculators), class ``Eagle3Speculator``.
+
+The decoder layer's settings lie in ``transformer_layer_config``, a configuration of Llama, or of
+Qwen3 for a head that norms queries and keys; the head's own lie beside it. Tensors call the layer
+``layers.0`` and include the embedding. There is no EAGLE-1.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.formats.base import (
+    Contents,
+    Format,
+    FormatName,
+    Sections,
+    dtype_name,
+    layer_keys,
+)
+from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering
+from eaglegbv.drafters.formats.section import Section
+from eaglegbv.errors import DrafterMismatch
+
+LAYER_SECTION = "transformer_layer_config"
+
+
+class SpeculatorsFormat(Format):
+    """See the module."""
+
+    name = FormatName.SPECULATORS
+    engine = "speculators and vLLM"
+    numbering = Numbering.INPUTS
+    eagle3_layer = "layers.0."
+    variants: ClassVar[Mapping[Arch, frozenset[str]]] = {
+        Arch.EAGLE3: frozenset(
+            {
+                "qkv_bias",
+                "o_bias",
+                "qk_norm",
+                "norm_before_fc",
+                "fc_norm",
+                "norm_before_residual",
+                "norm_output",
+            }
+        )
+    }
+
+    def sections(self, stored: Mapping[str, Any]) -> Sections:
+        """See :meth:`Format.sections`."""
+        whole = Section(stored)
+        return Sections(layer=whole.inner(LAYER_SECTION), head=whole)
+
+    def check_holds(self, config: EagleHeadConfig) -> None:
+        """See :meth:`Format.check_holds`; one key says whether all of attention has biases."""
+        super().check_holds(config)
+        if config.qkv_bias != config.o_bias:
+            expected = "a format that tells biases of q, k, v from one of o, as this head needs"
+            raise DrafterMismatch("format", str(self.name), expected)
+
+    def config(self, contents: Contents) -> dict[str, Any]:
+        """See :meth:`Format.config`."""
+        config = contents.config
+        layer = {
+            "model_type": "qwen3" if config.qk_norm else "llama",
+            **layer_keys(contents),
+            "attention_bias": config.qkv_bias,
+            "mlp_bias": False,
+            "torch_dtype": dtype_name(contents.dtype),
+        }
+        ids: list[int] | None = None
+        if contents.layers is not None:
+            ids = [layer_id - self.numbering.shift for layer_id in contents.layers]
+            # The settings beside this section have a schema; a Llama configuration takes any key.
+            layer[NUMBERING] = str(self.numbering)
+        narrow = config.hidden_size != config.target_hidden_size
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "model_type": "speculators",
+            "speculators_model_type": "eagle3",
+            "torch_dtype": dtype_name(contents.dtype),
+            "draft_vocab_size": config.draft_vocab_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            "embed_requires_grad": False,
+            "target_hidden_size": config.target_hidden_size if narrow else None,
+            LAYER_IDS: ids,
+            "tie_word_embeddings": False,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {
+                    "name_or_path": contents.verifier,
+                    "architectures": list(contents.verifier_architectures),
+                },
+            },
+            LAYER_SECTION: layer,
+        }

@@ -1,0 +1,34 @@
+"""Writing a head's folder in a format."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eaglegbv.drafters.formats.base import Contents, Format
+from eaglegbv.drafters.formats.weights import SAFETENSORS
+
+
+def write_head(
+    folder: Path, kind: Format, contents: Contents, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``.
+
+    Args:
+        folder: Made where it is missing.
+        kind: The format.
+        contents: What config.json is to say.
+        tensors: By the names inside this package; written bit by bit as they are.
+
+    Raises:
+        DrafterMismatch: The format cannot express the head.
+    """
+    kind.check_holds(contents.config)
+    arch = contents.config.arch
+    stored = {kind.stored_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored, folder / SAFETENSORS, metadata={"format": "pt"})
+    text = json.dumps(kind.config(contents), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
