@@ -15,9 +15,14 @@ from eaglegbv.tree import DraftTree, Law
 class Drafter(ABC):
     """Proposes a draft tree for each request.
 
-    The life of a request, seen from here: ``observe`` after its prompt and after every commit,
-    ``draft`` once per decoding step, ``forget`` at its end. Between the commit and the next draft
-    the accepted tokens are run again on the target's true features.
+    The life of a request, seen from here: ``observe`` after parts of its prompt and after every
+    commit, ``draft`` once per decoding step, ``forget`` at its end. Between the commit and the next
+    draft the accepted tokens are run again on the target's true features.
+
+    A request may be pre-empted: it is forgotten, and observed from its text's start again, in other
+    slots. And texts that begin alike may share slots: when a drafter first meets a request, the
+    rows of its first ``request.shared`` positions are in its pool already. So nothing but
+    ``request.slots`` says where rows are, and it may change between steps.
     """
 
     laws: ClassVar[frozenset[Law]]
@@ -52,7 +57,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def forget(self, request: Request) -> None:
-        """Drop what is remembered about a request that ended."""
+        """Drop what is remembered about a request that ended or is pre-empted."""
+
+    def shareable(self, request: Request) -> int:  # noqa: ARG002
+        """Return for how many leading positions the rows in the drafter's pool are final.
+
+        Texts that begin alike, the next token included, may share their slots. 0 is always right.
+        """
+        return 0
 
 
 class RecallingDrafter(Drafter):
@@ -67,7 +79,8 @@ class RecallingDrafter(Drafter):
     def snapshot(self, request: Request) -> DraftSnapshot:
         """Remember the tree last drafted for ``request``, standing at its root.
 
-        To be called before the next ``catch_up``. It holds no KV slots.
+        To be called before the next ``catch_up``. It holds no KV slots, and stays valid when the
+        request is forgotten and its text read again.
         """
 
     @abstractmethod

@@ -65,6 +65,10 @@ class NgramDrafter(Drafter):
         """Drop the request's index."""
         request.draft_state = None
 
+    def shareable(self, request: Request) -> int:
+        """Return all positions: there are no rows."""
+        return request.context
+
     def draft(
         self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
     ) -> DraftTree:

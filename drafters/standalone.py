@@ -102,6 +102,10 @@ class StandaloneDrafter(RecallingDrafter):
         """Drop the request's memory; its KV slots are the engine's to free."""
         request.draft_state = None
 
+    def shareable(self, request: Request) -> int:
+        """Return how many tokens were run at their own slots; see :meth:`Drafter.shareable`."""
+        return _state(request).context
+
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Run the committed tokens that have not been run, in one forward."""
@@ -201,7 +205,7 @@ class StandaloneDrafter(RecallingDrafter):
 
 def _state(request: Request) -> StandaloneState:
     if request.draft_state is None:
-        request.draft_state = StandaloneState()
+        request.draft_state = StandaloneState(context=request.shared)
     if not isinstance(request.draft_state, StandaloneState):
         raise TypeError(f"request {request.number} belongs to another drafter")
     return request.draft_state

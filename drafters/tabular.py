@@ -146,6 +146,10 @@ class TabularDrafter(RecallingDrafter):
     def forget(self, request: Request) -> None:
         """Do nothing: nothing is kept."""
 
+    def shareable(self, request: Request) -> int:
+        """Return all positions: there are no rows."""
+        return request.context
+
     def draft(
         self,
         requests: Sequence[Request],

@@ -137,19 +137,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and the seed of an engine.
 
     Attributes:
-        max_batch: Requests that decode together at most; others wait.
+        max_batch: Requests that run together at most; others wait.
         kv_slots: Tokens the KV pool holds, all requests together.
+        prefill_tokens: Tokens of prompts that one step reads at most, all requests together. A
+            longer prompt is read in parts, so that requests that decode do not wait for it.
+        prefix_cache: Whether texts that begin alike share the KV slots of their beginnings.
+        check_slots: Whether to check after every step that each KV slot has one owner.
         seed: Seed from which requests without one of their own derive theirs.
     """
 
     max_batch: int = 16
     kv_slots: int = 16_384
+    prefill_tokens: int = 1024
+    prefix_cache: bool = True
+    check_slots: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         _require_range("max_batch", self.max_batch, 1, 4096)
         _require_range("kv_slots", self.kv_slots, 16, 2**31 - 1)
+        _require_range("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
         _require_range("seed", self.seed, 0, 2**64 - 1)
+        for name in ("prefix_cache", "check_slots"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidArgument(name, value, "true or false")
 
 
 def _require_range(name: str, value: object, low: int, high: int) -> None:

@@ -76,10 +76,12 @@ def settle(
     )
     trails = _trails(requests)
     borrowed = allocator.allocate(sum(trail.length for trail in trails))
-    laws = RecalledLaws(drafter, trails, borrowed, batch=tree.batch)
-    layers = _layers(requests, device=tree.token_ids.device)
-    result = verifier.verify(tree, target, uniforms, Debts(layers, laws))
-    allocator.release(borrowed)
+    try:
+        laws = RecalledLaws(drafter, trails, borrowed, batch=tree.batch)
+        layers = _layers(requests, device=tree.token_ids.device)
+        result = verifier.verify(tree, target, uniforms, Debts(layers, laws))
+    finally:
+        allocator.release(borrowed)
     return Settlement(result.verdict, _owed(requests, result.layers, drafter), laws.faults)
 
 

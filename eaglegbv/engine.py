@@ -1,5 +1,6 @@
 """The engine: plan, draft, forward, verify, commit."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,15 @@ from eaglegbv.auto_plan import plan_name
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import Phase, Stopwatch
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Debt, FinishReason, Request
-from eaglegbv.scheduler.batch import Group, Layout, by_plan, lay_out
-from eaglegbv.scheduler.scheduler import Scheduler
+from eaglegbv.scheduler.batch import Chunk, Group, Layout, by_plan, lay_out
+from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
+from eaglegbv.scheduler.scheduler import Portion, Scheduler, StepBatch
+from eaglegbv.scheduler.time_shares import share_seconds
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.targets.base import Target, TargetOutput
 from eaglegbv.tree import DraftTree, Law
@@ -28,6 +32,8 @@ from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
 
 GREEDY = "greedy"
 PLAIN_VERIFIER = "target_only"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,13 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._config = config or EngineConfig()
+        self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
+        self._holdings = Holdings(target.allocator, self._cache)
         self._scheduler = Scheduler(
-            max_batch=self._config.max_batch, slots=target.allocator.num_slots
+            max_batch=self._config.max_batch,
+            prefill_tokens=self._config.prefill_tokens,
+            cache=self._cache,
+            vacate=self._vacate,
         )
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
@@ -85,8 +96,31 @@ class Engine:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, plan: Plan) -> Request:
+    @property
+    def preemptions(self) -> int:
+        """How often a running request had to give its slots to others."""
+        return self._scheduler.preemptions
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """What the prefix cache did so far."""
+        return self._cache.counts
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        plan: Plan,
+        *,
+        priority: int = 0,
+    ) -> Request:
         """Queue a request.
+
+        Args:
+            prompt_ids: The prompt.
+            params: How it is sampled.
+            plan: How it speculates.
+            priority: Lower numbers are served first; equal ones in order of arrival.
 
         Raises:
             InvalidArgument: The prompt is empty, too long or holds unknown ids, or the plan does
@@ -105,6 +139,7 @@ class Engine:
             max_tokens=self._token_limit(prompt_ids, params, plan),
             step_slots=plan.tree_slots + self._recall_slots(params, plan),
             drafted=plan.speculative,
+            priority=priority,
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
@@ -134,35 +169,46 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
-        """Advance every running request by one forward of the target."""
-        watch = Stopwatch()
-        requests = self._scheduler.next_batch()
-        new = [r for r in requests if not r.prefilled]
-        with watch.phase(Phase.DRAFT):
-            groups = self._draft([r for r in requests if r.prefilled])
-        groups += self._prefill(new)
-        layouts, rows = lay_out(groups)
-        with watch.phase(Phase.PREFILL if new else Phase.FORWARD):
-            output = self._target.forward(
-                [s for group in groups for s in group.segments], logit_rows=rows
-            )
-        with watch.phase(Phase.VERIFY):
-            judgements = [
-                self._verify(group, layout, output.logits)
-                for group, layout in zip(groups, layouts, strict=True)
-            ]
-        with watch.phase(Phase.COMMIT):
-            commits = [
-                commit
-                for group, layout, judgement in zip(groups, layouts, judgements, strict=True)
-                for commit in self._commit(group, layout, judgement, output)
-            ]
-        with watch.phase(Phase.PREFILL):
-            self._prepare_drafter(new)
-        for request in requests:
-            for phase, seconds in watch.seconds.items():
-                request.metrics.add_seconds(phase, seconds / len(requests))
+        """Advance every running request by one forward of the target.
+
+        A step that breaks off ends the requests it has not served, with an error that says why.
+        """
+        commits: list[Commit] = []
+        batch = self._scheduler.next_batch()
+        if batch.empty:
+            return self._refuse_first()
+        try:
+            self._advance(batch, commits)
+        except Exception as error:  # noqa: BLE001  whatever it is, it ends no other requests
+            _log.exception("a step broke off")
+            commits += self._fail(batch, commits, error)
+        except BaseException as error:
+            self._fail(batch, commits, error)
+            raise
+        if self._config.check_slots:
+            self.check()
         return commits
+
+    def cancel(self, request: Request) -> None:
+        """End a request, waiting or running, between steps; one that has ended stays as it is."""
+        if not request.finished:
+            self.finish(request, FinishReason.CANCELLED)
+
+    def preempt(self, request: Request) -> None:
+        """Make a running request give up its slots; it waits, and goes on later where it was.
+
+        Raises:
+            InvalidArgument: It does not run.
+        """
+        self._scheduler.preempt(request)
+
+    def check(self) -> None:
+        """Check that every KV slot has one owner; between steps, on an engine alone on its pool.
+
+        Raises:
+            InvalidArgument: A slot has no owner, or two; the message says which.
+        """
+        self._holdings.check(self._scheduler.running)
 
     def finish(self, request: Request, reason: FinishReason, *, keep: int | None = None) -> None:
         """End a request, keeping its first ``keep`` tokens, and free what it holds."""
@@ -170,18 +216,74 @@ class Engine:
             request.metrics.committed_tokens -= len(request.token_ids) - keep
             del request.token_ids[keep:]
         self._scheduler.remove(request)
-        self._target.allocator.release(request.slots)
-        request.slots = request.slots[:0]
+        self._vacate(request)
         request.debts = ()
+        request.finish_reason = reason
+
+    def _advance(self, batch: StepBatch, commits: list[Commit]) -> None:
+        """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
+        watch = Stopwatch()
+        with watch.phase(Phase.DRAFT):
+            groups = self._draft(batch.decoding)
+        groups += self._prefill([p for p in batch.reading if p.brings_first_token])
+        chunks = self._read([p for p in batch.reading if not p.brings_first_token])
+        segments = [*(s for group in groups for s in group.segments), *(c.segment for c in chunks)]
+        layouts, rows = lay_out(groups)
+        with watch.phase(Phase.FORWARD if batch.decoding else Phase.PREFILL):
+            output = self._target.forward(segments, logit_rows=rows)
+        with watch.phase(Phase.VERIFY):
+            judgements = [
+                self._verify(group, layout, output.logits)
+                for group, layout in zip(groups, layouts, strict=True)
+            ]
+        with watch.phase(Phase.COMMIT):
+            for group, layout, judgement in zip(groups, layouts, judgements, strict=True):
+                commits += self._commit(group, layout, judgement, output)
+            self._keep_chunks(chunks, output)
+        with watch.phase(Phase.PREFILL):
+            self._end_reading([portion.request for portion in batch.reading])
+        share_seconds(batch, watch.seconds, sum(segment.num_new for segment in segments))
+
+    def _refuse_first(self) -> list[Commit]:
+        """End the first request if nobody runs for want of slots: others on the pool hold them."""
+        first, allocator = self._scheduler.first, self._target.allocator
+        if first is None:
+            return []
+        first.error = OutOfSlots(first.slots_needed, allocator.num_free, allocator.num_slots)
+        self.finish(first, FinishReason.ERROR)
+        return [Commit(first, [])]
+
+    def _fail(self, batch: StepBatch, commits: list[Commit], error: BaseException) -> list[Commit]:
+        """End the requests of a step that broke off which it has not served."""
+        reading = {id(portion.request) for portion in batch.reading}
+        served = {id(c.request) for c in commits if id(c.request) not in reading}
+        failed = [r for r in batch.requests if not r.finished and id(r) not in served]
+        for request in failed:
+            request.error = StepFailed(request.number, f"{type(error).__name__}: {error}")
+            request.error.__cause__ = error
+            self.finish(request, FinishReason.ERROR)
+        return [Commit(request, []) for request in failed]
+
+    def _vacate(self, request: Request) -> None:
+        """Take all slots from a request, and what the drafter knows of it; its debts stay."""
+        if request.error is None:
+            self._share(request)
+        self._holdings.vacate(request)
         if self._drafter is not None:
             self._drafter.forget(request)
-        request.finish_reason = reason
+
+    def _share(self, request: Request) -> None:
+        """Let later texts that begin like this one share its slots, as far as they are final."""
+        final = request.context
+        if request.drafted and self._drafter is not None:
+            final = min(final, self._drafter.shareable(request))
+        self._cache.store(request, final)
 
     def _draft(self, requests: list[Request]) -> list[Group]:
         """Draft a tree for each request; those of one plan together."""
         groups = []
         for members in by_plan(requests):
-            slots = [self._target.allocator.allocate(r.plan.tree_slots) for r in members]
+            slots = [self._holdings.borrow(r, r.plan.tree_slots) for r in members]
             groups.append(Group.decode(members, self._propose(members, slots), slots))
         return groups
 
@@ -195,13 +297,18 @@ class Engine:
         law = Law.FIXED if greedy else law_of(plan, verifier, self._drafter)
         return self._drafter.draft(requests, plan, law, [s[1:] for s in slots])
 
-    def _prefill(self, requests: list[Request]) -> list[Group]:
-        """Read the prompts of newly admitted requests."""
+    def _prefill(self, portions: list[Portion]) -> list[Group]:
+        """Read prompts to their ends."""
+        counts = {id(portion.request): portion.count for portion in portions}
         groups = []
-        for members in by_plan(requests):
-            slots = [self._target.allocator.allocate(len(r.prompt_ids)) for r in members]
+        for members in by_plan(portion.request for portion in portions):
+            slots = [self._holdings.borrow(r, counts[id(r)]) for r in members]
             groups.append(Group.prefill(members, slots))
         return groups
+
+    def _read(self, portions: list[Portion]) -> list[Chunk]:
+        """Read parts of texts that bring no token."""
+        return [Chunk.of(p.request, self._holdings.borrow(p.request, p.count)) for p in portions]
 
     def _verify(self, group: Group, layout: Layout, logits: Tensor) -> Judgement:
         """Judge a group's trees by the verifier of its plan."""
@@ -233,7 +340,6 @@ class Engine:
         commits = []
         for b, request in enumerate(group.requests):
             if judgement.faults[b]:
-                self._target.allocator.release(group.slots[b])
                 request.error = fault_error(judgement.faults[b], request.number)
                 self.finish(request, FinishReason.ERROR)
                 commits.append(Commit(request, []))
@@ -248,13 +354,19 @@ class Engine:
 
     def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
         """Move the slots of accepted nodes (and of a prompt) to the request; free the others."""
-        slots = group.slots[b]
         before_root = len(group.segments[b].token_ids) - int(group.tree.num_nodes[b])
-        keep = torch.zeros(len(slots), dtype=torch.bool)
-        keep[:before_root] = True
-        keep[[before_root + node for node in nodes]] = True
-        request.slots = torch.cat((request.slots, slots[keep]))
-        self._target.allocator.release(slots[~keep])
+        self._holdings.keep(request, [*range(before_root), *(before_root + n for n in nodes)])
+
+    def _keep_chunks(self, chunks: list[Chunk], output: TargetOutput) -> None:
+        """Keep the slots of what was read; its features, the last rows, go to the drafter."""
+        rows = 0 if output.features is None else len(output.features)
+        first = rows - sum(chunk.segment.num_new for chunk in chunks)
+        for chunk in chunks:
+            request, count = chunk.request, chunk.segment.num_new
+            self._holdings.keep(request, list(range(count)))
+            if self._drafter is not None and output.features is not None and request.drafted:
+                self._drafter.observe(request, output.features[first : first + count])
+            first += count
 
     def _show_drafter(
         self, request: Request, layout: Layout, b: int, nodes: list[int], features: Tensor | None
@@ -296,10 +408,14 @@ class Engine:
             return True
         return token in self._target.eos_token_ids and not request.params.ignore_eos
 
-    def _prepare_drafter(self, new: list[Request]) -> None:
-        """Run the drafter over new prompts, so that their cost counts as prefill."""
+    def _end_reading(self, requests: list[Request]) -> None:
+        """Run the drafter over what was read, so that its cost counts as prefill, and share it."""
+        running = [request for request in requests if not request.finished]
         if self._drafter is not None:
-            self._drafter.catch_up([r for r in new if r.drafted and not r.finished])
+            self._drafter.catch_up([request for request in running if request.drafted])
+        for request in running:
+            if not request.unread:
+                self._share(request)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:

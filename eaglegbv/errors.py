@@ -45,3 +45,15 @@ class OutOfSlots(EagleGBVError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.wanted, self.free, self.total)
+
+
+class StepFailed(EagleGBVError):
+    """A step of the engine broke off; the requests in it ended, the engine goes on."""
+
+    def __init__(self, request: int, cause: str) -> None:
+        super().__init__(f"request {request}: a step broke off: {cause}")
+        self.request = request
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.request, self.cause)

@@ -28,6 +28,9 @@ class RequestMetrics(msgspec.Struct):
 
     Attributes:
         prompt_tokens: Length of the prompt.
+        cached_tokens: Tokens of the text that were not read, an earlier request having read them;
+            after a pre-emption tokens of the answer too.
+        preemptions: How often the request was pre-empted.
         target_forwards: Decoding forwards of the target this request took part in.
         committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).
         accepted_tokens: Drafted tokens among them.
@@ -35,10 +38,14 @@ class RequestMetrics(msgspec.Struct):
         offered_by_depth: Entry d - 1: forwards whose tree reached depth d.
         accepted_by_depth: Entry d - 1: forwards that accepted a node at depth d.
         plans: Decoding forwards by plan, such as ``{"otbv 3x4": 20, "none": 2}``.
-        seconds: Wall time by phase; a batch's time is shared equally among its requests.
+        seconds: Wall time by phase; a batch's time is shared among its requests: forwards that also
+            read prompts by the tokens each read, the rest equally. All time of a step in which a
+            request reads its text is prefill.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     target_forwards: int = 0
     committed_tokens: int = 0
     accepted_tokens: int = 0

@@ -6,6 +6,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import Plan
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
@@ -18,10 +19,28 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"
+    CANCELLED = "cancelled"
 
 
 class DraftState:
     """What a drafter remembers about a request between steps; each drafter has its own kind."""
+
+
+class PlanState:
+    """What a planner remembers about a request between steps; each planner has its own kind."""
+
+
+class PlanReason(StrEnum):
+    """Why a request's next step has the plan it has."""
+
+    FIXED = "fixed"
+    """The user's own."""
+    BEST = "best"
+    """It commits the most tokens a second, by what is known."""
+    LEARNING = "learning"
+    """Too little is known about steps like it."""
+    PROBE = "probe"
+    """To see whether what is known still holds."""
 
 
 class DraftSnapshot:
@@ -60,12 +79,18 @@ class Request:
             more than ``step_slots``.
         stream: The request's random numbers.
         max_tokens: Tokens to generate at most: the user's limit, or what the context leaves.
+        auto: What the engine chooses ``plan`` from before every step; None where the user fixed it.
+        plan_reason: Why ``plan`` is what it is.
+        plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to recall draft laws of earlier
             steps.
         drafted: Whether the drafter follows the text; it need not draft in every step.
+        priority: Lower numbers are served first; equal ones in order of arrival.
         token_ids: Tokens generated so far.
         slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
             token has none yet.
+        shared: Leading positions of ``slots`` that belong to the prefix cache.
+        borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
         step: Number of verifications done; keys the random numbers.
         draft_state: The drafter's memory, or None while it has none.
         debts: What earlier steps left to pay, oldest first; none unless the plan's verifier keeps
@@ -81,10 +106,16 @@ class Request:
     plan: Plan
     stream: Stream
     max_tokens: int
+    auto: AutoPlan | None = None
+    plan_reason: PlanReason = PlanReason.FIXED
+    plan_state: PlanState | None = None
     step_slots: int = 1
     drafted: bool = False
+    priority: int = 0
     token_ids: list[int] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    shared: int = 0
+    borrowed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
     draft_state: DraftState | None = None
     debts: tuple[Debt, ...] = ()
@@ -98,8 +129,27 @@ class Request:
         return self.slots.shape[0]
 
     @property
+    def length(self) -> int:
+        """Number of tokens of the text, prompt and generated."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def length_to_read(self) -> int:
+        """Tokens to read before decoding: the prompt, or all but the last of a longer text.
+
+        The last token of a prompt brings the first one of the answer; the last token of an answer
+        is the root of the next tree.
+        """
+        return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
+
+    @property
+    def unread(self) -> int:
+        """Tokens still to read before decoding; 0 where a tree comes next."""
+        return self.length_to_read - self.context
+
+    @property
     def prefilled(self) -> bool:
-        """Whether the target has read the prompt."""
+        """Whether the prompt was read to its end once, and has brought the first token."""
         return bool(self.token_ids)
 
     @property

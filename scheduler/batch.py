@@ -1,4 +1,8 @@
-"""Requests that take one step together: same verifier, same kind of tree."""
+"""What a step's packed forward is made of: trees, ends of prompts, and other parts of texts.
+
+packed rows:  [ trees | ends of prompts ]  [ chunks ]
+logits:         nodes   last tokens          none
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,10 +35,10 @@ class Group:
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
-        """Read whole prompts; the tree is its root, the prompt's last token."""
+        """Read prompts to their ends; the tree is its root, the prompt's last token."""
         tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
         segments = [
-            Segment.causal(torch.tensor(r.prompt_ids), r.slots, s)
+            Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
             for r, s in zip(requests, slots, strict=True)
         ]
         return cls(requests, tree, segments, slots)
@@ -54,6 +58,25 @@ class Group:
     def prefilling(self) -> bool:
         """Whether the group reads prompts."""
         return not self.requests[0].prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a text that is read for its keys, values and features alone.
+
+    Attributes:
+        request: Whose text.
+        segment: The part.
+    """
+
+    request: Request
+    segment: Segment
+
+    @classmethod
+    def of(cls, request: Request, slots: Tensor) -> Self:
+        """Read as many tokens as there are ``slots``, from the first unread one on."""
+        tokens = request.tokens_from(request.context)[: len(slots)]
+        return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +110,7 @@ def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
             rows.append([first_row + (n if n < count else 0) for n in range(group.tree.nodes)])
             wanted.extend(range(token - count, token))
         layouts.append(Layout(firsts, roots, torch.tensor(rows)))
-    return layouts, torch.tensor(wanted)
+    return layouts, torch.tensor(wanted, dtype=torch.int64)
 
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:

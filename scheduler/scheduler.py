@@ -1,35 +1,114 @@
-"""Who decodes next: first come, first served, within a budget of requests and KV slots."""
+"""Who takes part in the next step: first come, first served, within slots and a token budget.
 
-from collections import deque
+Requests are served in order of precedence: by priority, a lower number first, then by arrival.
 
+- A waiting request is admitted when its text, a step of everybody and some growth of everybody fit
+  the free slots. Nobody who waits is overtaken.
+- Every running request takes part in every step: one that has read its text decodes, the others
+  share a budget of tokens, so that a long prompt does not hold up those that decode.
+- Slots are not claimed for whole answers. When they run short, the last in precedence is
+  pre-empted: it gives up its slots, waits in its old place, and later reads its text again. The
+  first in precedence fits the pool by itself, so that it always gets on.
+- A waiting request of a better priority pre-empts running ones of a worse one, if that lets it in.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eaglegbv.attention.kv_pool import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
+from eaglegbv.scheduler.prefix_cache import BLOCK, Block, PrefixCache, idle_slots
+
+GROWTH = 32
+"""Tokens that every running request must have room for when another is admitted. Without it the
+newcomer would be pre-empted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A part of a text to read.
+
+    Attributes:
+        request: Whose text.
+        count: Number of tokens, from ``request.context`` on.
+    """
+
+    request: Request
+    count: int
+
+    @property
+    def brings_first_token(self) -> bool:
+        """Whether this reads a new prompt to its end, so that the first token follows."""
+        return self.count == self.request.unread and not self.request.prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Who takes part in a step.
+
+    Attributes:
+        decoding: Requests that have read their texts.
+        reading: Portions of the texts of others.
+    """
+
+    decoding: list[Request]
+    reading: list[Portion]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody takes part."""
+        return not self.decoding and not self.reading
+
+    @property
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return [*self.decoding, *(portion.request for portion in self.reading)]
 
 
 class Scheduler:
-    """A queue of waiting requests and the batch that runs.
+    """Waiting requests, and those that run."""
 
-    A request is admitted when the slots it can come to need are free of other requests' claims, so
-    that no running request is ever short of slots.
-    """
-
-    def __init__(self, *, max_batch: int, slots: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        cache: PrefixCache,
+        vacate: Callable[[Request], None],
+    ) -> None:
         """Start empty.
 
         Args:
             max_batch: Requests that run together at most.
-            slots: KV slots there are.
+            prefill_tokens: Tokens of texts that a step reads at most.
+            cache: What was read before, over the pool's slots.
+            vacate: Makes a request that is pre-empted give back all it holds of the pool.
         """
         self.running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self.preemptions = 0
+        self._waiting: list[Request] = []
         self._max_batch = max_batch
-        self._slots = slots
-        self._claimed = 0
+        self._prefill_tokens = prefill_tokens
+        self._cache = cache
+        self._vacate = vacate
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._waiting or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def first(self) -> Request | None:
+        """The request that nobody precedes."""
+        firsts = [*self.running[:1], *self._waiting[:1]]
+        return min(firsts, key=_precedence, default=None)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -37,30 +116,113 @@ class Scheduler:
         Raises:
             InvalidArgument: It can never fit the KV pool.
         """
-        if request.slots_needed > self._slots:
-            text = len(request.prompt_ids) + request.max_tokens
-            room = self._slots - (request.slots_needed - text)
+        slots = self._allocator.num_slots
+        if request.slots_needed > slots:
             raise InvalidArgument(
                 "prompt",
                 f"{len(request.prompt_ids)} tokens + {request.max_tokens} to generate",
-                f"at most {room} tokens, which the KV pool holds",
+                f"at most {slots - request.step_slots} tokens, which the KV pool holds",
             )
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_precedence)
 
-    def next_batch(self) -> list[Request]:
-        """Admit what fits, in order of arrival, and return the requests of the next step."""
-        while self._waiting and len(self.running) < self._max_batch:
-            if self._claimed + self._waiting[0].slots_needed > self._slots:
-                break
-            request = self._waiting.popleft()
-            self._claimed += request.slots_needed
-            self.running.append(request)
-        return list(self.running)
+    def next_batch(self) -> StepBatch:
+        """Admit who fits, pre-empt who does not any more, and return the next step's requests."""
+        self._admit()
+        return self._grant()
 
     def remove(self, request: Request) -> None:
-        """Take a request out, waiting or running, and give its claim back."""
-        if request in self.running:
-            self.running.remove(request)
-            self._claimed -= request.slots_needed
-        elif request in self._waiting:
-            self._waiting.remove(request)
+        """Take a request out, waiting or running; what it holds is the caller's to free."""
+        for requests in (self.running, self._waiting):
+            if request in requests:
+                requests.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        """Make a running request wait again, without any slots.
+
+        Raises:
+            InvalidArgument: It does not run.
+        """
+        if request not in self.running:
+            raise InvalidArgument("request", request.number, "one that runs")
+        self.running.remove(request)
+        self._vacate(request)
+        insort(self._waiting, request, key=_precedence)
+        request.metrics.preemptions += 1
+        self.preemptions += 1
+
+    @property
+    def _allocator(self) -> SlotAllocator:
+        return self._cache.allocator
+
+    def _admit(self) -> None:
+        while self._waiting:
+            request = self._waiting[0]
+            blocks = self._find_room(request)
+            if blocks is None:
+                return
+            self._waiting.pop(0)
+            self._cache.lend(request, blocks)
+            request.metrics.cached_tokens += request.shared
+            insort(self.running, request, key=_precedence)
+
+    def _find_room(self, request: Request) -> list[Block] | None:
+        """Return the blocks that ``request`` begins with, or None where it must wait."""
+        worse = [r for r in self.running if r.priority > request.priority]
+        if worse and not self._fits_among(request, self.running[: -len(worse)]):
+            worse = []
+        while True:
+            if len(self.running) < self._max_batch:
+                blocks = self._cache.match(request)
+                # Idle blocks are free slots until they are lent.
+                needed = _outlook(request) - BLOCK * len(blocks) + idle_slots(blocks)
+                if needed + sum(map(_outlook, self.running)) <= self._allocator.num_free:
+                    return blocks
+            if not worse:
+                return None
+            self.preempt(worse.pop())
+
+    def _fits_among(self, request: Request, others: list[Request]) -> bool:
+        """Whether ``request`` could run if ``others`` alone ran."""
+        held = sum(other.context + _outlook(other) for other in others)
+        room = held + _outlook(request) <= self._allocator.num_slots
+        return room and len(others) < self._max_batch
+
+    def _grant(self) -> StepBatch:
+        """Give running requests what a step takes, in order of precedence."""
+        decoding: list[Request] = []
+        reading: list[Portion] = []
+        free, budget = self._allocator.num_free, self._prefill_tokens
+        place = 0
+        while place < len(self.running):
+            request = self.running[place]
+            place += 1
+            unread = request.unread
+            if unread and not budget:
+                continue
+            # A text is read in as small parts as need be; a tree is whole.
+            least = 1 if unread else request.step_slots
+            while free < least and place < len(self.running):
+                before = self._allocator.num_free
+                self.preempt(self.running[-1])
+                free += self._allocator.num_free - before
+            if free < least:
+                continue
+            if unread:
+                count = min(unread, budget, free)
+                reading.append(Portion(request, count))
+                budget -= count
+                free -= count
+            else:
+                decoding.append(request)
+                free -= request.step_slots
+        return StepBatch(decoding, reading)
+
+
+def _precedence(request: Request) -> tuple[int, int]:
+    return request.priority, request.number
+
+
+def _outlook(request: Request) -> int:
+    """Return the slots a request should have free: to read its text, for a step, to grow."""
+    growth = min(GROWTH, request.max_tokens - len(request.token_ids))
+    return request.unread + request.step_slots + growth

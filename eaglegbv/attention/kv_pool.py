@@ -6,19 +6,30 @@ slot, a rejected one gives it back, and nothing is ever copied.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 
+_BLANK, _TAKEN, _KEPT = 0, 1, 2
+"""States of a slot. Both blank and kept ones are free; what a kept one holds is still of use."""
+
 
 class SlotAllocator:
-    """Hands out slots 0 ... ``num_slots`` - 1, the lowest free ones first.
+    """Hands out slots 0 ... ``num_slots`` - 1, the lowest blank ones first.
 
     Lowest first keeps the slots of few requests dense, so that attention may read its keys as one
     slice of the pool instead of gathering them.
+
+    A free slot may be *kept*: it is handed out only after all blank ones, and whoever keeps it may
+    take it back until then, with what it holds.
+
+        blank --allocate--> taken --release--> blank
+                              |  ^
+                        keep  v  |  take_back
+                             kept  --blank--> blank
     """
 
     def __init__(self, num_slots: int, *, device: torch.device | str = "cpu") -> None:
@@ -35,13 +46,27 @@ class SlotAllocator:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self._free = list(range(num_slots))  # a heap: sorted lists are heaps
-        self._taken = bytearray(num_slots)
+        self._blank = list(range(num_slots))  # a heap: sorted lists are heaps
+        self._num_kept = 0
+        self._state = bytearray(num_slots)
+        self._keepers: list[Callable[[int], None]] = []
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
-        return len(self._free)
+        """Number of free slots, blank or kept."""
+        return len(self._blank) + self._num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """Number of free slots that somebody keeps."""
+        return self._num_kept
+
+    def add_keeper(self, blank: Callable[[int], None]) -> None:
+        """Have ``blank(count)`` called when blank slots are short by ``count``.
+
+        It calls :meth:`blank` for as many of the slots it keeps, or for all if it has fewer.
+        """
+        self._keepers.append(blank)
 
     def allocate(self, count: int) -> Tensor:
         """Take ``count`` slots: ``[count]`` int64, ascending.
@@ -52,11 +77,14 @@ class SlotAllocator:
         """
         if count < 0:
             raise InvalidArgument("count", count, "an integer of at least 0")
-        if count > len(self._free):
-            raise OutOfSlots(count, len(self._free), self.num_slots)
-        slots = [heapq.heappop(self._free) for _ in range(count)]
+        if count > self.num_free:
+            raise OutOfSlots(count, self.num_free, self.num_slots)
+        for blank in self._keepers:
+            if count > len(self._blank):
+                blank(count - len(self._blank))
+        slots = [heapq.heappop(self._blank) for _ in range(count)]
         for slot in slots:
-            self._taken[slot] = 1
+            self._state[slot] = _TAKEN
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def release(self, slots: Tensor) -> None:
@@ -67,10 +95,39 @@ class SlotAllocator:
                 before it in ``slots`` are free then.
         """
         for slot in slots.tolist():
-            if not 0 <= slot < self.num_slots or not self._taken[slot]:
-                raise InvalidArgument("slots", slot, "slots that are taken, each released once")
-            self._taken[slot] = 0
-            heapq.heappush(self._free, slot)
+            self._change(slot, _TAKEN, _BLANK, "slots that are taken, each released once")
+            heapq.heappush(self._blank, slot)
+
+    def keep(self, slots: Tensor) -> None:
+        """Give ``slots`` back, to be handed out last.
+
+        Raises:
+            InvalidArgument: A slot is not taken.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _TAKEN, _KEPT, "slots that are taken")
+            self._num_kept += 1
+
+    def take_back(self, slots: Tensor) -> None:
+        """Take kept slots again, with what they hold.
+
+        Raises:
+            InvalidArgument: A slot is not kept.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _KEPT, _TAKEN, "slots that are kept")
+            self._num_kept -= 1
+
+    def blank(self, slots: Tensor) -> None:
+        """Keep ``slots`` no longer: what they hold is of no use any more.
+
+        Raises:
+            InvalidArgument: A slot is not kept.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _KEPT, _BLANK, "slots that are kept")
+            self._num_kept -= 1
+            heapq.heappush(self._blank, slot)
 
     def check(self, owned: Iterable[Tensor]) -> None:
         """Check that ``owned``, all owners' slots, and the free slots are every slot exactly once.
@@ -79,19 +136,28 @@ class SlotAllocator:
             InvalidArgument: A slot has two owners, an owner holds a free slot, or a taken slot has
                 no owner (a leak).
         """
-        owners = bytearray(self.num_slots)
+        taken = [state == _TAKEN for state in self._state]
+        owners = [False] * self.num_slots
         for slots in owned:
             for slot in slots.tolist():
-                if not 0 <= slot < self.num_slots or not self._taken[slot]:
+                if not 0 <= slot < self.num_slots or not taken[slot]:
                     raise InvalidArgument("owned", slot, "slots that are taken")
                 if owners[slot]:
                     raise InvalidArgument("owned", slot, "slots with one owner each")
-                owners[slot] = 1
-        if owners != self._taken:
-            leaked = [s for s in range(self.num_slots) if self._taken[s] and not owners[s]]
+                owners[slot] = True
+        if owners != taken:
+            leaked = [s for s in range(self.num_slots) if taken[s] and not owners[s]]
             raise InvalidArgument("owned", leaked[:16], "an owner of every taken slot (leak)")
-        if len(self._free) != self.num_slots - sum(self._taken):
-            raise InvalidArgument("free", len(self._free), "every slot that is not taken, once")
+        blank = [slot for slot in range(self.num_slots) if self._state[slot] == _BLANK]
+        if sorted(self._blank) != blank:
+            raise InvalidArgument("blank", len(self._blank), "every blank slot, once")
+        if self._state.count(_KEPT) != self._num_kept:
+            raise InvalidArgument("num_kept", self._num_kept, str(self._state.count(_KEPT)))
+
+    def _change(self, slot: int, before: int, after: int, expected: str) -> None:
+        if not 0 <= slot < self.num_slots or self._state[slot] != before:
+            raise InvalidArgument("slots", slot, expected)
+        self._state[slot] = after
 
 
 class KVPool:

@@ -1,186 +1,356 @@
-"""Who runs: first come, first served, never more than fits."""
+"""Who runs: by precedence, never more than fits, and the first in precedence always gets on."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.scheduler.scheduler import Scheduler
+from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.prefix_cache import PrefixCache
+from eaglegbv.scheduler.scheduler import GROWTH, Scheduler, StepBatch
 from eaglegbv.uniforms import Stream
 
 
-def request(number, *, prompt=4, max_tokens=5, plan=PLAIN):
-    """A request of ``prompt`` + ``max_tokens`` + tree slots: 4 + 5 + 1 = 10 by default."""
+class Pool:
+    """A scheduler over a pool, and a stand-in for the engine: every text token is 0."""
+
+    def __init__(
+        self, *, max_batch: int, slots: int, prefill_tokens: int = 1000, share: bool = False
+    ) -> None:
+        self.allocator = SlotAllocator(slots)
+        self.cache = PrefixCache(self.allocator, enabled=share)
+        self.holdings = Holdings(self.allocator, self.cache)
+        self.scheduler = Scheduler(
+            max_batch=max_batch,
+            prefill_tokens=prefill_tokens,
+            cache=self.cache,
+            vacate=self.vacate,
+        )
+
+    def add(self, *requests: Request) -> None:
+        for r in requests:
+            self.scheduler.add(r)
+
+    def vacate(self, r: Request) -> None:
+        self.cache.store(r, r.context)
+        self.holdings.vacate(r)
+
+    def remove(self, r: Request) -> None:
+        self.scheduler.remove(r)
+        self.vacate(r)
+
+    def step(self, *, new: int = 1) -> StepBatch:
+        """Let everybody in the batch get on, decoding requests by ``new`` tokens."""
+        batch = self.scheduler.next_batch()
+        for r in batch.decoding:
+            self.holdings.borrow(r, r.step_slots)
+        for portion in batch.reading:
+            self.holdings.borrow(portion.request, portion.count)
+        for portion in batch.reading:
+            first = portion.brings_first_token
+            self.holdings.keep(portion.request, list(range(portion.count)))
+            portion.request.token_ids += [0] * first
+        for r in batch.decoding:
+            count = min(new, r.step_slots, r.max_tokens - len(r.token_ids))
+            self.holdings.keep(r, list(range(count)))
+            r.token_ids += [0] * count
+        for r in batch.requests:
+            if len(r.token_ids) == r.max_tokens:
+                self.remove(r)
+        self.holdings.check(self.scheduler.running)
+        return batch
+
+
+def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
+    """A request that needs ``prompt`` + ``max_tokens`` + ``step_slots``: 10 by default."""
     return Request(
         number=number,
-        prompt_ids=tuple(range(prompt)),
+        prompt_ids=(0,) * prompt,
         params=SamplingParams(max_tokens=max_tokens),
-        plan=plan,
+        plan=PLAIN,
         stream=Stream(number),
         max_tokens=max_tokens,
-        step_slots=plan.tree_nodes,
+        step_slots=step_slots,
+        priority=priority,
     )
 
 
-def numbers(requests):
-    return [r.number for r in requests]
+def numbers(batch):
+    return sorted(r.number for r in batch.requests)
+
+
+def decoding(batch):
+    return [r.number for r in batch.decoding]
+
+
+def reading(batch):
+    return [(portion.request.number, portion.count) for portion in batch.reading]
 
 
 def test_a_new_scheduler_has_no_work():
-    scheduler = Scheduler(max_batch=4, slots=100)
+    scheduler = Pool(max_batch=4, slots=100).scheduler
     assert not scheduler.has_work
-    assert scheduler.next_batch() == []
+    assert scheduler.first is None
+    assert scheduler.next_batch().empty
 
 
 def test_requests_run_in_order_of_arrival_up_to_the_largest_batch():
-    scheduler = Scheduler(max_batch=2, slots=1000)
+    pool = Pool(max_batch=2, slots=1000)
     requests = [request(i) for i in range(4)]
-    for r in requests:
-        scheduler.add(r)
-    assert numbers(scheduler.next_batch()) == [0, 1]
-    assert numbers(scheduler.next_batch()) == [0, 1]
-    scheduler.remove(requests[0])
-    assert numbers(scheduler.next_batch()) == [1, 2]
-    scheduler.remove(requests[1])
-    scheduler.remove(requests[2])
-    assert numbers(scheduler.next_batch()) == [3]
-    scheduler.remove(requests[3])
-    assert not scheduler.has_work
+    pool.add(*requests)
+    assert reading(pool.step()) == [(0, 4), (1, 4)]
+    assert decoding(pool.step()) == [0, 1]
+    assert pool.scheduler.num_waiting == 2
+    pool.remove(requests[0])
+    batch = pool.step()
+    assert (decoding(batch), reading(batch)) == ([1], [(2, 4)])
+    pool.remove(requests[1])
+    pool.remove(requests[2])
+    assert numbers(pool.step()) == [3]
+    pool.remove(requests[3])
+    assert not pool.scheduler.has_work
+    assert pool.allocator.num_free == 1000
 
 
-def test_a_request_needs_its_prompt_its_answer_and_its_tree():
-    plan = Plan(paths=3, depth=4)
-    assert request(0, prompt=7, max_tokens=11, plan=plan).slots_needed == 7 + 11 + 13
-    assert request(0, prompt=7, max_tokens=11).slots_needed == 7 + 11 + 1
-
-
-def test_slots_are_claimed_for_the_whole_life_of_a_request():
-    scheduler = Scheduler(max_batch=9, slots=29)
-    requests = [request(i) for i in range(3)]  # 10 slots each: the third is one short
-    for r in requests:
-        scheduler.add(r)
-    assert numbers(scheduler.next_batch()) == [0, 1]
-    scheduler.remove(requests[1])
-    assert numbers(scheduler.next_batch()) == [0, 2]
+def test_a_request_is_admitted_when_everybody_can_grow():
+    # 10 slots each: the third is one short.
+    pool = Pool(max_batch=9, slots=29)
+    requests = [request(i) for i in range(3)]
+    pool.add(*requests)
+    assert numbers(pool.step()) == [0, 1]
+    pool.remove(requests[1])
+    assert numbers(pool.step()) == [0, 2]
 
 
 def test_exactly_as_many_slots_as_needed_are_enough():
-    scheduler = Scheduler(max_batch=9, slots=30)
-    for i in range(3):
-        scheduler.add(request(i))
-    assert numbers(scheduler.next_batch()) == [0, 1, 2]
+    pool = Pool(max_batch=9, slots=30)
+    pool.add(*(request(i) for i in range(3)))
+    assert numbers(pool.step()) == [0, 1, 2]
+
+
+def test_answers_longer_than_the_growth_do_not_claim_their_slots_at_once():
+    each = 4 + 1 + GROWTH
+    pool = Pool(max_batch=9, slots=3 * each)
+    pool.add(*(request(i, max_tokens=2 * GROWTH) for i in range(4)))
+    assert numbers(pool.step()) == [0, 1, 2]
 
 
 def test_a_large_request_is_not_overtaken():
-    scheduler = Scheduler(max_batch=9, slots=30)
+    pool = Pool(max_batch=9, slots=30)
     first, large, small = request(0), request(1, prompt=20), request(2)
-    for r in (first, large, small):
-        scheduler.add(r)
-    assert numbers(scheduler.next_batch()) == [0]
-    assert scheduler.has_work
-    scheduler.remove(first)
-    assert numbers(scheduler.next_batch()) == [1]
-    scheduler.remove(large)
-    assert numbers(scheduler.next_batch()) == [2]
+    pool.add(first, large, small)
+    assert numbers(pool.step()) == [0]
+    pool.remove(first)
+    assert numbers(pool.step()) == [1]
+    pool.remove(large)
+    assert numbers(pool.step()) == [2]
 
 
 def test_a_waiting_request_may_be_removed():
-    scheduler = Scheduler(max_batch=1, slots=1000)
+    pool = Pool(max_batch=1, slots=1000)
     requests = [request(i) for i in range(3)]
-    for r in requests:
-        scheduler.add(r)
-    scheduler.next_batch()
-    scheduler.remove(requests[1])
-    scheduler.remove(requests[0])
-    assert numbers(scheduler.next_batch()) == [2]
+    pool.add(*requests)
+    pool.step()
+    pool.remove(requests[1])
+    pool.remove(requests[0])
+    assert numbers(pool.step()) == [2]
 
 
-def test_removing_a_request_twice_gives_its_claim_back_once():
-    scheduler = Scheduler(max_batch=9, slots=20)
-    requests = [request(i) for i in range(3)]
-    for r in requests:
-        scheduler.add(r)
-    scheduler.next_batch()
-    scheduler.remove(requests[0])
-    scheduler.remove(requests[0])
-    # One claim of ten is free: request 2 fits, and after it nothing does.
-    scheduler.add(request(3))
-    assert numbers(scheduler.next_batch()) == [1, 2]
+def test_a_long_prompt_is_read_in_parts_beside_those_that_decode():
+    pool = Pool(max_batch=9, slots=1000, prefill_tokens=10)
+    pool.add(request(0, max_tokens=90))
+    pool.step()
+    pool.add(request(1, prompt=25, max_tokens=90), request(2, prompt=7, max_tokens=90))
+    batches = [pool.step() for _ in range(5)]
+    # In order of arrival, ten tokens a step; who decodes does so in every step.
+    expected = [[(1, 10)], [(1, 10)], [(1, 5), (2, 5)], [(2, 2)], []]
+    assert [reading(batch) for batch in batches] == expected
+    assert [decoding(batch) for batch in batches] == [[0], [0], [0], [0, 1], [0, 1, 2]]
 
 
-def test_the_batch_handed_out_is_not_the_schedulers_own_list():
-    scheduler = Scheduler(max_batch=9, slots=100)
-    scheduler.add(request(0))
-    scheduler.next_batch().clear()
-    assert numbers(scheduler.next_batch()) == [0]
+def test_the_last_part_of_a_new_prompt_alone_brings_a_token():
+    pool = Pool(max_batch=9, slots=1000, prefill_tokens=10)
+    r = request(0, prompt=12)
+    pool.add(r)
+    assert not pool.step().reading[0].brings_first_token
+    batch = pool.scheduler.next_batch()
+    assert batch.reading[0].brings_first_token
+    assert pool.step().decoding == []
+    pool.step()
+    pool.scheduler.preempt(r)
+    assert r.length_to_read == 13
+    batches = [pool.scheduler.next_batch(), pool.step()]
+    assert not any(p.brings_first_token for batch in batches for p in batch.reading)
+
+
+def test_when_slots_run_short_the_last_comer_is_preempted_and_goes_on_in_its_old_place():
+    pool = Pool(max_batch=9, slots=2 * (4 + 1 + GROWTH))
+    first, second, third = (request(i, max_tokens=60) for i in range(3))
+    pool.add(first, second, third)
+    while not second.metrics.preemptions:
+        assert 2 not in numbers(pool.step())
+    assert second.context == 0
+    generated = len(second.token_ids)
+    assert 0 < generated < 60
+    assert pool.scheduler.first is first
+    while not second.context:
+        assert numbers(pool.step()) in ([0], [1])
+    # It is back before the third, which came later; it reads its text again.
+    assert second.context == 4 + generated - 1
+    assert third.context == 0
+    while pool.scheduler.has_work:
+        pool.step()
+    assert [len(r.token_ids) for r in (first, second, third)] == [60] * 3
+    assert first.metrics.preemptions == 0
+    assert pool.allocator.num_free == pool.allocator.num_slots
+
+
+def test_a_tree_that_does_not_fit_waits_and_keeps_its_text():
+    pool = Pool(max_batch=9, slots=2 * (4 + 5 + GROWTH))
+    first, second = (request(i, max_tokens=60, step_slots=5) for i in range(2))
+    pool.add(first, second)
+    while numbers(pool.step()) == [0, 1]:
+        pass
+    # Of 82 slots their texts held 37 + 37, and only one tree of 5 fitted what was left.
+    assert (first.context, second.context) == (38, 37)
+    assert second.metrics.preemptions == 0
+    while not second.metrics.preemptions:
+        assert numbers(pool.step()) == [0]
+    # First's own tree would not have fitted any more.
+    assert first.context - 1 + 37 + 5 == 82 + 1
+
+
+def test_better_priorities_come_first_and_preempt_worse_ones():
+    pool = Pool(max_batch=2, slots=1000)
+    low, lower = request(0, priority=5), request(1, priority=9)
+    pool.add(low, lower)
+    assert numbers(pool.step()) == [0, 1]
+    urgent, equal = request(2, priority=1), request(3, priority=5)
+    pool.add(equal, urgent)
+    # The worst gives way, and no request of the same priority.
+    assert numbers(pool.step()) == [0, 2]
+    assert lower.metrics.preemptions == 1
+    assert low.metrics.preemptions == 0
+    pool.remove(urgent)
+    assert numbers(pool.step()) == [0, 3]
+    pool.remove(low)
+    assert numbers(pool.step()) == [1, 3]
+
+
+def test_nobody_is_preempted_in_vain():
+    pool = Pool(max_batch=9, slots=60)
+    pool.add(request(0, max_tokens=20, priority=1), request(1, max_tokens=20, priority=7))
+    assert numbers(pool.step()) == [0, 1]
+    # Even alone beside request 0 it would not fit.
+    pool.add(request(2, prompt=30, max_tokens=10, priority=3))
+    assert numbers(pool.step()) == [0, 1]
+    assert pool.scheduler.preemptions == 0
+
+
+def test_only_running_requests_can_be_preempted():
+    pool = Pool(max_batch=9, slots=60)
+    r = request(0)
+    pool.add(r)
+    with pytest.raises(InvalidArgument, match="request=0: expected one that runs"):
+        pool.scheduler.preempt(r)
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    scheduler = Scheduler(max_batch=9, slots=30)
-    plan = Plan(paths=2, depth=3)
-    scheduler.add(request(0, prompt=10, max_tokens=13, plan=plan))  # 10 + 13 + 7 = 30
+    pool = Pool(max_batch=9, slots=30)
+    pool.add(request(0, prompt=10, max_tokens=13, step_slots=7))
     with pytest.raises(InvalidArgument) as caught:
-        scheduler.add(request(1, prompt=10, max_tokens=14, plan=plan))
+        pool.add(request(1, prompt=10, max_tokens=14, step_slots=7))
     assert str(caught.value) == (
         "prompt='10 tokens + 14 to generate': expected at most 23 tokens, which the KV pool holds"
     )
-    assert numbers(scheduler.next_batch()) == [0]
+    assert numbers(pool.step()) == [0]
+
+
+def test_texts_in_the_cache_need_no_room_of_their_own():
+    """Two requests share three blocks of 16: the second needs but what is left of its text."""
+    pool = Pool(max_batch=9, slots=2 * (50 + 5 + 1) - 3 * 16, share=True)
+    first, second = request(0, prompt=50), request(1, prompt=50)
+    pool.add(first)
+    pool.step()
+    pool.cache.store(first, first.context)
+    pool.add(second)
+    assert reading(pool.step()) == [(1, 2)]
+    assert second.shared == 48
+    assert second.metrics.cached_tokens == 48
+    assert second.slots[:48].tolist() == first.slots[:48].tolist()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of any size come, run and go; nobody is lost, overtaken or short of slots."""
+    """Requests of any size and priority come, run, are pre-empted and go; nobody starves."""
 
-    MAX_BATCH, SLOTS = 3, 40
+    MAX_BATCH, SLOTS, PREFILL = 3, 96, 24
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(max_batch=self.MAX_BATCH, slots=self.SLOTS)
+        self.pool = Pool(
+            max_batch=self.MAX_BATCH, slots=self.SLOTS, prefill_tokens=self.PREFILL, share=True
+        )
         self.alive: list[Request] = []
-        self.started: set[int] = set()
         self.added = 0
 
-    @rule(prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
-    def add(self, prompt: int, max_tokens: int) -> None:
-        r = request(self.added, prompt=prompt, max_tokens=max_tokens)
+    @rule(
+        prompt=st.integers(1, 70),
+        max_tokens=st.integers(1, 60),
+        step_slots=st.integers(1, 9),
+        priority=st.integers(0, 2),
+    )
+    def add(self, prompt: int, max_tokens: int, step_slots: int, priority: int) -> None:
+        r = request(
+            self.added,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            step_slots=step_slots,
+            priority=priority,
+        )
         self.added += 1
-        if prompt + max_tokens + 1 > self.SLOTS:
+        if prompt + max_tokens + step_slots > self.SLOTS:
             with pytest.raises(InvalidArgument):
-                self.scheduler.add(r)
+                self.pool.add(r)
             return
-        self.scheduler.add(r)
+        self.pool.add(r)
         self.alive.append(r)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        r = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
-        self.scheduler.remove(r)
+        self.pool.remove(self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1))))
 
-    @rule()
-    def step(self) -> None:
-        batch = self.scheduler.next_batch()
-        self.started |= set(numbers(batch))
-        running = [r for r in self.alive if r.number in self.started]
-        assert batch == running  # in order of arrival, and only who is alive
-        waiting = [r for r in self.alive if r.number not in self.started]
-        if waiting:
-            assert not running or running[-1].number < waiting[0].number
-            used = sum(r.slots_needed for r in running)
-            # Whoever comes next could not be taken.
-            full = len(running) == self.MAX_BATCH
-            assert full or used + waiting[0].slots_needed > self.SLOTS
+    @precondition(lambda self: self.pool.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.pool.scheduler.preempt(data.draw(st.sampled_from(self.pool.scheduler.running)))
+
+    @rule(new=st.integers(1, 5), times=st.integers(1, 4))
+    def step(self, new: int, times: int) -> None:
+        for _ in range(times):
+            # The first in precedence gets on in every step.
+            first = min(self.alive, key=lambda r: (r.priority, r.number), default=None)
+            batch = self.pool.step(new=new)
+            self.alive = [r for r in self.alive if len(r.token_ids) < r.max_tokens]
+            assert first is None or first in batch.requests
+            running = self.pool.scheduler.running
+            keys = [(r.priority, r.number) for r in running]
+            assert keys == sorted(keys)
+            assert sum(portion.count for portion in batch.reading) <= self.PREFILL
 
     @invariant()
-    def what_runs_fits(self) -> None:
-        running = self.scheduler.running
-        assert len(running) <= self.MAX_BATCH
-        assert sum(r.slots_needed for r in running) <= self.SLOTS
-        assert self.scheduler.has_work == bool(self.alive)
+    def what_is_held_is_in_order(self) -> None:
+        scheduler = self.pool.scheduler
+        assert len(scheduler.running) <= self.MAX_BATCH
+        self.pool.holdings.check(scheduler.running)
+        assert scheduler.has_work == bool(self.alive)
+        assert len(scheduler.running) + scheduler.num_waiting == len(self.alive)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,73 @@
+"""What requests hold of the KV pool: slots lent for a step, slots of their texts, shared blocks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.request import Request
+from eaglegbv.scheduler.prefix_cache import PrefixCache
+
+
+class Holdings:
+    """Hands slots to requests and takes them back.
+
+    pool --borrow--> request.borrowed --keep--> request.slots --vacate--> pool
+                           |                                               ^
+                           +------------------ the rest -------------------+
+    """
+
+    def __init__(self, allocator: SlotAllocator, cache: PrefixCache) -> None:
+        """Start with nothing held.
+
+        Args:
+            allocator: Owner of the slots that nobody holds.
+            cache: Owner of those that texts share.
+        """
+        self._allocator = allocator
+        self._cache = cache
+
+    def borrow(self, request: Request, count: int) -> Tensor:
+        """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
+
+        Raises:
+            OutOfSlots: There are not so many; none is lent then.
+        """
+        request.borrowed = self._allocator.allocate(count)
+        return request.borrowed
+
+    def keep(self, request: Request, places: list[int]) -> None:
+        """Add the slots at ``places`` among the borrowed ones to the text; take the others back."""
+        kept = torch.zeros(len(request.borrowed), dtype=torch.bool, device=request.borrowed.device)
+        kept[places] = True
+        rest = request.borrowed[~kept]
+        request.slots, request.borrowed = torch.cat((request.slots, request.borrowed[kept])), rest
+        self._take(request)
+
+    def vacate(self, request: Request) -> None:
+        """Take everything back."""
+        self._cache.give_back(request)
+        self._take(request)
+        own, request.slots = request.slots, request.slots[:0]
+        self._allocator.release(own)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Check that every slot has one owner: free, a request's own, or a block's in use.
+
+        Args:
+            requests: All that hold anything, in a pool that serves one engine.
+
+        Raises:
+            InvalidArgument: A slot has no owner, or two.
+        """
+        holders = list(requests)
+        self._cache.check(holders)
+        own = [request.slots[request.shared :] for request in holders]
+        borrowed = [request.borrowed for request in holders]
+        self._allocator.check([*self._cache.owned(), *own, *borrowed])
+
+    def _take(self, request: Request) -> None:
+        """Take back what was lent for a step."""
+        lent, request.borrowed = request.borrowed, request.borrowed[:0]
+        self._allocator.release(lent)

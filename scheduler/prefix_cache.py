@@ -1,0 +1,224 @@
+"""Texts that begin alike share the KV slots of their beginnings.
+
+A text is cut into blocks of ``BLOCK`` positions. A block is known by the block before it and its
+own tokens *and the token after them*: the row of an EAGLE head at a position reads the next token
+too, so that the last row of a block holds for texts that go on alike by one token more. Blocks are
+compared token by token; a hash alone would let two texts collide.
+
+    positions   0 ... 15 | 16 ... 31 | 32 ...
+    key       (root, x_0 ... x_16)   |
+                (block 1, x_16 ... x_32)
+
+Blocks in use belong to the cache, and requests count as their users. A block without users is free
+memory that is remembered: it is taken back when a text begins like it, and forgotten, the least
+recently used first, when blank slots run out.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.request import Request
+
+BLOCK = 16
+"""Positions of a block."""
+
+_FORGET_SHARE = 16
+"""Blocks are forgotten by this part of the pool at once, so that their slots lie together."""
+
+Key: TypeAlias = tuple[int, tuple[int, ...]]
+
+_PLAIN, _DRAFTED = 0, 1
+"""Numbers of the two roots: rows of the drafter are there below the second only."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Slots of ``BLOCK`` positions.
+
+    Attributes:
+        key: Number of the block before, and the tokens from the first position to the one after
+            the last.
+        number: Own number, never used again.
+        slots: ``[BLOCK]`` int64.
+        users: Requests whose texts contain it.
+    """
+
+    key: Key
+    number: int
+    slots: Tensor
+    users: int = 0
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What a cache did so far.
+
+    Attributes:
+        asked: Tokens that requests had to read when they were admitted.
+        shared: Those among them that were read before, and were not read again.
+        stored: Blocks remembered.
+        forgotten: Blocks forgotten, their slots being needed.
+    """
+
+    asked: int = 0
+    shared: int = 0
+    stored: int = 0
+    forgotten: int = 0
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """Blocks by their texts.
+
+    Attributes:
+        allocator: Owner of the slots.
+        enabled: Whether anything is shared at all.
+        counts: What it did so far.
+    """
+
+    allocator: SlotAllocator
+    enabled: bool = True
+    counts: CacheCounts = field(default_factory=CacheCounts)
+    _blocks: dict[Key, Block] = field(default_factory=dict)
+    _idle: dict[int, Block] = field(default_factory=dict)
+    _held: dict[int, list[Block]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: count(_DRAFTED + 1))
+
+    def __post_init__(self) -> None:
+        self.allocator.add_keeper(self._forget)
+
+    def match(self, request: Request) -> list[Block]:
+        """Return the blocks that ``request`` need not read; at least one token is left to read."""
+        if not self.enabled:
+            return []
+        blocks: list[Block] = []
+        tokens = request.tokens_from(0)
+        parent = _root(request)
+        for start in range(0, request.length_to_read - BLOCK, BLOCK):
+            block = self._blocks.get(_key(parent, tokens, start))
+            if block is None:
+                break
+            blocks.append(block)
+            parent = block.number
+        return blocks
+
+    def lend(self, request: Request, blocks: list[Block]) -> None:
+        """Let ``request``, which holds nothing, begin with ``blocks`` from :meth:`match`."""
+        self.counts.asked += request.length_to_read
+        if not blocks:
+            return
+        for block in blocks:
+            self._use(block)
+        self._held[request.number] = blocks
+        request.slots = torch.cat([block.slots for block in blocks])
+        request.shared = len(request.slots)
+        self.counts.shared += request.shared
+
+    def store(self, request: Request, positions: int) -> None:
+        """Take the first ``positions`` positions over from ``request``, as far as blocks are full.
+
+        Where the cache has a block of the same text, the request changes over to it, and its own
+        slots are freed: both hold the same, up to rounding.
+
+        Args:
+            request: What it holds.
+            positions: Leading positions whose rows are final in the target's pool and, where the
+                drafter follows the request, in the drafter's.
+        """
+        # The token after a block is part of its key.
+        end = min(positions, request.length - 1) // BLOCK * BLOCK
+        if not self.enabled or end <= request.shared:
+            return
+        held = self._held.setdefault(request.number, [])
+        tokens = request.tokens_from(0)
+        parent = held[-1].number if held else _root(request)
+        slots = [request.slots[: request.shared]]
+        for start in range(request.shared, end, BLOCK):
+            key = _key(parent, tokens, start)
+            own = request.slots[start : start + BLOCK]
+            block = self._blocks.get(key)
+            if block is None:
+                block = Block(key, next(self._numbers), own.clone(), users=1)
+                self._blocks[key] = block
+                self.counts.stored += 1
+            else:
+                self._use(block)
+                self.allocator.release(own)
+            held.append(block)
+            slots.append(block.slots)
+            parent = block.number
+        request.slots = torch.cat((*slots, request.slots[end:]))
+        request.shared = end
+
+    def give_back(self, request: Request) -> None:
+        """End the request's use of its blocks; its other slots are its own to release."""
+        # Later blocks first: they are forgotten first, for nobody finds them without the earlier.
+        for block in reversed(self._held.pop(request.number, [])):
+            block.users -= 1
+            if block.users == 0:
+                self._idle[block.number] = block
+                self.allocator.keep(block.slots)
+        request.slots = request.slots[request.shared :]
+        request.shared = 0
+
+    def owned(self) -> list[Tensor]:
+        """Return the slots of the blocks in use, each block's once."""
+        return [block.slots for block in self._blocks.values() if block.users]
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Check that users, and what requests believe to share, are what they should be.
+
+        Raises:
+            InvalidArgument: They are not.
+        """
+        users: dict[int, int] = {}
+        for request in requests:
+            held = self._held.get(request.number, [])
+            for block in held:
+                users[block.number] = users.get(block.number, 0) + 1
+            expected = [slot for block in held for slot in block.slots.tolist()]
+            if request.slots[: request.shared].tolist() != expected:
+                raise InvalidArgument("shared", request.shared, f"the slots of {len(held)} blocks")
+        for block in self._blocks.values():
+            if block.users != users.get(block.number, 0):
+                expected_users = f"{users.get(block.number, 0)}, the requests that hold the block"
+                raise InvalidArgument("users", block.users, expected_users)
+            if (block.users == 0) != (block.number in self._idle):
+                raise InvalidArgument("idle", block.number, "the blocks without users")
+        if self.allocator.num_kept < BLOCK * len(self._idle):
+            raise InvalidArgument("num_kept", self.allocator.num_kept, "the slots of idle blocks")
+
+    def _use(self, block: Block) -> None:
+        if block.users == 0:
+            del self._idle[block.number]
+            self.allocator.take_back(block.slots)
+        block.users += 1
+
+    def _forget(self, slots: int) -> None:
+        """Forget idle blocks of at least ``slots`` slots, the least recently used first."""
+        wanted = max(slots, self.allocator.num_slots // _FORGET_SHARE)
+        for number in list(self._idle)[: -(-wanted // BLOCK)]:
+            block = self._idle.pop(number)
+            del self._blocks[block.key]
+            self.allocator.blank(block.slots)
+            self.counts.forgotten += 1
+
+
+def idle_slots(blocks: Sequence[Block]) -> int:
+    """Return how many slots of ``blocks`` are free until they are lent."""
+    return BLOCK * sum(block.users == 0 for block in blocks)
+
+
+def _root(request: Request) -> int:
+    return _DRAFTED if request.drafted else _PLAIN
+
+
+def _key(parent: int, tokens: Sequence[int], start: int) -> Key:
+    return parent, tuple(tokens[start : start + BLOCK + 1])
