@@ -23,7 +23,13 @@ from eaglegbv.drafters.eagle_head import (
     EagleHeadConfig,
 )
 from eaglegbv.drafters.formats.base import Contents, FormatName
-from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
+from eaglegbv.drafters.formats.layers import (
+    LAYER_IDS,
+    NUMBERING,
+    FeatureLayers,
+    Numbering,
+    StoredLayers,
+)
 from eaglegbv.drafters.formats.names import (
     EMBEDDING,
     MEMBERS,
@@ -316,12 +322,15 @@ def _distance(own: Tensor, other: Tensor) -> float:
 
 
 def _layer_remarks(layers: FeatureLayers) -> list[Remark]:
+    if layers.numbering is None:
+        return []
+    [other] = set(Numbering) - {layers.numbering}
+    text = f"{other.engines} count {other} and would read the layers beside these"
+    remarks = [Remark(RemarkKind.WARNING, f"{LAYER_IDS} count {layers.numbering}; {text}")]
     if layers.guessed:
-        return [Remark(RemarkKind.ASSUMED, f"layers: {layers.reason}; others are off by one")]
-    if layers.unusual_for is not None:
-        text = f"layers: {layers.reason}; {layers.unusual_for} would read those beside them"
-        return [Remark(RemarkKind.WARNING, text)]
-    return []
+        text = f"{LAYER_IDS}: {layers.reason}; {NUMBERING} in eagle_config would settle it"
+        remarks.append(Remark(RemarkKind.ASSUMED, text))
+    return remarks
 
 
 def _log(checkpoint: Checkpoint, fitted: Fit) -> None:

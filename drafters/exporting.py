@@ -1,5 +1,6 @@
 """Exporting a head for other engines."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,6 @@ from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import Checkpoint
 from eaglegbv.drafters.formats.base import Contents, FormatName
-from eaglegbv.drafters.formats.layers import FeatureLayers
 from eaglegbv.drafters.formats.names import EMBEDDING
 from eaglegbv.drafters.formats.registry import find_format
 from eaglegbv.drafters.formats.writing import write_head
@@ -22,13 +22,13 @@ class ExportTarget:
         name: Name or path, written where the format has a place for it.
         architectures: Its class names.
         num_layers: Its decoder layers.
-        embedding: ``[vocab, hidden]``, its token embedding.
+        read_embedding: Returns its token embedding, ``[vocab, hidden]``.
     """
 
     name: str
     architectures: tuple[str, ...]
     num_layers: int
-    embedding: Tensor
+    read_embedding: Callable[[], Tensor]
 
 
 def export_head(
@@ -58,11 +58,11 @@ def export_head(
         if target is None:
             expected = f"the target's, which {kind.name} heads carry; name the target"
             raise DrafterMismatch(EMBEDDING, None, expected)
-        tensors[EMBEDDING] = target.embedding
+        tensors[EMBEDDING] = target.read_embedding()
     layers = _layers(checkpoint, target)
     contents = Contents(
         config=checkpoint.config,
-        layers=None if layers is None else layers.inputs,
+        layers=layers,
         dtype=tensors["fc.weight"].dtype,
         passed_on=checkpoint.passed_on,
         verifier=None if target is None else target.name,
@@ -71,8 +71,9 @@ def export_head(
     write_head(folder, kind, contents, tensors)
 
 
-def _layers(checkpoint: Checkpoint, target: ExportTarget | None) -> FeatureLayers | None:
+def _layers(checkpoint: Checkpoint, target: ExportTarget | None) -> tuple[int, ...] | None:
     """Return the layers to name in the file; None where the checkpoint leaves them open."""
     if checkpoint.layers is None or checkpoint.layers.ids is None:
         return None
-    return checkpoint.layers.resolve(None if target is None else target.num_layers)
+    resolved = checkpoint.layers.resolve(None if target is None else target.num_layers)
+    return None if resolved is None else resolved.inputs

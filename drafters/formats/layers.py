@@ -26,9 +26,20 @@ class Numbering(StrEnum):
     """The output of the layer of that number (SGLang, SpecForge)."""
 
     @property
+    def engines(self) -> str:
+        """Who counts so."""
+        return _ENGINES[self]
+
+    @property
     def shift(self) -> int:
         """What is added to an id for the number of the layer whose input is meant."""
         return 0 if self is Numbering.INPUTS else 1
+
+
+_ENGINES = {
+    Numbering.INPUTS: "EAGLE, vLLM and speculators",
+    Numbering.OUTPUTS: "SGLang and SpecForge",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +77,12 @@ class StoredLayers:
         inputs = tuple(layer + numbering.shift for layer in self.ids)
         said = f"config.json says {list(self.ids)}"
         if self.stated is not None:
-            return FeatureLayers(inputs, f"{said} and that these are {numbering}")
-        if recognised is not None:
+            reason = f"{said} and that these are {numbering}"
+        elif recognised is not None:
             reason = f"{said}, the usual layers if these are {numbering}"
-            return FeatureLayers(inputs, reason, unusual_for=self._disagrees(numbering))
-        reason = f"{said}, taken as {numbering}, the habit of {self.engine}"
-        return FeatureLayers(inputs, reason, guessed=True)
-
-    def _disagrees(self, numbering: Numbering) -> str | None:
-        return None if numbering is self.fallback else self.engine
+        else:
+            reason = f"{said}, taken as {numbering}, the habit of {self.engine}"
+        return FeatureLayers(inputs, reason, numbering, guessed=not (self.stated or recognised))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +92,14 @@ class FeatureLayers:
     Attributes:
         inputs: Layer numbers.
         reason: How they follow from the file.
-        guessed: Whether another engine, with as much right, would read the layers beside them.
-        unusual_for: The engine that the file seems made for and that counts otherwise.
+        numbering: How the file's ids were read; None where there are none.
+        guessed: Whether nothing told how the ids count.
     """
 
     inputs: tuple[int, ...]
     reason: str
+    numbering: Numbering | None = None
     guessed: bool = False
-    unusual_for: str | None = None
 
     def check(self, num_layers: int) -> None:
         """Raise :class:`DrafterMismatch` unless a target of ``num_layers`` has these inputs."""

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, demo, generate
+from eaglegbv.cli import audit, bench, demo, export, generate, inspect
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(demo.demo)
+app.command()(inspect.inspect)
+app.command()(export.export)
 app.add_typer(bench.app, name="bench")
 app.add_typer(audit.app, name="audit")
 
@@ -45,7 +47,7 @@ def _options(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def train(context: typer.Context) -> None:
-    """Train a target or an EAGLE head."""
+    """Train a target, an EAGLE head or a bigram table."""
     # Its options come from modules that import torch, so they are read when it is called.
     from eaglegbv.cli.train import app as train_app
 

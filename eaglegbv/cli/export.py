@@ -1,0 +1,53 @@
+"""``eaglegbv export``: write a head in the format of another engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.cli.heads import open_head, read_embedding
+
+if TYPE_CHECKING:
+    from eaglegbv.drafters.checkpoint import Checkpoint
+    from eaglegbv.drafters.exporting import ExportTarget
+
+
+def export(
+    drafter: Annotated[
+        str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+    ],
+    directory: Annotated[Path, typer.Argument(help="Where to; empty or not there yet.")],
+    format_: Annotated[str, typer.Option("--format", help="eagle, sglang or speculators.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub name of the target, 'tiny' for the packaged one: to check against "
+            "it, and for the embedding that speculators' format wants."
+        ),
+    ] = None,
+) -> None:
+    """Write a head in another format; every weight keeps every bit."""
+    from eaglegbv.drafters.exporting import export_head
+
+    checkpoint = open_head(drafter)
+    export_head(checkpoint, format_, directory, _target(checkpoint, target))
+    typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
+
+
+def _target(checkpoint: "Checkpoint", target: str | None) -> "ExportTarget | None":
+    if target is None:
+        return None
+    from eaglegbv.drafters.checkpoint import fit
+    from eaglegbv.drafters.exporting import ExportTarget
+    from eaglegbv.loading import TINY_TARGET
+    from eaglegbv.targets.hf import load_config
+
+    name = str(TINY_TARGET) if target == "tiny" else target
+    config = load_config(name)
+    fit(checkpoint, config)
+    return ExportTarget(
+        name=name,
+        architectures=tuple(config.architectures or ()),
+        num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+        read_embedding=lambda: read_embedding(name),
+    )

@@ -1,0 +1,29 @@
+"""``eaglegbv inspect``: what a head is, what was assumed, and what other engines would do."""
+
+from typing import Annotated
+
+import typer
+
+from eaglegbv.cli.heads import open_head
+
+
+def inspect(
+    drafter: Annotated[
+        str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name of the target; 'tiny' for the packaged one."),
+    ] = None,
+) -> None:
+    """Print what a head's files say, check them, and warn of what engines disagree about."""
+    from eaglegbv.drafters.checkpoint import fit
+    from eaglegbv.drafters.inspection import inspect_head
+    from eaglegbv.loading import TINY_TARGET
+    from eaglegbv.targets.hf import load_config
+
+    checkpoint = open_head(drafter)
+    fitted = None
+    if target is not None:
+        fitted = fit(checkpoint, load_config(TINY_TARGET if target == "tiny" else target))
+    typer.echo(inspect_head(checkpoint, fitted).text())
