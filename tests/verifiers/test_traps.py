@@ -10,6 +10,7 @@ from support.batched_trees import Batch, Request, build_batch, outcomes, random_
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.reference.tree import Outcome
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
 LOSSLESS = [
@@ -143,6 +144,43 @@ def test_float32_logits_are_judged_in_float64() -> None:
     tokens = make_verifier("block").verify(roots, target, uniforms).token_ids
     expected = 1 + (vocab - 1) * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     assert float((tokens - expected).abs().max()) < 30
+
+
+class Narrow(TargetLaw):
+    """Looks logits up by their number in the whole tensor, in 32 bits."""
+
+    def probs_at(self, token_ids: torch.Tensor) -> torch.Tensor:
+        flat = self.rows.unsqueeze(-1).to(torch.int32) * self.vocab + token_ids.to(torch.int32)
+        flat = flat.to(torch.int64) % self.logits.numel()
+        logits = self.logits[flat // self.vocab, flat % self.vocab].to(torch.float64)
+        return torch.exp(logits - self.log_normaliser[self.rows].unsqueeze(-1))
+
+
+@pytest.mark.parametrize("name", ["token", "block", "gbv", "otbv", "spectr", "traversal"])
+def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
+    """Requests x nodes x vocabulary beyond 2^31. Planted: numbers of logits in 32 bits."""
+    rng = np.random.default_rng(6)
+    paths, vocab, rows = VERIFIERS[name].max_paths or 3, 128_256, 20_000
+    requests = random_requests(Law.IID, rng, 40, paths=paths, length=3, vocab=8)
+    batch = build_batch(Law.IID, requests, 8, rng)
+    # Row r begins at entry r: more logits than memory would hold.
+    entries = torch.from_numpy(rng.normal(size=vocab + rows))
+    entries[rows - 500 : rows + 8] += 12.0  # the last rows' first tokens are likely
+    logits = entries.as_strided((rows, vocab), (1, 1))
+    assert logits.numel() > 2**31
+    used = rows - 1 - batch.target.rows
+    at = used.flatten().unique()
+    sums = logits.new_zeros(rows)
+    sums[at] = torch.stack([logits[row].logsumexp(0) for row in at.tolist()])
+    compact = TargetLaw(logits[at], sums[at], torch.searchsorted(at, used))
+
+    def decided(target: TargetLaw) -> list[Outcome]:
+        verdict = make_verifier(name).verify(batch.tree, target, batch.uniforms)
+        return outcomes(batch.tree, verdict)
+
+    assert decided(TargetLaw(logits, sums, used)) == decided(compact)
+    if name not in {"token", "block"}:  # one path is looked up by other means
+        assert decided(Narrow(logits, sums, used)) != decided(compact)
 
 
 @pytest.mark.parametrize(("name", "law"), LOSSLESS)
