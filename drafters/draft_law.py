@@ -15,7 +15,8 @@ class DraftLaws:
     """Laws of the next drafted token, one per row.
 
     Attributes:
-        ids: ``[rows, width]`` int64 target token ids, most likely first.
+        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in that order, or the
+            whole draft vocabulary in its own.
         probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
             handed to the verifier.
     """
@@ -32,10 +33,13 @@ def draft_laws(
     Args:
         logits: ``[rows, draft_vocab]``.
         settings: One entry per row.
-        width: Candidates to keep; fewer where the vocabulary is smaller.
+        width: Candidates to keep; all where the vocabulary is no larger, and then nothing is sorted.
         draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
     """
-    values, index = logits.topk(min(width, logits.shape[1]), dim=1)
+    if width >= logits.shape[1]:
+        ids = draft_to_target.expand(logits.shape)
+        return DraftLaws(ids, warp(logits, settings).double().softmax(dim=1))
+    values, index = logits.topk(width, dim=1)
     probs = warp(values, settings).double().softmax(dim=1)
     return DraftLaws(draft_to_target[index], probs)
 

@@ -9,7 +9,7 @@ from eaglegbv.tree import Law
 
 MAX_PATHS = 16
 MAX_DEPTH = 32
-MAX_WIDTH = 1024
+MAX_WIDTH = 1 << 18
 MAX_BEAM = 64
 MAX_NODES = 512
 

@@ -169,3 +169,12 @@ def test_selected_tokens_follow_the_law():
     assert counts[1] == 0
     possible = probs > 0
     assert stats.chisquare(counts[possible], probs[possible] * 50_000).pvalue > 1e-4
+
+
+def test_the_whole_vocabulary_is_kept_unsorted() -> None:
+    logits = torch.tensor([[0.5, 2.0, 1.0], [3.0, 0.0, -1.0]])
+    settings = WarpSettings.of([SamplingParams(temperature=0.7)], [2])
+    mapped = torch.tensor([4, 6, 9])
+    laws = draft_laws(logits, settings, width=3, draft_to_target=mapped)
+    assert laws.ids.tolist() == [[4, 6, 9], [4, 6, 9]]
+    torch.testing.assert_close(laws.probs, (logits.double() / 0.7).softmax(dim=1))
