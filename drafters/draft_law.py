@@ -33,7 +33,7 @@ def draft_laws(
     Args:
         logits: ``[rows, draft_vocab]``.
         settings: One entry per row.
-        width: Candidates to keep; all where the vocabulary is no larger, and then nothing is sorted.
+        width: Candidates to keep; a vocabulary no larger is kept whole, and not sorted.
         draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
     """
     if width >= logits.shape[1]:
