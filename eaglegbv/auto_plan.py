@@ -33,7 +33,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     verifier: str = "otbv"
     max_paths: int = 4
     max_depth: int = 8
-    draft_width: int = 64
+    draft_width: int = 256
     draft_temperatures: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:

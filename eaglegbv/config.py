@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     paths: int = 3
     depth: int = 4
     law: Law | None = None
-    draft_width: int = 64
+    draft_width: int = 256
     draft_temperature: float = 1.0
     min_confidence: float = 0.0
     beam: int | None = None

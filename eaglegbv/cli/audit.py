@@ -227,7 +227,7 @@ def pair(
     ] = None,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
     law: LawName = None,
-    draft_width: DraftWidth = 64,
+    draft_width: DraftWidth = 256,
     draft_temperature: DraftTemperature = 1.0,
     tokens: Annotated[int, typer.Option(help="First tokens whose joint law is tested.")] = 4,
     temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,

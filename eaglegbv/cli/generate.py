@@ -47,7 +47,7 @@ def generate(
     ] = None,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
     law: LawName = None,
-    draft_width: DraftWidth = 64,
+    draft_width: DraftWidth = 256,
     draft_temperature: DraftTemperature = 1.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
