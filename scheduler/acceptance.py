@@ -1,0 +1,163 @@
+"""How far drafts get: the chance that a drafted path goes on at each depth, learned while running.
+
+For requests of one kind (a temperature class), the hazard at depth d of a tree of K paths is the
+chance that a path accepted up to depth d - 1 is accepted at depth d too. It is estimated by counts
+that fade, from a prior that carries over what other numbers of paths have shown: with a_d the
+chance of a single draft and n(K, d) the drafts that count as independent there,
+
+    hazard(K, d) ~ 1 - (1 - a_d)^n(K, d),      a_d ~ a_(d-1) where little is known.
+
+A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
+posteriori under a normal prior, in one Newton step from 0, its evidence fading too.
+
+Only decided steps enter: what was accepted, never what is drafted now.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.request import PlanState
+from eaglegbv.scheduler.costs import Array, Ints
+
+_MEMORY = 1 - 1 / 400
+"""Weight that a trial of a cell keeps with every further one."""
+
+_REQUEST_MEMORY = 1 - 1 / 60
+"""Weight that a request's trials keep with every further step."""
+
+_SHIFT_VARIANCE = 0.35
+"""Prior variance of a request's shift of the log-odds."""
+
+_FIRST_CHANCE = 0.55
+"""Prior chance of a single draft at depth 1."""
+
+_FIRST_TRIALS, _NEXT_TRIALS, _CELL_TRIALS = 4.0, 8.0, 12.0
+"""Weights, in trials, of the priors: of a_1, of a_d from a_(d-1), of a cell from a_d."""
+
+_INDEPENDENCE, _STAYING = 0.75, 0.45
+"""Of K drafts K^0.75 count as independent; of those beyond the first, 0.45 stay at each depth."""
+
+
+@dataclass(slots=True)
+class Evidence(PlanState):
+    """What a request's own steps say about it.
+
+    Attributes:
+        score: Accepted less expected, over its trials.
+        information: Sum of h (1 - h) over them, h the expected chance.
+    """
+
+    score: float = 0.0
+    information: float = 0.0
+
+    @property
+    def shift(self) -> float:
+        """How far the request's log-odds are from its kind's."""
+        return self.score / (self.information + 1 / _SHIFT_VARIANCE)
+
+    def age(self, steps: int = 1) -> None:
+        """Let evidence fade, also while nothing is drafted, so that a request is tried again."""
+        kept = _REQUEST_MEMORY**steps
+        self.score *= kept
+        self.information *= kept
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Chances of one kind of requests.
+
+    Attributes:
+        trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent.
+        successes: Those of them that went on.
+    """
+
+    trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
+    successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
+    _hazards: Array | None = None
+
+    def observe(self, evidence: Evidence, *, paths: int, offered: int, accepted: int) -> None:
+        """Learn from a decided step of one request.
+
+        Args:
+            evidence: The request's own.
+            paths: Drafted paths, K.
+            offered: Depth of the tree.
+            accepted: Accepted drafts, at most ``offered``.
+        """
+        tried = min(accepted + 1, offered)
+        expected = self.hazards[paths - 1, :tried]
+        evidence.age()
+        evidence.score += accepted - float(expected.sum())
+        evidence.information += float((expected * (1 - expected)).sum())
+        row = slice(0, tried)
+        self.trials[paths - 1, row] *= _MEMORY
+        self.successes[paths - 1, row] *= _MEMORY
+        self.trials[paths - 1, row] += 1
+        self.successes[paths - 1, :accepted] += 1
+        self._hazards = None
+
+    @property
+    def hazards(self) -> Array:
+        """``[MAX_PATHS, MAX_DEPTH]`` float64, the kind's chances."""
+        if self._hazards is None:
+            self._hazards = self._estimate()
+        return self._hazards
+
+    def expected_tokens(self, shifts: Array, limits: Ints, paths: Ints, depths: Ints) -> Array:
+        """Return ``[requests, plans]`` float64: tokens that a step of each plan commits.
+
+        Args:
+            shifts: ``[requests]`` float64, the requests' own.
+            limits: ``[requests]`` int64, most tokens each may still commit, at least 1.
+            paths: ``[plans]`` int64.
+            depths: ``[plans]`` int64.
+        """
+        deepest = int(depths.max())
+        numbers, place = np.unique(paths, return_inverse=True)
+        chances = _shifted(self.hazards[None, numbers - 1, :deepest], shifts[:, None, None])
+        survival = np.cumprod(chances, axis=2)
+        survival *= np.arange(1, deepest + 1) < limits[:, None, None]
+        result: Array = 1 + np.cumsum(survival, axis=2)[:, place, depths - 1]
+        return result
+
+    def _estimate(self) -> Array:
+        """Chain of priors: depth after depth, then each cell's own counts."""
+        independent = _INDEPENDENT_DRAFTS
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rates = np.where(self.trials > 0, self.successes / self.trials, 0.0)
+            singles = -np.expm1(np.log1p(-np.minimum(rates, 0.999)) / independent)
+        weights = self.trials.sum(axis=0)
+        pooled = (self.trials * singles).sum(axis=0)
+        chances, chance, prior = [], _FIRST_CHANCE, _FIRST_TRIALS
+        for weight, total in zip(weights.tolist(), pooled.tolist(), strict=True):
+            chance = (total + prior * chance) / (weight + prior)
+            chances.append(chance)
+            prior = _NEXT_TRIALS
+        expected = -np.expm1(np.log1p(-np.array(chances)) * independent)
+        result: Array = (self.successes + _CELL_TRIALS * expected) / (self.trials + _CELL_TRIALS)
+        return result
+
+
+def _independent_drafts() -> Array:
+    paths = np.arange(1, MAX_PATHS + 1)[:, None] ** _INDEPENDENCE
+    stay = _STAYING ** np.arange(MAX_DEPTH)
+    result: Array = 1 + (paths - 1) * stay
+    return result
+
+
+def _shifted(chances: Array, shift: Array | float) -> Array:
+    """Return chances with their log-odds moved by ``shift``."""
+    odds = np.exp(shift)
+    result: Array = chances * odds / (1 - chances + chances * odds)
+    return result
+
+
+_INDEPENDENT_DRAFTS = _independent_drafts()
+
+
+def kind_of(temperature: float) -> int:
+    """Return the class of a temperature: 0 for greedy, then steps of a half."""
+    return 0 if temperature == 0 else 1 + min(4, math.floor(temperature * 2))

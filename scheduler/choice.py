@@ -1,0 +1,145 @@
+"""Tokens a second of every plan, for every number of requests that draft by it."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.request import PlanReason
+from eaglegbv.scheduler.costs import Array, Cell, Ints, StepCosts, StepShape, features, size_class
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The plans that draft.
+
+    Attributes:
+        plans: The plans.
+        paths: ``[plans]`` int64.
+        depths: ``[plans]`` int64.
+    """
+
+    plans: tuple[Plan, ...]
+    paths: Ints
+    depths: Ints
+
+    @classmethod
+    def of(cls, plans: tuple[Plan, ...]) -> Self:
+        """Take these plans."""
+        paths = np.array([plan.paths for plan in plans])
+        return cls(plans, paths, np.array([plan.depth for plan in plans]))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the requests of a step go on.
+
+    Attributes:
+        plan: The plan of those that draft; :data:`PLAIN` where nobody does.
+        drafting: Which of the requests draft, by their places.
+        reason: Why.
+        tokens: What all of them together are expected to commit.
+        seconds: Expected time.
+    """
+
+    plan: Plan
+    drafting: frozenset[int]
+    reason: PlanReason
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What every choice is expected to bring.
+
+    Attributes:
+        options: The plans, P of them.
+        order: ``[requests, P]`` int64, requests by what they gain from a plan, most first.
+        tokens: ``[requests, P]`` float64, tokens of all when the first 1, 2, ... of them draft.
+        seconds: ``[requests, P]`` float64, more than 0.
+        plain_seconds: Of a step in which nobody drafts, more than 0.
+    """
+
+    options: Options
+    order: Ints
+    tokens: Array
+    seconds: Array
+    plain_seconds: float
+
+    @classmethod
+    def of(
+        cls, costs: StepCosts, options: Options, tokens: Array, *, batch: int, context: int
+    ) -> Self:
+        """Compare choices.
+
+        Args:
+            costs: Of steps, at least one of which was observed.
+            options: The plans.
+            tokens: ``[requests, P]`` float64, tokens a request is expected to commit by a plan.
+            batch: Requests of the step, at least those of ``tokens``.
+            context: KV slots they attend to.
+        """
+        requests = len(tokens)
+        order = np.argsort(-tokens, axis=0, kind="stable")
+        gains = np.take_along_axis(tokens, order, axis=0) - 1
+        drafting: Ints = np.arange(1, requests + 1)[:, None]
+        rows = features(batch, context, drafting, options.paths, options.depths)
+        size = size_class(batch)
+        factors = [costs.factor(Cell(size, p.paths, p.depth)) for p in options.plans]
+        return cls(
+            options=options,
+            order=order,
+            tokens=requests + np.cumsum(gains, axis=0),
+            seconds=np.maximum(1e-9, costs.linear(rows)) * np.array(factors),
+            plain_seconds=costs.seconds(StepShape(batch, context, 0, 0, 0)),
+        )
+
+    @property
+    def requests(self) -> int:
+        """Number of requests that choose."""
+        return len(self.tokens)
+
+    def plain(self, reason: PlanReason) -> Choice:
+        """Nobody drafts."""
+        return Choice(PLAIN, frozenset(), reason, float(self.requests), self.plain_seconds)
+
+    def best_drafting(self) -> Choice:
+        """Return the choice with the highest rate of those in which somebody drafts."""
+        rates = self.tokens / self.seconds
+        row, column = np.unravel_index(int(rates.argmax()), rates.shape)
+        return self._at(int(row), int(column), PlanReason.BEST)
+
+    def by(self, plan: Plan, reason: PlanReason) -> Choice:
+        """Return the best choice by one plan."""
+        if not plan.speculative:
+            return self.plain(reason)
+        column = self.options.plans.index(plan)
+        rates = self.tokens[:, column] / self.seconds[:, column]
+        return self._at(int(rates.argmax()), column, reason)
+
+    def everybody(self, plan: Plan, reason: PlanReason) -> Choice:
+        """All draft by one plan, or plainly."""
+        if not plan.speculative:
+            return self.plain(reason)
+        return self._at(self.requests - 1, self.options.plans.index(plan), reason)
+
+    def rates(self) -> Array:
+        """Return ``[P]`` float64: each plan's rate when the best number of requests draft by it."""
+        result: Array = (self.tokens / self.seconds).max(axis=0)
+        return result
+
+    def _at(self, row: int, column: int, reason: PlanReason) -> Choice:
+        return Choice(
+            plan=self.options.plans[column],
+            drafting=frozenset(self.order[: row + 1, column].tolist()),
+            reason=reason,
+            tokens=float(self.tokens[row, column]),
+            seconds=float(self.seconds[row, column]),
+        )

@@ -1,0 +1,230 @@
+"""What a step costs: measured times of steps, generalised over batches and plans.
+
+Two layers. A linear law of the step's shape, with coefficients of at least 0, fitted to relative
+errors by non-negative least squares over all steps seen, old ones fading:
+
+    seconds ~ step + a request + a token of context + a step that drafts + a request that drafts
+              + a level of the trees + a node
+
+It extrapolates to what was never run. On top, a correction for each (batch size, plan) that was
+run, because a machine is not linear: caches, kernels that fit sizes, graphs for some of them. The
+pace of the whole machine, which other programs change, is followed apart from both, so that a slow
+minute is not blamed on the plan that ran in it.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+Array: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+_MEMORY = 0.995
+"""Weight that a step keeps in the linear law with every further one."""
+
+_PACE = 0.15
+"""Share of a surprise that the machine's pace takes."""
+
+_PACE_MEMORY = 0.95
+"""What stays of the pace with every step: a change for good belongs into the law."""
+
+_SLOWEST_RATE = 0.08
+"""Least share of a surprise that a correction takes; early ones take more."""
+
+_TRUST = 2.0
+"""Steps after which a correction counts half."""
+
+_FADING = 200.0
+"""Observed steps after which half of a correction is left that was not looked at again."""
+
+_FIRST_SURPRISE, _SURPRISE = 1.0, 0.35
+"""Largest surprise (natural logarithm of seconds) taken at face value: a cell's first, and others.
+"""
+
+_REFIT = 8
+"""Steps between two fits of the linear law, once it knows more than this many."""
+
+_RIDGE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What decides the cost of a step.
+
+    Attributes:
+        requests: Requests in the batch, r.
+        context: KV slots they attend to, all together.
+        drafting: Requests that draft, 0 ... r.
+        paths: Paths each of those drafts; 0 where none drafts.
+        depth: Tokens of a path.
+    """
+
+    requests: int
+    context: int
+    drafting: int
+    paths: int
+    depth: int
+
+    @property
+    def features(self) -> Array:
+        """``[7]`` float64, what the linear law multiplies; see :func:`features`."""
+        drafts = min(self.drafting, 1)
+        nodes = self.drafting * self.paths * self.depth
+        return np.array(
+            (
+                1.0,
+                self.requests,
+                self.context / 1024,
+                drafts,
+                self.drafting,
+                drafts * self.depth,
+                nodes,
+            )
+        )
+
+    @property
+    def cell(self) -> "Cell":
+        """Where the shape's correction is kept."""
+        if not self.drafting:
+            return Cell(size_class(self.requests), 0, 0)
+        return Cell(size_class(self.requests), self.paths, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Steps that share a correction: a class of batch sizes, and a plan (0, 0 for none)."""
+
+    size: int
+    paths: int
+    depth: int
+
+
+@dataclass(slots=True)
+class _Correction:
+    """How a cell's steps differ from the linear law.
+
+    Attributes:
+        row: Features of the latest step.
+        log: Natural logarithm of the ratio, at the machine's usual pace.
+        steps: Steps so far.
+        latest: Number of the latest, among all steps observed.
+    """
+
+    row: Array
+    log: float = 0.0
+    steps: int = 0
+    latest: int = 0
+
+    def trusted(self, now: int) -> float:
+        """Return the part of ``log`` to rely on: little of few steps, and of long ago."""
+        fresh = 0.5 ** ((now - self.latest) / _FADING)
+        return self.log * fresh * self.steps / (self.steps + _TRUST)
+
+
+def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:
+    """Return ``[..., 7]`` what the linear law multiplies; arrays are broadcast together."""
+    drafts = np.minimum(drafting, 1)
+    columns = np.broadcast_arrays(
+        1.0, requests, context / 1024, drafts, drafting, drafts * depth, drafting * paths * depth
+    )
+    return np.stack(columns, axis=-1).astype(np.float64)
+
+
+def size_class(requests: int) -> int:
+    """Return the class of a batch size: 1, 2, 3-4, 5-8, 9-16, ..."""
+    return (requests - 1).bit_length()
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Learns what steps cost, from the steps themselves."""
+
+    _gram: Array = field(default_factory=lambda: np.zeros((7, 7)))
+    _moment: Array = field(default_factory=lambda: np.zeros(7))
+    _law: Array = field(default_factory=lambda: np.zeros(7))
+    _pace: float = 0.0
+    _corrections: dict[Cell, _Correction] = field(default_factory=dict)
+    _steps: int = 0
+    _unfitted: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps observed."""
+        return self._steps
+
+    def steps_in(self, cell: Cell) -> int:
+        """Return the number of steps observed in a cell."""
+        correction = self._corrections.get(cell)
+        return 0 if correction is None else correction.steps
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learn from one step.
+
+        Args:
+            shape: What it ran.
+            seconds: How long it took, more than 0.
+        """
+        row = shape.features
+        correction = self._corrections.setdefault(shape.cell, _Correction(row))
+        correction.row = row
+        if not self._steps:
+            self._law[0] = seconds
+        usual = self._linear(row) * math.exp(correction.log)
+        surprise = math.log(seconds / usual) - self._pace
+        most = _SURPRISE if correction.steps else _FIRST_SURPRISE
+        surprise = max(-most, min(most, surprise))
+        # What is common to all cells goes to the pace; a new cell's surprise is its own.
+        own = surprise
+        if correction.steps:
+            self._pace = _PACE_MEMORY * self._pace + _PACE * surprise
+            own *= 1 - _PACE
+        correction.log += max(_SLOWEST_RATE, 1 / (correction.steps + 1)) * own
+        correction.steps += 1
+        self._steps += 1
+        correction.latest = self._steps
+        # Relative errors: a row and its time, at the usual pace, are divided by what was expected.
+        scaled = row / usual
+        self._gram *= _MEMORY
+        self._gram += scaled[:, None] * scaled
+        self._moment *= _MEMORY
+        self._moment += scaled * math.exp(own)
+        self._unfitted += 1
+        if self._steps <= _REFIT or self._unfitted >= _REFIT:
+            self._fit()
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return what a step is expected to take; 0 before the first was observed."""
+        if not self._steps:
+            return 0.0
+        return self._linear(shape.features) * self.factor(shape.cell)
+
+    def linear(self, rows: Array) -> Array:
+        """Return the linear law of ``[..., 7]`` rows, in seconds."""
+        result: Array = rows @ self._law
+        return result
+
+    def factor(self, cell: Cell) -> float:
+        """Return what multiplies the linear law in a cell."""
+        correction = self._corrections.get(cell)
+        own = 0.0 if correction is None else correction.trusted(self._steps)
+        return math.exp(self._pace + own)
+
+    def _linear(self, row: Array) -> float:
+        return max(1e-9, float(row @ self._law))
+
+    def _fit(self) -> None:
+        """Fit the linear law; what the corrections say of their own cells stays as it is."""
+        self._unfitted = 0
+        scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))
+        gram = self._gram / np.outer(scale, scale) + _RIDGE * np.eye(7)
+        root = np.linalg.cholesky(gram).T
+        target = np.linalg.solve(root.T, self._moment / scale)
+        rows = [correction.row for correction in self._corrections.values()]
+        before = [self._linear(row) for row in rows]
+        self._law = nnls(root, target)[0] / scale
+        for correction, old, row in zip(self._corrections.values(), before, rows, strict=True):
+            correction.log += math.log(old / self._linear(row))

@@ -1,0 +1,339 @@
+"""Which plan each request's next step follows, where the user leaves the choice to the engine.
+
+Before a step, the planner knows what steps cost (:mod:`eaglegbv.scheduler.costs`) and how far
+drafts get (:mod:`eaglegbv.scheduler.acceptance`). Among all plans, and for each plan among all
+numbers of requests that draft by it, those with most to gain first, while the others decode
+plainly, it takes the choice with the most expected tokens a second:
+
+    rate = (requests + sum over those that draft of expected accepted tokens) / expected seconds
+
+Where drafting does not pay (a large batch, a poor drafter) nobody drafts. What is known is checked
+now and then by a probe, of another plan or of plain decoding, on a budget of 1% of the time.
+
+Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
+committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;
+and given any past, a step of any plan follows the target's law. What is drafted in the step, or not
+yet verified, is never looked at.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eaglegbv.auto_plan import AutoPlan, plan_name
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.request import PlanReason, Request
+from eaglegbv.scheduler.acceptance import Acceptance, Evidence, kind_of
+from eaglegbv.scheduler.choice import Choice, Options, Outlook
+from eaglegbv.scheduler.costs import Array, Cell, StepCosts, StepShape, size_class
+
+_HOLD = 8
+"""Steps between two choices for the same requests."""
+
+_KNOWN = 2
+"""Steps after which a plan counts as tried at a batch size."""
+
+_HOPELESS = 0.7
+"""A plan that looks this bad beside plain decoding is not tried at a new batch size."""
+
+_BETTER = 1.02
+"""How much better another choice must look to replace the present one."""
+
+_BUDGET = 0.01
+"""Share of the time that probes may lose."""
+
+_PROBE_EVERY = 16
+"""Least number of steps from one probe to the next."""
+
+_PLAIN_EVERY = 48
+"""Steps without plain decoding after which it is the next to be probed."""
+
+_WORTH_A_PROBE = 0.8
+"""A plan is probed if it looks at least this good beside the best."""
+
+_OFTEN, _SAMPLE_EVERY = 64, 4
+"""After so many steps of one kind, the time of one in four is enough."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A choice that goes on for some steps.
+
+    Attributes:
+        numbers: The requests it was made for.
+        choice: It.
+        steps: How many steps more.
+    """
+
+    numbers: list[int]
+    choice: Choice
+    steps: int
+
+
+@dataclass(slots=True)
+class _Book:
+    """What is known about steps of one kind of sampling, greedy or not.
+
+    Attributes:
+        costs: What they cost.
+        tried: Steps of each plan at each class of batch sizes.
+        latest: Number of the latest step of each plan.
+        step: Steps so far.
+        credit: Seconds that probes may lose.
+        probed: Number of the step of the latest probe.
+        present: What looked best last, or None at first.
+    """
+
+    costs: StepCosts = field(default_factory=StepCosts)
+    tried: Counter[Cell] = field(default_factory=Counter)
+    latest: dict[Plan, int] = field(default_factory=dict)
+    step: int = 0
+    credit: float = 0.0
+    probed: int = 0
+    present: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the planner makes of a plan, for a person to read.
+
+    Attributes:
+        plan: Its name.
+        tokens: Tokens of a step, all requests together.
+        seconds: Time of a step.
+        rate: Tokens a second.
+    """
+
+    plan: str
+    tokens: float
+    seconds: float
+    rate: float
+
+
+class Planner:
+    """Chooses plans before steps, and learns from the steps."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._books = {True: _Book(), False: _Book()}
+        self._acceptance: dict[tuple[int, float], Acceptance] = {}
+        self._options: dict[AutoPlan, Options] = {}
+        self._held: dict[AutoPlan, _Held] = {}
+        self._left_behind = False
+        self._timed: tuple[_Book, StepShape] | None = None
+
+    def assign(self, requests: Sequence[Request], *, others: int = 0) -> None:
+        """Give every automatic request among ``requests`` the plan of its next step.
+
+        Args:
+            requests: Those that decode next.
+            others: Requests that take part in the step without decoding.
+        """
+        self._timed = None
+        groups: dict[AutoPlan, list[Request]] = {}
+        for request in requests:
+            if request.auto is not None:
+                groups.setdefault(request.auto, []).append(request)
+        for auto, members in groups.items():
+            book = self._books[all(request.params.greedy for request in members)]
+            choice = self._go_on(auto, members) or self._choose_anew(
+                book, auto, members, batch=len(requests)
+            )
+            self._note(book, choice, members, batch=len(requests))
+            if not others and len(members) == len(requests):
+                self._time(book, choice, members)
+            self._left_behind = len(choice.drafting) < len(members)
+
+    def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
+        """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
+        if request.auto is None or not offered:
+            return
+        self._acceptance_of(request, request.plan).observe(
+            _evidence(request), paths=request.plan.paths, offered=offered, accepted=accepted
+        )
+
+    def observe_step(self, seconds: float) -> None:
+        """Learn what the step took whose plans were assigned last."""
+        if self._timed is None:
+            return
+        book, shape = self._timed
+        known = book.costs.steps_in(shape.cell)
+        if known < _OFTEN or book.step % _SAMPLE_EVERY == 0:
+            book.costs.observe(shape, seconds)
+
+    def explain(self, requests: Sequence[Request]) -> list[Estimate]:
+        """Return what is expected of each plan for automatic requests, the best first.
+
+        Empty where nothing is known yet, or no request leaves its plan to the planner.
+        """
+        members = [request for request in requests if request.auto is not None]
+        if not members or members[0].auto is None:
+            return []
+        book = self._books[all(request.params.greedy for request in members)]
+        if not book.costs.steps:
+            return []
+        outlook = self._outlook(book, members[0].auto, members, batch=len(requests))
+        choices = [outlook.by(plan, PlanReason.BEST) for plan in (PLAIN, *outlook.options.plans)]
+        choices.sort(key=lambda choice: -choice.rate)
+        return [Estimate(plan_name(c.plan), c.tokens, c.seconds, c.rate) for c in choices]
+
+    def _go_on(self, auto: AutoPlan, members: list[Request]) -> Choice | None:
+        """Return the choice that still holds for these requests, or None."""
+        held = self._held.get(auto)
+        if held is None or not held.steps or held.numbers != [r.number for r in members]:
+            return None
+        held.steps -= 1
+        return held.choice
+
+    def _choose_anew(
+        self, book: _Book, auto: AutoPlan, members: list[Request], *, batch: int
+    ) -> Choice:
+        outlook = self._outlook(book, auto, members, batch=batch)
+        choice = _choose(book, outlook, size_class(batch))
+        if choice.reason is PlanReason.BEST:
+            book.present = choice.plan
+        steps = _HOLD - 1 if choice.reason is PlanReason.BEST else 0
+        self._held[auto] = _Held([request.number for request in members], choice, steps)
+        for place, request in enumerate(members):
+            drafts = place in choice.drafting
+            request.plan = choice.plan if drafts else PLAIN
+            request.plan_reason = choice.reason
+            if not drafts:
+                _evidence(request).age(steps + 1)
+        return choice
+
+    def _outlook(
+        self, book: _Book, auto: AutoPlan, members: list[Request], *, batch: int
+    ) -> Outlook:
+        if auto not in self._options:
+            self._options[auto] = Options.of(auto.candidates)
+        options = self._options[auto]
+        tokens = self._expected_tokens(members, options)
+        context = sum(request.context for request in members)
+        return Outlook.of(book.costs, options, tokens, batch=batch, context=context)
+
+    def _expected_tokens(self, members: list[Request], options: Options) -> Array:
+        """Return ``[requests, plans]`` what each request is expected to commit by each plan."""
+        tokens = np.ones((len(members), len(options.plans)))
+        temperatures = np.array([plan.draft_temperature for plan in options.plans])
+        kinds = np.array([kind_of(request.params.temperature) for request in members])
+        shifts = np.array([_evidence(request).shift for request in members])
+        limits = np.array([r.max_tokens - len(r.token_ids) for r in members])
+        for kind in set(kinds.tolist()):
+            rows = np.flatnonzero(kinds == kind)
+            for temperature in set(temperatures.tolist()):
+                columns = np.flatnonzero(temperatures == temperature)
+                tokens[np.ix_(rows, columns)] = self._chances(kind, temperature).expected_tokens(
+                    shifts[rows], limits[rows], options.paths[columns], options.depths[columns]
+                )
+        return tokens
+
+    def _acceptance_of(self, request: Request, plan: Plan) -> Acceptance:
+        return self._chances(kind_of(request.params.temperature), plan.draft_temperature)
+
+    def _chances(self, kind: int, draft_temperature: float) -> Acceptance:
+        return self._acceptance.setdefault((kind, draft_temperature), Acceptance())
+
+    def _note(self, book: _Book, choice: Choice, members: list[Request], *, batch: int) -> None:
+        """Remember what is about to run."""
+        book.step += 1
+        size, drafting = size_class(batch), len(choice.drafting)
+        if drafting < len(members):
+            book.latest[PLAIN] = book.step
+        if drafting:
+            book.latest[choice.plan] = book.step
+        book.tried[_cell(choice.plan, size)] += 1
+        book.credit += _BUDGET * choice.seconds
+
+    def _time(self, book: _Book, choice: Choice, members: list[Request]) -> None:
+        """Have the time of the step taken, unless a drafter left behind has to catch up in it."""
+        drafting = len(choice.drafting)
+        if drafting and self._left_behind:
+            return
+        context = sum(request.context for request in members)
+        plan = choice.plan
+        shape = StepShape(
+            requests=len(members),
+            context=context,
+            drafting=drafting,
+            paths=plan.paths if drafting else 0,
+            depth=plan.depth if drafting else 0,
+        )
+        self._timed = book, shape
+
+
+def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
+    """Choose by what the book knows."""
+    lessons = _lessons(outlook.options.plans)
+    if book.step < len(lessons) or not book.costs.steps:
+        lesson = lessons[book.step % len(lessons)]
+        return outlook.everybody(lesson, PlanReason.LEARNING)
+    drafting, plain = outlook.best_drafting(), outlook.plain(PlanReason.BEST)
+    unknown = [
+        choice.plan
+        for choice in (plain, drafting)
+        if book.tried[_cell(choice.plan, size)] < _KNOWN
+        and choice.rate > _HOPELESS * max(plain.rate, drafting.rate)
+    ]
+    if unknown:
+        return outlook.everybody(unknown[0], PlanReason.LEARNING)
+    best = max(drafting, plain, key=lambda choice: choice.rate)
+    if book.present is PLAIN or book.present in outlook.options.plans:
+        stay = outlook.by(book.present, PlanReason.BEST)
+        best = best if best.rate > _BETTER * stay.rate else stay
+    return _probe(book, outlook, best) or best
+
+
+def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
+    """Return another choice that is worth a look and within the budget, or None."""
+    if book.step - book.probed < _PROBE_EVERY:
+        return None
+    probe = outlook.by(_least_recent(book, outlook, best), PlanReason.PROBE)
+    loss = probe.seconds - probe.tokens / best.rate
+    if loss > book.credit:
+        return None
+    book.credit -= max(0.0, loss)
+    book.probed = book.step
+    return probe
+
+
+def _least_recent(book: _Book, outlook: Outlook, best: Choice) -> Plan:
+    """Return what to probe: plain decoding in its turn, else a promising plan, not run for longest.
+
+    Plain decoding is what all else is measured against.
+    """
+    plans, rates = outlook.options.plans, outlook.rates()
+    promising = rates > _WORTH_A_PROBE * best.rate
+    near = [p for p, fit in zip(plans, promising.tolist(), strict=True) if fit and p != best.plan]
+    if best.plan is PLAIN:
+        near = near or [plans[int(rates.argmax())]]
+    elif not near or book.step - book.latest.get(PLAIN, 0) > _PLAIN_EVERY:
+        return PLAIN
+    return min(near, key=lambda plan: book.latest.get(plan, 0))
+
+
+def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """Return the first steps of all: drafts of different shapes, then none."""
+    paths, depths = sorted({p.paths for p in plans}), sorted({p.depth for p in plans})
+
+    def plan(k: int, d: int) -> Plan:
+        fit = [p for p in plans if (p.paths, p.depth) == (paths[k], depths[d])]
+        return fit[-1]
+
+    middle = plan(len(paths) // 2, len(depths) // 2)
+    small, deep = plan(0, len(depths) // 4), plan(len(paths) // 4, len(depths) - 2)
+    return (middle, small, deep, middle, small, PLAIN, PLAIN, PLAIN)
+
+
+def _cell(plan: Plan, size: int) -> Cell:
+    return Cell(size, plan.paths, plan.depth) if plan.speculative else Cell(size, 0, 0)
+
+
+def _evidence(request: Request) -> Evidence:
+    if request.plan_state is None:
+        request.plan_state = Evidence()
+    if not isinstance(request.plan_state, Evidence):
+        raise TypeError(f"request {request.number} belongs to another planner")
+    return request.plan_state

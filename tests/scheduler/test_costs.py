@@ -1,0 +1,105 @@
+"""Costs are learned from steps: exactly where the law holds, by corrections where it does not."""
+
+import numpy as np
+import pytest
+
+from eaglegbv.scheduler.costs import Cell, StepCosts, StepShape, features, size_class
+
+PLANS = [(0, 0), (3, 4), (1, 2), (2, 6), (4, 8)]
+
+
+def shape(requests: int, paths: int, depth: int, *, context: int = 100) -> StepShape:
+    drafting = requests if paths else 0
+    return StepShape(requests, requests * context, drafting, paths, depth)
+
+
+def linear_seconds(step: StepShape) -> float:
+    nodes = step.drafting * step.paths * step.depth
+    drafts = min(1, step.drafting)
+    return (
+        4.0
+        + 0.5 * step.requests
+        + 0.25 * step.context / 1024
+        + drafts * (1.5 + 0.5 * step.depth)
+        + 0.25 * step.drafting
+        + 0.05 * nodes
+    ) / 1000
+
+
+def test_features_of_one_shape_and_of_arrays_agree() -> None:
+    one = StepShape(requests=5, context=2048, drafting=3, paths=2, depth=4)
+    assert one.features.tolist() == [1, 5, 2, 1, 3, 4, 24]
+    rows = features(5, 2048, np.arange(1, 4)[:, None], np.array([2, 1]), np.array([4, 8]))
+    assert rows.shape == (3, 2, 7)
+    assert (rows[2, 0] == one.features).all()
+    assert StepShape(5, 2048, 0, 0, 0).features.tolist() == [1, 5, 2, 0, 0, 0, 0]
+
+
+def test_sizes_are_classed_by_powers_of_two() -> None:
+    assert [size_class(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [0, 1, 2, 2, 3, 3, 4, 4, 5]
+    assert shape(6, 0, 0).cell == Cell(3, 0, 0)
+    assert shape(6, 2, 5).cell == Cell(3, 2, 5)
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert StepCosts().seconds(shape(1, 3, 4)) == 0
+
+
+def test_a_linear_machine_is_known_also_where_it_was_not_tried() -> None:
+    costs = StepCosts()
+    for _ in range(6):
+        for requests in (1, 2, 6, 12):
+            for plan in PLANS:
+                step = shape(requests, *plan)
+                costs.observe(step, linear_seconds(step))
+    for requests, paths, depth in [(4, 0, 0), (4, 2, 3), (1, 4, 5), (16, 3, 6), (3, 1, 7)]:
+        step = shape(requests, paths, depth)
+        assert costs.seconds(step) == pytest.approx(linear_seconds(step), rel=0.03)
+
+
+def test_a_plan_dearer_than_the_law_says_is_corrected_alone() -> None:
+    costs = StepCosts()
+
+    def seconds(step: StepShape) -> float:
+        dear = (step.paths, step.depth) == (2, 6)
+        return linear_seconds(step) * (1.5 if dear else 1)
+
+    for _ in range(30):
+        for plan in PLANS:
+            costs.observe(shape(1, *plan), seconds(shape(1, *plan)))
+    for plan in PLANS:
+        assert costs.seconds(shape(1, *plan)) == pytest.approx(seconds(shape(1, *plan)), rel=0.05)
+
+
+def test_a_slow_minute_of_the_machine_is_not_blamed_on_the_plan() -> None:
+    costs = StepCosts()
+    for _ in range(40):
+        for plan in PLANS:
+            costs.observe(shape(1, *plan), linear_seconds(shape(1, *plan)))
+    usual = costs.seconds(shape(1, 0, 0))
+    for _ in range(12):
+        costs.observe(shape(1, 3, 4), 1.5 * linear_seconds(shape(1, 3, 4)))
+    slow = costs.seconds(shape(1, 3, 4)) / linear_seconds(shape(1, 3, 4))
+    assert slow > 1.3
+    # Part of it is taken as the machine's: plain decoding is expected to have slowed down too.
+    assert costs.seconds(shape(1, 0, 0)) > 1.08 * usual
+
+
+def test_a_stall_changes_little() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        for plan in PLANS:
+            costs.observe(shape(1, *plan), linear_seconds(shape(1, *plan)))
+    before = costs.seconds(shape(1, 3, 4))
+    costs.observe(shape(1, 3, 4), 1.0)
+    assert costs.seconds(shape(1, 3, 4)) < 1.12 * before
+
+
+def test_steps_are_counted_by_cell() -> None:
+    costs = StepCosts()
+    costs.observe(shape(3, 2, 2), 0.01)
+    costs.observe(shape(4, 2, 2), 0.01)
+    costs.observe(shape(5, 2, 2), 0.01)
+    assert costs.steps == 3
+    assert costs.steps_in(Cell(2, 2, 2)) == 2
+    assert costs.steps_in(Cell(2, 0, 0)) == 0

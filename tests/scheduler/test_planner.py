@@ -1,0 +1,177 @@
+"""The planner in a simulated world finds what is best there, and follows when the world changes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.simulated_engine import Simulation, World, make_request
+
+from eaglegbv.auto_plan import AUTO, AutoPlan, plan_name
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.request import PlanReason
+from eaglegbv.scheduler.planner import Planner
+
+
+def is_plain(plan: Plan, reason: PlanReason) -> bool:
+    return plan is PLAIN
+
+
+def chance(value: float) -> Callable[[int, int], float]:
+    return lambda place, depth: value
+
+
+def falling(place: int, depth: int) -> float:
+    return 0.8 * 0.7**depth
+
+
+WORLDS = {
+    "good drafter": World(chance=chance(0.8)),
+    "middling drafter": World(),
+    "poor drafter": World(chance=chance(0.15), draft=(2.0, 0.4, 0.7, 0.1)),
+    "dear drafts": World(draft=(8.0, 1.0, 2.0, 0.4)),
+    "first drafts only": World(chance=falling),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_it_comes_near_the_best_fixed_plan(name: str, batch: int) -> None:
+    simulation = Simulation(WORLDS[name])
+    simulation.run(batch, 250)
+    assert simulation.run(batch, 250) > 0.93 * simulation.best(batch)
+
+
+def test_plain_decoding_where_drafts_do_not_pay() -> None:
+    simulation = Simulation(WORLDS["dear drafts"])
+    simulation.run(8, 100)
+    rate = simulation.run(8, 300)
+    assert rate > 0.97 * simulation.rate(8, PLAIN)
+    assert simulation.share(is_plain, 300) > 0.95
+
+
+def test_deep_trees_where_drafts_are_accepted_and_levels_are_cheap() -> None:
+    simulation = Simulation(World(chance=chance(0.92), draft=(0.5, 0.1, 0.2, 0.02)))
+    simulation.run(1, 200)
+    simulation.run(1, 100)
+    assert simulation.share(lambda plan, reason: plan.depth >= 6, 100) > 0.8
+
+
+def test_large_batches_decode_plainly_where_small_ones_draft() -> None:
+    # Rows are free up to a point only: a node costs as much as a request.
+    world = World(step=(6.0, 0.4), draft=(1.0, 0.0, 0.3, 0.4), chance=chance(0.5))
+    simulation = Simulation(world)
+    for batch in (1, 32):
+        simulation.run(batch, 150)
+    assert simulation.rate(1, Plan(paths=1, depth=3)) > 1.2 * simulation.rate(1, PLAIN)
+    assert simulation.best(32) == simulation.rate(32, PLAIN)
+    simulation.run(1, 100)
+    assert simulation.share(is_plain, 100) < 0.2
+    simulation.run(32, 100)
+    assert simulation.share(is_plain, 100) > 0.9
+
+
+def test_it_returns_when_the_drafter_gets_better() -> None:
+    simulation = Simulation(World(chance=chance(0.05), draft=(3.0, 0.3, 0.6, 0.05)))
+    simulation.run(2, 300)
+    assert simulation.share(is_plain, 100) > 0.9
+    simulation.world = dataclasses.replace(simulation.world, chance=chance(0.85))
+    simulation.run(2, 1500)
+    assert simulation.share(is_plain, 100) < 0.2
+
+
+def test_it_gives_up_when_the_drafter_gets_worse() -> None:
+    simulation = Simulation(World(chance=chance(0.8), draft=(3.0, 0.3, 0.6, 0.05)))
+    simulation.run(2, 300)
+    assert simulation.share(is_plain, 100) < 0.1
+    simulation.world = dataclasses.replace(simulation.world, chance=chance(0.02))
+    simulation.run(2, 600)
+    assert simulation.share(is_plain, 100) > 0.8
+
+
+def test_it_follows_a_machine_on_which_drafting_becomes_dear() -> None:
+    simulation = Simulation(World())
+    simulation.run(1, 300)
+    assert simulation.share(is_plain, 100) < 0.1
+    simulation.world = dataclasses.replace(simulation.world, draft=(15.0, 0.0, 3.0, 0.0))
+    simulation.run(1, 900)
+    assert simulation.share(is_plain, 200) > 0.6
+
+
+def test_of_one_batch_those_draft_whose_drafts_are_accepted() -> None:
+    def mixed(place: int, depth: int) -> float:
+        return 0.9 if place < 4 else 0.03
+
+    simulation = Simulation(World(chance=mixed, step=(9.0, 0.2), draft=(0.5, 1.5, 0.3, 0.1)))
+    simulation.run(8, 400)
+    chosen = simulation.log[-100:]
+    good = np.mean([step[place][0] is not PLAIN for step in chosen for place in range(4)])
+    bad = np.mean([step[place][0] is not PLAIN for step in chosen for place in range(4, 8)])
+    assert good > 0.9
+    assert bad < 0.3
+
+
+def test_probes_are_rare_and_cheap() -> None:
+    simulation = Simulation(WORLDS["dear drafts"])
+    simulation.run(4, 100)
+    simulation.run(4, 400)
+    probes = simulation.share(lambda plan, reason: reason is PlanReason.PROBE, 400)
+    assert 0 < probes < 0.05
+
+
+def test_every_plan_keeps_to_the_limits() -> None:
+    auto = AutoPlan(max_paths=2, max_depth=3, draft_temperatures=(1.0, 1.5))
+    simulation = Simulation(World())
+    simulation.run(3, 200, auto=auto)
+    plans = {plan for step in simulation.log for plan, _ in step}
+    assert plans <= {PLAIN, *auto.candidates}
+    assert all(plan.tree_slots <= auto.largest.tree_slots for plan in plans)
+
+
+def test_a_request_with_a_plan_of_its_own_keeps_it() -> None:
+    planner, plan = Planner(), Plan(paths=2, depth=2)
+    fixed, free = make_request(0, None, 1.0), make_request(1, AUTO, 1.0)
+    fixed.plan = plan
+    for _ in range(20):
+        planner.assign([fixed, free])
+        assert fixed.plan is plan
+        assert fixed.plan_reason is PlanReason.FIXED
+        assert free.plan_reason is not PlanReason.FIXED
+        planner.observe_request(fixed, offered=2, accepted=1)
+        planner.observe_request(free, offered=free.plan.depth, accepted=0)
+        planner.observe_step(0.01)
+    assert fixed.plan_state is None
+
+
+def test_times_of_steps_that_also_do_other_things_are_not_learned() -> None:
+    planner, request = Planner(), make_request(0, AUTO, 1.0)
+    for _ in range(30):
+        planner.assign([request], others=1)
+        planner.observe_step(123.0)
+    assert planner.explain([request]) == []
+
+
+def test_greedy_and_sampled_steps_are_learned_apart() -> None:
+    simulation = Simulation(World(chance=chance(0.9)))
+    simulation.run(1, 100, temperature=0.0)
+    assert simulation.planner.explain([make_request(-1, AUTO, 0.0)])
+    assert not simulation.planner.explain([make_request(-2, AUTO, 1.0)])
+
+
+def test_the_explanation_lists_all_plans_best_first() -> None:
+    simulation = Simulation(World())
+    simulation.run(2, 100)
+    estimates = simulation.planner.explain([make_request(-n, AUTO, 1.0) for n in (1, 2)])
+    assert {e.plan for e in estimates} == {plan_name(p) for p in (PLAIN, *AUTO.candidates)}
+    assert [e.rate for e in estimates] == sorted((e.rate for e in estimates), reverse=True)
+    plain = next(e for e in estimates if e.plan == "none")
+    assert plain.tokens == 2
+    assert plain.rate == pytest.approx(plain.tokens / plain.seconds)
+    assert Planner().explain([make_request(0, None, 1.0)]) == []
+
+
+def test_nothing_is_known_without_steps_and_the_first_one_drafts() -> None:
+    planner, request = Planner(), make_request(0, AUTO, 1.0)
+    planner.assign([request])
+    assert request.plan.speculative
+    assert request.plan_reason is PlanReason.LEARNING

@@ -1,0 +1,124 @@
+"""An engine without models: steps take the time and drafts get as far as stated laws say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from eaglegbv.auto_plan import AUTO, AutoPlan
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import PlanReason, Request
+from eaglegbv.scheduler.planner import Planner
+from eaglegbv.uniforms import Stream
+
+
+@dataclass(slots=True)
+class World:
+    """What is true.
+
+    Attributes:
+        step: Milliseconds of a step of one request, and of every further one.
+        draft: Milliseconds that drafting adds: once, a request, a level, a node.
+        chance: Chance of a single draft, by place in the batch and depth from 0.
+        noise: Standard deviation of the logarithm of a step's time.
+    """
+
+    step: tuple[float, float] = (4.0, 0.5)
+    draft: tuple[float, float, float, float] = (1.0, 0.2, 0.5, 0.05)
+    chance: Callable[[int, int], float] = field(default=lambda place, depth: 0.6)
+    noise: float = 0.05
+
+    def seconds(self, requests: list[Request]) -> float:
+        base, each = self.step
+        time = base + each * (len(requests) - 1)
+        drafting = [r for r in requests if r.plan.speculative]
+        if drafting:
+            once, request, level, node = self.draft
+            plan = drafting[0].plan
+            nodes = plan.paths * plan.depth * len(drafting)
+            time += once + request * len(drafting) + level * plan.depth + node * nodes
+        return time / 1000
+
+    def hazard(self, place: int, paths: int, depth: int) -> float:
+        drafts = 1 + (paths - 1) * 0.5**depth
+        return 1 - (1 - self.chance(place, depth)) ** drafts
+
+    def expected(self, place: int, plan: Plan) -> float:
+        if not plan.speculative:
+            return 1.0
+        hazards = [self.hazard(place, plan.paths, d) for d in range(plan.depth)]
+        return 1 + float(np.cumprod(hazards).sum())
+
+
+@dataclass(slots=True)
+class Simulation:
+    """Runs a planner in a world.
+
+    Attributes:
+        world: What is true; may be replaced between runs.
+        planner: Who chooses.
+        log: Plans and reasons of all requests of all steps.
+    """
+
+    world: World
+    planner: Planner = field(default_factory=Planner)
+    log: list[list[tuple[Plan, PlanReason]]] = field(default_factory=list)
+    added: int = 0
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def run(
+        self, batch: int, steps: int, *, auto: AutoPlan = AUTO, temperature: float = 1.0
+    ) -> float:
+        """Run a batch for some steps, and return its tokens per second."""
+        requests = [make_request(self.added + n, auto, temperature) for n in range(batch)]
+        self.added += batch
+        tokens = time = 0.0
+        for _ in range(steps):
+            self.planner.assign(requests)
+            self.log.append([(r.plan, r.plan_reason) for r in requests])
+            for place, request in enumerate(requests):
+                accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
+                while accepted < depth and self.generator.random() < self.world.hazard(
+                    place, request.plan.paths, accepted
+                ):
+                    accepted += 1
+                tokens += 1 + accepted
+                self.planner.observe_request(request, offered=depth, accepted=accepted)
+            noise = np.exp(self.world.noise * self.generator.normal())
+            time += self.world.seconds(requests)
+            self.planner.observe_step(float(self.world.seconds(requests) * noise))
+        return tokens / time
+
+    def best(self, batch: int, *, auto: AutoPlan = AUTO) -> float:
+        """Return the tokens per second of the best fixed plan."""
+        return max(self.rate(batch, plan) for plan in (PLAIN, *auto.candidates))
+
+    def rate(self, batch: int, plan: Plan) -> float:
+        """Return the tokens per second of a fixed plan."""
+        requests = [make_request(n, AUTO, 1.0) for n in range(batch)]
+        for request in requests:
+            request.plan = plan
+        tokens = sum(self.world.expected(n, plan) for n in range(batch))
+        return tokens / self.world.seconds(requests)
+
+    def share(self, of: Callable[[Plan, PlanReason], bool], last: int) -> float:
+        """Return the share of plans, of the last steps, of which ``of`` is true."""
+        chosen = [of(*entry) for step in self.log[-last:] for entry in step]
+        return sum(chosen) / len(chosen)
+
+
+def make_request(number: int, auto: AutoPlan | None, temperature: float) -> Request:
+    """Return a request that decodes."""
+    return Request(
+        number=number,
+        prompt_ids=(1, 2),
+        params=SamplingParams(temperature=temperature, max_tokens=100_000),
+        plan=PLAIN,
+        stream=Stream(number),
+        max_tokens=100_000,
+        auto=auto,
+        token_ids=[1],
+        slots=torch.arange(100),
+    )
