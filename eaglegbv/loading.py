@@ -1,28 +1,40 @@
 """Opening a target and its drafter from disk, so that they fit each other."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.drafters.eagle_head import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.kind import Kind, kind_of
+from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
+NGRAM = "ngram"
+"""Name of the drafter that needs no files: prompt lookup."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and the drafter that reads its features, or none."""
+    """A target and what drafts for it, or nothing."""
 
     target: Target
     drafter: Drafter | None
@@ -36,11 +48,13 @@ def load_pair(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Pair:
-    """Open a target, and an EAGLE head for it.
+    """Open a target, and what drafts for it.
 
     Args:
         model: Folder or hub name of a transformers decoder-only model.
-        drafter: Folder of a head, ``"eagle3"`` or ``"eagle1"`` for those of the tiny pair, or None.
+        drafter: Folder of an EAGLE head, of a small language model with the target's tokenizer, or
+            of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of
+            the tiny pair; or None.
         slots: Tokens the KV pools hold.
         dtype: None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
@@ -48,36 +62,117 @@ def load_pair(
     Raises:
         InvalidArgument: There is no such model or drafter.
         ModelNotSupported: The engine cannot drive the model.
-        DrafterMismatch: The head does not fit the target.
+        DrafterMismatch: The drafter does not fit the target.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    opened = _Opening(model, slots=slots, dtype=dtype, device=place)
     if drafter is None:
-        plain = HFTarget.from_pretrained(model, dtype=dtype, device=place, max_slots=slots)
-        return Pair(plain, None)
+        return Pair(opened.target(FeatureSpec.none()), None)
+    if drafter == NGRAM:
+        return Pair(opened.target(FeatureSpec.none()), NgramDrafter())
     folder = _drafter_folder(drafter)
-    config = load_config(model)
-    head_config = read_head_config(folder, config)
-    target = HFTarget.from_pretrained(
-        model,
-        dtype=dtype,
-        device=place,
-        max_slots=slots,
-        features=_features(head_config),
-    )
-    head = load_head(
-        folder,
-        target_config=config,
-        target_embedding=target.input_embeddings,
-        target_lm_head=target.output_embeddings,
-        dtype=dtype,
-        device=place,
-    )
-    pool = KVPool(1, slots, head_config.num_kv_heads, head_config.head_dim, dtype, place)
-    return Pair(target, EagleDrafter(head, TorchPagedAttention(pool)))
+    match kind_of(folder):
+        case Kind.EAGLE:
+            return opened.with_head(folder)
+        case Kind.LANGUAGE_MODEL:
+            return opened.with_language_model(folder)
+        case Kind.TABLE:
+            target = opened.target(FeatureSpec.none())
+            table = Table.load(folder, vocab_size=target.vocab_size, device=place)
+            return Pair(target, TabularDrafter(table))
 
 
-def _features(head: EagleHeadConfig) -> FeatureSpec:
+class _Opening:
+    """Opens a target together with whatever drafts for it."""
+
+    def __init__(
+        self, model: str | Path, *, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._dtype = dtype
+        self._device = device
+
+    def target(self, features: FeatureSpec) -> HFTarget:
+        """Open the target."""
+        return self._open(self._model, features)
+
+    def with_head(self, folder: Path) -> Pair:
+        """Open an EAGLE head, and the target with the features it reads."""
+        config = load_config(self._model)
+        head_config = read_head_config(folder, config)
+        target = self.target(feature_spec(head_config))
+        head = load_head(
+            folder,
+            target_config=config,
+            target_embedding=target.input_embeddings,
+            target_lm_head=target.output_embeddings,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return Pair(target, head_drafter(head, slots=self._slots))
+
+    def with_language_model(self, folder: Path) -> Pair:
+        """Open a small language model of the target's vocabulary."""
+        check_tokenizers(self._model, folder)
+        target = self.target(FeatureSpec.none())
+        small = self._open(folder, FeatureSpec.none())
+        if small.max_context < target.max_context:
+            logger.warning(
+                "texts end at %d tokens, the context of drafter %s; the target's is %d",
+                small.max_context,
+                folder,
+                target.max_context,
+            )
+            target.max_context = small.max_context
+        return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
+
+    def _open(self, model: str | Path, features: FeatureSpec) -> HFTarget:
+        return HFTarget.from_pretrained(
+            model,
+            dtype=self._dtype,
+            device=self._device,
+            max_slots=self._slots,
+            features=features,
+        )
+
+
+def head_drafter(head: EagleHead, *, slots: int) -> EagleDrafter:
+    """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
+    weight = next(head.parameters())
+    config = head.config
+    pool = KVPool(1, slots, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+    return EagleDrafter(head, TorchPagedAttention(pool))
+
+
+def check_tokenizers(model: str | Path, drafter: Path) -> None:
+    """Check that a target and a language model that drafts for it mean the same by every token.
+
+    Tables of different sizes are fine where the tokenizers agree: they are padded differently.
+
+    Raises:
+        DrafterMismatch: A token differs; or, where the drafter has no tokenizer, the sizes do.
+    """
+    if not any((drafter / name).is_file() for name in _TOKENIZER_FILES):
+        sizes = [load_config(m).get_text_config().vocab_size for m in (model, drafter)]
+        if sizes[0] != sizes[1]:
+            expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
+            raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
+        return
+    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    if differing:
+        token = min(differing)
+        raise DrafterMismatch(
+            f"drafter's id of token {token!r}",
+            theirs.get(token),
+            f"the target's, {ours.get(token)}; {len(differing)} tokens differ",
+        )
+
+
+def feature_spec(head: EagleHeadConfig) -> FeatureSpec:
+    """Return the features of a target that a head reads."""
     if head.arch is Arch.EAGLE1:
         return FeatureSpec.final()
     return FeatureSpec.layer_inputs(head.feature_layers)
@@ -86,6 +181,7 @@ def _features(head: EagleHeadConfig) -> FeatureSpec:
 def _drafter_folder(drafter: str | Path) -> Path:
     folder = TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
     if not folder.is_dir():
-        names = " or ".join(repr(name) for name in TINY_DRAFTERS)
-        raise InvalidArgument("drafter", str(drafter), f"a folder with an EAGLE head, or {names}")
+        names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
+        expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
+        raise InvalidArgument("drafter", str(drafter), expected)
     return folder

@@ -1,11 +1,12 @@
 """Training of EAGLE heads on the hidden states of a frozen target, computed as they are needed."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_head import (
@@ -16,19 +17,10 @@ from eaglegbv.drafters.eagle_head import (
     EagleHeadConfig,
     default_feature_layers,
 )
-from eaglegbv.drafters.training.data import (
-    Corpus,
-    build_corpus,
-    draw_documents,
-    find_files,
-    mixture_weights,
-    pack,
-    read_rows,
-)
+from eaglegbv.drafters.training.data import Corpus, draw_documents, pack
 from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
-from eaglegbv.drafters.training.samples import regenerate
-from eaglegbv.drafters.training.target import FINAL_MIXTURE, OTHER_SHARE
+from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
     Loss,
@@ -69,6 +61,7 @@ class EagleTrainingConfig:
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
         initial: Folder of a head of the same sizes to go on from; None starts from random weights.
+        validate: Held-out prompts that acceptance is measured on by a real verifier.
     """
 
     arch: Arch
@@ -94,27 +87,48 @@ class EagleTrainingConfig:
     device: str = "cpu"
     compile: bool = False
     initial: Path | None = None
+    validate: int = 16
+
+    @property
+    def texts(self) -> TextSettings:
+        """Which texts to train and measure on."""
+        return TextSettings(
+            target=self.target,
+            data=self.data,
+            regenerate=self.regenerate,
+            samples=self.samples or self.out / "samples.pt",
+            max_new_tokens=self.max_new_tokens,
+            generation_batch=self.generation_batch,
+            window=self.window,
+            held_out=self.held_out,
+            rows_per_source=self.rows_per_source,
+            seed=self.schedule.seed,
+        )
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens >= self.window:
-            raise InvalidArgument("max_new_tokens", self.max_new_tokens, f"below {self.window=}")
+        _ = self.texts  # raises where its settings do not fit
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """What a head is trained on, ``weights`` ``[documents]`` float64, and measured on."""
-
-    training: Corpus
-    weights: Tensor
-    held_out: Corpus
+Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
+"""Measures a head on prompts with a real verifier: from both to results by name."""
 
 
 def train_eagle(
-    config: EagleTrainingConfig, *, command: str = "", resume: bool = False
+    config: EagleTrainingConfig,
+    *,
+    command: str = "",
+    resume: bool = False,
+    validate: Validate | None = None,
 ) -> TrainingReport:
     """Train a head and save it in the EAGLE repository's format.
+
+    Args:
+        config: Settings.
+        command: Command line, for the report.
+        resume: Go on from the checkpoint in ``config.out``, if there is one.
+        validate: Measures the head on ``config.validate`` held-out prompts, at every evaluation.
 
     Raises:
         InvalidArgument: No data, or a checkpoint of another run.
@@ -126,13 +140,13 @@ def train_eagle(
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
     config.out.mkdir(parents=True, exist_ok=True)
-    texts = _texts(config, model)
+    texts = gather_texts(config.texts, lambda: model)
     torch.manual_seed(config.schedule.seed)
     head = _new_head(config, model, texts.training).to(device)
     if config.compile:
         for layer in model.base_model.get_submodule("layers").children():
             layer.compile()
-    trainer = _Trainer(config, model, head, texts)
+    trainer = _Trainer(config, model, head, texts, validate)
     task = Task(
         module=head,
         loss=trainer.loss,
@@ -167,7 +181,12 @@ class _Trainer:
     """The loss of each step and the held-out evaluation."""
 
     def __init__(
-        self, config: EagleTrainingConfig, model: PreTrainedModel, head: EagleHead, texts: Texts
+        self,
+        config: EagleTrainingConfig,
+        model: PreTrainedModel,
+        head: EagleHead,
+        texts: Texts,
+        validate: Validate | None,
     ) -> None:
         self.config = config
         self.model = model
@@ -176,6 +195,8 @@ class _Trainer:
         self.training = texts.training.to(device)
         self.weights = texts.weights.to(device)
         self.held_out = texts.held_out.to(device)
+        self.validate = validate
+        self.prompts = _prompts(texts.held_out, config.validate)
 
     def loss(self, step: int, spent: float) -> Tensor:
         """Mean over depths, weighted by the decay."""
@@ -195,7 +216,7 @@ class _Trainer:
         return total / sum(config.decay**d for d in range(config.depths))
 
     def evaluate(self, head: EagleHead) -> Evaluation:
-        """Measure acceptance on the held-out texts."""
+        """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         meter = AcceptanceMeter(self.config.depths)
         # By length, so that a batch is padded little, and evenly over all lengths.
         every = max(1, len(self.held_out.lengths) // self.config.held_out)
@@ -208,7 +229,11 @@ class _Trainer:
         found = meter.estimate()
         values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
         name = f"block efficiency, one path of depth {self.config.depths}, token verification"
-        return Evaluation(-found.block_efficiency, values | {name: found.block_efficiency})
+        values[name] = found.block_efficiency
+        if self.validate is not None and self.prompts:
+            values |= self.validate(head, self.prompts)
+        # The estimate chooses the weights to keep: a few prompts say less, and noisily.
+        return Evaluation(-found.block_efficiency, values)
 
     @torch.no_grad()
     def _run_target(self, corpus: Corpus, documents: Tensor) -> TargetRun:
@@ -227,49 +252,17 @@ class _Trainer:
         )
 
 
-def _texts(config: EagleTrainingConfig, model: PreTrainedModel) -> Texts:
-    path = config.samples or config.out / "samples.pt"
-    if config.regenerate and path.exists():
-        saved = torch.load(path, weights_only=True)
-        training, held_out = Corpus(**saved["training"]), Corpus(**saved["held_out"])
-        return Texts(training, torch.ones(len(training.lengths), dtype=torch.float64), held_out)
-    rows = list(read_rows(find_files(config.data), config.rows_per_source))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.target)
-    training, held_out = (
-        build_corpus([row for row in rows if row.held_out is kept], tokenizer, config.window)
-        for kept in (False, True)
-    )
-    weights, held_out_weights = (
-        mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.window)
-        for corpus in (training, held_out)
-    )
-    if not config.regenerate:
-        return Texts(training, weights, held_out)
-    training = _answers(config, model, training, weights, config.regenerate, config.schedule.seed)
-    number = min(config.held_out, config.regenerate)
-    held_out = _answers(config, model, held_out, held_out_weights, number, config.schedule.seed + 1)
-    torch.save({"training": asdict(training), "held_out": asdict(held_out)}, path)
-    return Texts(training, torch.ones(len(training.lengths), dtype=torch.float64), held_out)
-
-
-def _answers(
-    config: EagleTrainingConfig,
-    model: PreTrainedModel,
-    corpus: Corpus,
-    weights: Tensor,
-    number: int,
-    seed: int,
-) -> Corpus:
-    return regenerate(
-        model,
-        corpus,
-        weights,
-        number,
-        max_prompt=config.window - config.max_new_tokens,
-        max_new_tokens=config.max_new_tokens,
-        batch=config.generation_batch,
-        seed=seed,
-    )
+def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
+    """Return what comes before the first response of ``number`` documents, evenly over lengths."""
+    prompts = []
+    every = max(1, len(corpus.lengths) // max(1, number))
+    for document in corpus.lengths.argsort()[::every].tolist():
+        start, length = int(corpus.starts[document]), int(corpus.lengths[document])
+        first = int(corpus.is_response[start : start + length].int().argmax())
+        # Plain text is all response.
+        if first > 0:
+            prompts.append(corpus.token_ids[start : start + first].tolist())
+    return prompts[:number]
 
 
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
@@ -329,5 +322,5 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
 
 
 def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    left_out = {"data", "out", "samples", "target", "device", "initial"}
+    left_out = {"data", "out", "samples", "target", "device", "initial", "validate"}
     return {name: value for name, value in asdict(config).items() if name not in left_out}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglegbv.cli.drafters import drafters
 from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
     Device,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
 app.command()(solvers)
+app.command()(drafters)
 
 
 @app.callback()
@@ -52,7 +54,7 @@ def mt_bench(
     depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
     law: LawName = None,
-    draft_width: DraftWidth = 64,
+    draft_width: DraftWidth = 256,
     draft_temperature: DraftTemperature = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message of every question.")] = None,

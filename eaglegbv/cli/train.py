@@ -1,4 +1,4 @@
-"""``eaglegbv train``: the target and the EAGLE heads."""
+"""``eaglegbv train``: the target, the EAGLE heads, and a table to measure them by."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,17 @@ from typing import Annotated
 import torch
 import typer
 
+from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
 from eaglegbv.drafters.training.loop import Schedule
 from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
+from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.drafters.training.unroll import Loss
+from eaglegbv.eval.validation import HeadValidator
 
-app = typer.Typer(no_args_is_help=True, help="Train a target or an EAGLE head.")
+app = typer.Typer(no_args_is_help=True, help="Train a target, an EAGLE head or a bigram table.")
 
 Data = Annotated[list[Path], typer.Option(help="JSON-lines file or folder; may be repeated.")]
 Out = Annotated[Path, typer.Option(help="Folder to write.")]
@@ -25,7 +29,7 @@ Resume = Annotated[bool, typer.Option(help="Go on from the checkpoint in the fol
 
 @app.callback()
 def main() -> None:
-    """Train a target or an EAGLE head."""
+    """Train a target, an EAGLE head or a bigram table."""
 
 
 @app.command()
@@ -127,6 +131,15 @@ def eagle(
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
     initial: Annotated[Path | None, typer.Option(help="Trained head to go on from.")] = None,
+    validate: Annotated[
+        int,
+        typer.Option(
+            help="Held-out prompts that every evaluation measures acceptance on, by the engine and "
+            "verifier otbv; 0: none."
+        ),
+    ] = 16,
+    validate_tokens: Annotated[int, typer.Option(help="Tokens of their answers at most.")] = 64,
+    validate_paths: Annotated[int, typer.Option(help="Drafted paths, of --depths tokens.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Device = "auto",
     bf16: Bf16 = True,
@@ -164,8 +177,50 @@ def eagle(
         ),
         device=_resolve(device),
         compile=compile_layers,
+        validate=validate,
     )
-    print(train_eagle(config, command=_command_line(), resume=resume).card())
+    measure = HeadValidator(
+        target,
+        Plan(paths=validate_paths, depth=depths),
+        max_tokens=validate_tokens,
+        device=config.device,
+        seed=seed,
+    )
+    report = train_eagle(config, command=_command_line(), resume=resume, validate=measure)
+    print(report.card())
+
+
+@app.command()
+def bigram(
+    target: Annotated[Path, typer.Option(help="Folder of the target.")],
+    data: Data,
+    out: Out,
+    width: Annotated[int, typer.Option(help="Followers kept of every token.")] = 64,
+    window: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 256,
+    regenerate: Annotated[
+        int, typer.Option(help="Prompts the target answers itself first; 0: the data's answers.")
+    ] = 0,
+    samples: Annotated[
+        Path | None, typer.Option(help="File to keep the target's answers in and reuse.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer of the target.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+) -> None:
+    """Count a bigram table, the yardstick of heads, on the texts that heads are trained on.
+
+    With the same --data, --window, --regenerate, --samples and --seed the texts are the same.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    texts = TextSettings(
+        target=target,
+        data=tuple(data),
+        regenerate=regenerate,
+        samples=samples or out / "samples.pt",
+        max_new_tokens=max_new_tokens,
+        window=window,
+        seed=seed,
+    )
+    print(train_bigram(texts, out, width=width, command=_command_line()))
 
 
 def _command_line() -> str:

@@ -1,0 +1,137 @@
+"""A bigram table counted on the texts that heads are trained on: the yardstick for them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from eaglegbv.drafters.tabular import Table
+from eaglegbv.drafters.training.data import Corpus
+from eaglegbv.drafters.training.texts import TextSettings, gather_texts
+from eaglegbv.errors import InvalidArgument
+
+_PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
+_CELLS = 1 << 24
+"""Entries of a dense block of laws, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Weighted counts of two tokens in a row, the second written by the assistant.
+
+    Attributes:
+        vocab: Number of tokens, V.
+        keys: ``[pairs]`` int64, ascending: first token * V + second.
+        counts: ``[pairs]`` float64.
+    """
+
+    vocab: int
+    keys: Tensor
+    counts: Tensor
+
+    @property
+    def firsts(self) -> Tensor:
+        """Total count of each first token, ``[V]`` float64."""
+        return torch.bincount(self.keys // self.vocab, self.counts, self.vocab)
+
+    @property
+    def unigram(self) -> Tensor:
+        """The law of second tokens, ``[V]`` float64, each counted once more than it was."""
+        counts = 1 + torch.bincount(self.keys % self.vocab, self.counts, self.vocab)
+        return counts / counts.sum()
+
+    def count_of(self, keys: Tensor) -> Tensor:
+        """Return the counts of ``keys``, 0 where there is none."""
+        place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        return self.counts[place].where(self.keys[place] == keys, 0.0)
+
+
+def count_pairs(corpus: Corpus, weights: Tensor, vocab: int) -> Pairs:
+    """Count a corpus, each document by its weight; all weights scaled to 1 a pair on average."""
+    ends = corpus.starts + corpus.lengths
+    tokens = corpus.token_ids.long()
+    document = torch.repeat_interleave(torch.arange(len(ends)), corpus.lengths)
+    pair = (document[1:] == document[:-1]) & corpus.is_response[1:]
+    keys = (tokens[:-1] * vocab + tokens[1:])[pair]
+    own = weights[document[1:]][pair]
+    if not bool(own.sum() > 0):
+        raise InvalidArgument("data", list(corpus.sources), "responses of two tokens or more")
+    unique, place = keys.unique(return_inverse=True)
+    counts = torch.bincount(place, own, len(unique)) * (len(own) / own.sum())
+    return Pairs(vocab, unique, counts)
+
+
+def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
+    """Return the ``width`` likeliest followers of every token.
+
+    p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram law: MacKay and Peto's
+    Dirichlet prior (1995). The further row, of no token, is u.
+    """
+    unigram, firsts = pairs.unigram, pairs.firsts
+    width = min(width, pairs.vocab)
+    rows = max(1, _CELLS // pairs.vocab)
+    ids, probs = [], []
+    for begin in range(0, pairs.vocab, rows):
+        end = min(begin + rows, pairs.vocab)
+        own = slice(
+            *torch.searchsorted(pairs.keys, pairs.keys.new_tensor([begin, end]) * pairs.vocab)
+        )
+        dense = (prior * unigram).repeat(end - begin, 1)
+        dense.view(-1).index_add_(0, pairs.keys[own] - begin * pairs.vocab, pairs.counts[own])
+        best = (dense / (firsts[begin:end, None] + prior)).topk(width, dim=1)
+        ids.append(best.indices)
+        probs.append(best.values)
+    overall = unigram.topk(width)
+    return Table(
+        vocab_size=pairs.vocab,
+        order=1,
+        ids=torch.cat((*ids, overall.indices[None])),
+        log_probs=torch.cat((*probs, overall.values[None])).log().float(),
+    )
+
+
+def cross_entropy(pairs: Pairs, prior: float, measured: Pairs) -> float:
+    """Return the mean of -log p(y | x), in nats, over the pairs of ``measured``."""
+    first, second = measured.keys // pairs.vocab, measured.keys % pairs.vocab
+    counts = pairs.count_of(measured.keys) + prior * pairs.unigram[second]
+    probs = counts / (pairs.firsts[first] + prior)
+    return float(-(measured.counts * probs.log()).sum() / measured.counts.sum())
+
+
+def train_bigram(texts: TextSettings, out: Path, *, width: int, command: str = "") -> str:
+    """Count the texts, choose the prior by the held-out ones, and save the table in ``out``.
+
+    Returns:
+        What was found, for a reader.
+
+    Raises:
+        InvalidArgument: There is no data.
+    """
+    if width < 1:
+        raise InvalidArgument("width", width, "an integer of at least 1")
+    vocab = int(AutoConfig.from_pretrained(texts.target).get_text_config().vocab_size)
+
+    def open_model() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(texts.target)
+        return model
+
+    found = gather_texts(texts, open_model)
+    pairs = count_pairs(found.training, found.weights, vocab)
+    lengths = found.held_out.lengths
+    held_out = count_pairs(found.held_out, torch.ones(len(lengths), dtype=torch.float64), vocab)
+    losses = {prior: cross_entropy(pairs, prior, held_out) for prior in _PRIORS}
+    prior = min(losses, key=losses.__getitem__)
+    facts = {
+        "prior": prior,
+        "held_out_cross_entropy": losses[prior],
+        "pairs": len(pairs.keys),
+        "tokens": found.training.token_counts(),
+        "command": command,
+    }
+    smoothed(pairs, prior, width).save(out, **facts)
+    return (
+        f"{len(pairs.keys):,} pairs of {sum(found.training.token_counts().values()):,} tokens, "
+        f"prior {prior:g}, held-out cross-entropy {losses[prior]:.3f}; wrote {out}"
+    )

@@ -1,0 +1,109 @@
+"""``eaglegbv bench drafters``: what a verifier accepts of several drafters, side by side."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eaglegbv.cli.options import (
+    Device,
+    DraftTemperature,
+    DraftWidth,
+    Dtype,
+    LawName,
+    Model,
+    base_plan,
+    integers,
+    load_llm,
+)
+
+
+def drafters(
+    drafter: Annotated[
+        list[str],
+        typer.Option(
+            help="A drafter as LLM takes it; 'NAME=DRAFTER' shows it as NAME. May be repeated; the "
+            "others are compared with the first."
+        ),
+    ],
+    depth: Annotated[int, typer.Option(help="Length of a drafted path, L.")] = 5,
+    paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "1,3",
+    verifier: Annotated[str, typer.Option(help="Name of the verifier.")] = "otbv",
+    law: LawName = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    draft_width: DraftWidth = 256,
+    draft_temperature: DraftTemperature = 1.0,
+    questions: Annotated[
+        int | None,
+        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
+    ] = None,
+    questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
+    data: Annotated[
+        Path | None, typer.Option(help="Questions as JSON lines, instead of a known place.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    batch: Annotated[int, typer.Option(help="Conversations held together.")] = 16,
+    seed: Annotated[int, typer.Option(help="Every answer's seed derives from it.")] = 0,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare the acceptance length of drafters on the same questions, by depth and category.
+
+    Acceptance length is accepted tokens per target forward, pooled; its interval of 95% is a
+    bootstrap over questions, and so is that of the ratio to the first drafter's. 'd or more' is the
+    share of forwards that accept at least d tokens: these shares add up to the length.
+    """
+    import msgspec
+    from tqdm import tqdm
+
+    from eaglegbv.eval.drafters import (
+        Conversations,
+        DrafterReport,
+        category_table,
+        depth_table,
+        measure_drafter,
+    )
+    from eaglegbv.eval.questions import load_questions
+    from eaglegbv.eval.report import plain_text
+
+    base = base_plan(law, draft_width, draft_temperature)
+    plans = [
+        msgspec.structs.replace(base, verifier=verifier, paths=k, depth=depth)
+        for k in integers("paths", paths)
+    ]
+    chosen = load_questions(questions_set, data).first(questions)
+    conversations = Conversations(
+        chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
+    )
+    named = [_split(text) for text in drafter]
+    reports: list[DrafterReport] = []
+    names: list[str] = []
+    total = len(named) * len(plans) * len(chosen.questions)
+    with tqdm(total=total, unit="conversation", file=sys.stderr) as bar:
+        for name, where in named:
+            llm = load_llm(model, where, plans[0], device, dtype)
+            for number, plan in enumerate(plans):
+                bar.set_postfix_str(f"{name}, {plan.paths} paths", refresh=False)
+                first = reports[number] if len(reports) >= len(plans) else None
+                report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
+                reports.append(report)
+                names.append(name)
+    if as_json:
+        listed = [{"name": n, "report": r} for n, r in zip(names, reports, strict=True)]
+        typer.echo(msgspec.json.encode({"origin": chosen.origin, "drafters": listed}).decode())
+        return
+    typer.echo(plain_text(depth_table(reports, names)))
+    typer.echo()
+    typer.echo(plain_text(category_table(reports, names)))
+    broken = sum(report.errors for report in reports)
+    if broken:
+        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return the name to show and the drafter of ``NAME=DRAFTER`` or ``DRAFTER``."""
+    name, equals, where = text.partition("=")
+    return (name, where) if equals else (text, text)

@@ -1,0 +1,117 @@
+"""Acceptance of a head in training, measured by the engine and a real verifier."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.checkpoint import load_head, save_head
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.engine import Engine
+from eaglegbv.eval.acceptance import Acceptance
+from eaglegbv.loading import feature_spec, head_drafter
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.params import SamplingParams
+from eaglegbv.targets.hf import HFTarget, load_config
+
+
+class HeadValidator:
+    """Lets heads draft for their target on prompts, each answered once.
+
+    A head is saved and loaded as users load it. The target is a second copy, opened once, for one
+    kind of head.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        plan: Plan,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        device: str = "cpu",
+        slots: int = 16_384,
+        seed: int = 0,
+    ) -> None:
+        """Set what is measured.
+
+        Args:
+            target: Folder of the target.
+            plan: How to speculate.
+            max_tokens: Tokens of an answer at most.
+            temperature: Temperature of the answers.
+            device: Where the target and the head run.
+            slots: Tokens of the KV pools.
+            seed: Seed of the first prompt's answer; the others' follow.
+        """
+        self._folder = target
+        self._plan = plan
+        self._params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        self._device = torch.device(device)
+        self._slots = slots
+        self._seed = seed
+        self._target: HFTarget | None = None
+
+    @property
+    def name(self) -> str:
+        """How is measured, for a reader."""
+        plan = self._plan
+        return (
+            f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, "
+            f"temperature {self._params.temperature:g}"
+        )
+
+    def __call__(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> Mapping[str, float]:
+        """Return the acceptance length, and the share of forwards that accept so many tokens.
+
+        Raises:
+            EagleGBVError: The head does not fit, or its output is not usable.
+        """
+        # Training may run its forward in bfloat16; here the weights' own type counts.
+        with torch.autocast(self._device.type, enabled=False):
+            metrics = self._answer(head, prompts)
+        found = Acceptance.of(metrics, self._plan.depth)
+        return {f"acceptance length, {self.name}": found.length} | {
+            f"{depth} or more accepted, {self.name}": share
+            for depth, share in enumerate(found.shares, start=1)
+        }
+
+    def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:
+        target = self._opened(head)
+        engine = Engine(
+            target,
+            head_drafter(self._loaded(head, target), slots=self._slots),
+            EngineConfig(kv_slots=self._slots, seed=self._seed),
+        )
+        requests = [engine.add(prompt, self._params, self._plan) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [request.metrics for request in requests]
+
+    def _opened(self, head: EagleHead) -> HFTarget:
+        if self._target is None:
+            self._target = HFTarget.from_pretrained(
+                self._folder,
+                dtype=torch.bfloat16 if self._device.type == "cuda" else torch.float32,
+                device=self._device,
+                max_slots=self._slots,
+                features=feature_spec(head.config),
+            )
+        return self._target
+
+    def _loaded(self, head: EagleHead, target: HFTarget) -> EagleHead:
+        with TemporaryDirectory() as folder:
+            save_head(head, Path(folder), torch.float32)
+            return load_head(
+                Path(folder),
+                target_config=load_config(self._folder),
+                target_embedding=target.input_embeddings,
+                target_lm_head=target.output_embeddings,
+                dtype=target.dtype,
+                device=self._device,
+            )
