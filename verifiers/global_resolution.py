@@ -72,6 +72,7 @@ class ConvexResolutionVerifier(HostSolver):
     """The convex programme, with an error bound and a counted fall-back to K-SEQ."""
 
     name: ClassVar[str] = "global_resolution_convex"
+    cost: ClassVar[str] = "O(W) an evaluation on the host, some hundred a node, for comparison only"
     solver: ClassVar[Solver] = Solver.CONVEX
 
 
