@@ -1,0 +1,466 @@
+"""What is read from the files of each format, and what is refused."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.published_heads import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    INPUTS,
+    LAYERS,
+    LLAMA3_ROPE,
+    OUTPUTS,
+    PUBLISHED,
+    TARGETS,
+    VOCAB,
+    Published,
+    eagle1_llama3,
+    eagle1_qwen2,
+    eagle1_vicuna,
+    eagle3_llama31,
+    eagle3_narrow,
+    sglang_aux_norms,
+    sglang_eagle3,
+    sglang_eagle31,
+    specforge_sglang,
+    speculators_norms,
+    speculators_plain,
+    speculators_qwen3,
+    speculators_residual,
+)
+from torch import Tensor
+
+from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
+from eaglegbv.drafters.eagle_head import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.formats.base import VARIANTS, FormatName
+from eaglegbv.drafters.formats.settings import RemarkKind
+from eaglegbv.errors import DrafterMismatch
+
+TABLE = torch.zeros(VOCAB, HIDDEN)
+
+
+def load(head: Published, folder: Path, dtype: torch.dtype = torch.float32) -> EagleHead:
+    return load_head(
+        head.write(folder),
+        target_config=TARGETS[head.target](),
+        target_embedding=TABLE,
+        target_lm_head=TABLE,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def our_name(stored: str) -> str:
+    for prefix in ("midlayer.", "layers.0."):
+        stored = stored.replace(prefix, "layer.")
+    for i, where in enumerate(("low", "mid", "high")):
+        stored = stored.replace(f"aux_norm_{where}", f"fc_norm.{i}")
+    return stored
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_tensor_lands_where_it_belongs(name: str, tmp_path: Path) -> None:
+    head = PUBLISHED[name]()
+    loaded = load(head, tmp_path)
+    not_weights = {"d2t", "t2d", "embed_tokens.weight"}
+    weights = {
+        our_name(stored): tensor
+        for stored, tensor in head.tensors.items()
+        if stored not in not_weights and not stored.startswith("verifier_")
+    }
+    state = loaded.state_dict()
+    assert set(state) == set(weights)
+    for key, tensor in weights.items():
+        assert torch.equal(state[key], tensor.float()), key
+    own = head.tensors.get("embed_tokens.weight")
+    assert torch.equal(loaded.embedding, TABLE if own is None else own.float())
+    if loaded.config.draft_vocab_size == VOCAB:
+        assert torch.equal(loaded.draft_to_target, torch.arange(VOCAB))
+    else:
+        assert torch.equal(loaded.draft_to_target, head.tensors["t2d"].nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("head", "form", "arch", "variants"),
+    [
+        (eagle1_vicuna, FormatName.EAGLE, Arch.EAGLE1, {"fc_bias"}),
+        (eagle1_llama3, FormatName.EAGLE, Arch.EAGLE1, set()),
+        (eagle1_qwen2, FormatName.EAGLE, Arch.EAGLE1, {"fc_bias", "qkv_bias"}),
+        (eagle3_llama31, FormatName.EAGLE, Arch.EAGLE3, set()),
+        (sglang_eagle31, FormatName.SGLANG, Arch.EAGLE3, {"fc_norm", "norm_output"}),
+        (sglang_aux_norms, FormatName.SGLANG, Arch.EAGLE3, {"fc_norm"}),
+        (specforge_sglang, FormatName.SGLANG, Arch.EAGLE3, set()),
+        (speculators_plain, FormatName.SPECULATORS, Arch.EAGLE3, set()),
+        (
+            speculators_norms,
+            FormatName.SPECULATORS,
+            Arch.EAGLE3,
+            {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"},
+        ),
+        (speculators_qwen3, FormatName.SPECULATORS, Arch.EAGLE3, {"qk_norm"}),
+    ],
+)
+def test_format_head_and_variants(
+    head: Any, form: FormatName, arch: Arch, variants: set[str], tmp_path: Path
+) -> None:
+    found = read_checkpoint(head().write(tmp_path))
+    assert (found.format, found.config.arch) == (form, arch)
+    assert {name for name in VARIANTS if getattr(found.config, name)} == variants
+
+
+def test_architectures_do_not_decide_what_a_head_is(tmp_path: Path) -> None:
+    head = eagle1_llama3()
+    head.config["architectures"] = ["LlamaForCausalLMEagle3"]
+    assert read_checkpoint(head.write(tmp_path)).config.arch is Arch.EAGLE1
+
+
+def config(head: Published, folder: Path) -> EagleHeadConfig:
+    return fit(read_checkpoint(head.write(folder)), TARGETS[head.target]()).config
+
+
+def test_rope_settings(tmp_path: Path) -> None:
+    plain = config(eagle3_llama31(), tmp_path / "a").rope_parameters
+    assert plain == {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = config(specforge_sglang(), tmp_path / "b").rope_parameters
+    assert scaled == LLAMA3_ROPE | {"rope_theta": 500000.0}
+    head = eagle3_llama31()
+    head.config["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    linear = config(head, tmp_path / "c").rope_parameters
+    assert linear == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_widths_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
+    found = config(eagle3_narrow(), tmp_path)
+    assert (found.hidden_size, found.target_hidden_size, found.feature_size) == (24, 32, 96)
+
+
+def test_pickled_and_safe_files_load_alike(tmp_path: Path) -> None:
+    head = eagle3_llama31()
+    pickled = load(head, tmp_path / "pickled").state_dict()
+    head.pickled = False
+    safe = load(head, tmp_path / "safe").state_dict()
+    assert all(torch.equal(pickled[name], safe[name]) for name in safe)
+
+
+def test_safe_file_comes_before_a_pickled_one(tmp_path: Path) -> None:
+    head = eagle3_llama31()
+    head.write(tmp_path)
+    head.pickled = False
+    found = read_checkpoint(head.write(tmp_path))
+    assert found.files == ("model.safetensors",)
+    assert any("pytorch_model.bin" in remark.text for remark in found.remarks)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_sharded_files(suffix: str, tmp_path: Path) -> None:
+    head = sglang_eagle3()
+    head.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    save = save_file if suffix == "safetensors" else torch.save
+    shards = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    names = sorted(head.tensors)
+    halves = (names[:7], names[7:])
+    for file, half in zip(shards, halves, strict=True):
+        save({name: head.tensors[name] for name in half}, tmp_path / file)
+    index = {name: file for file, half in zip(shards, halves, strict=True) for name in half}
+    (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    found = read_checkpoint(tmp_path)
+    assert found.files == tuple(shards)
+    assert len(found.named.tensors) == len(head.tensors)
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(DrafterMismatch, match=shards[1]):
+        read_checkpoint(tmp_path)
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemError('code of a pickle ran')",)
+
+
+def test_pickled_code_does_not_run(tmp_path: Path) -> None:
+    head = eagle3_llama31()
+    head.write(tmp_path)
+    torch.save({**head.tensors, "more": _Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DrafterMismatch, match=r"pytorch_model\.bin.*tensors alone"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Evil(), protocol=2))
+    with pytest.raises(DrafterMismatch, match=r"pytorch_model\.bin.*tensors alone"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"fc.weight": 3}])
+def test_pickled_files_of_something_else(content: object, tmp_path: Path) -> None:
+    eagle3_llama31().write(tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DrafterMismatch, match="tensor"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("cut", [3, 2000])
+def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
+    head = PUBLISHED[name]()
+    head.write(tmp_path)
+    file = tmp_path / ("pytorch_model.bin" if head.pickled else "model.safetensors")
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(DrafterMismatch, match=f"{file.name}.*complete"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    complete = PUBLISHED[name]()
+    optional = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+    if complete.config.get("target_hidden_size"):
+        optional.remove("embed_tokens.weight")
+    for missing in sorted(set(complete.tensors) - optional):
+        head = PUBLISHED[name]()
+        head.tensors = {key: t for key, t in complete.tensors.items() if key != missing}
+        with pytest.raises(DrafterMismatch) as caught:
+            read_checkpoint(head.write(tmp_path))
+        today = our_name(missing).replace("layer.", "")
+        assert missing in str(caught.value) or today in caught.value.argument, missing
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
+    def refused(changes: dict[str, Tensor], expected: str) -> None:
+        head = PUBLISHED[name]()
+        head.tensors |= changes
+        with pytest.raises(DrafterMismatch) as caught:
+            read_checkpoint(head.write(tmp_path))
+        assert caught.value.argument == expected
+
+    tensors = PUBLISHED[name]().tensors
+    prefix = "midlayer." if "midlayer.mlp.up_proj.weight" in tensors else "layers.0."
+    up = f"{prefix}mlp.up_proj.weight"
+    refused({up: tensors[up].to(torch.int8)}, up)
+    refused({up: tensors[up].to(torch.float8_e4m3fn)}, up)
+    refused({up: tensors[up][:-1].clone()}, up)
+    refused({"extra.weight": torch.zeros(2)}, "extra.weight")
+    refused({"layers.1.mlp.up_proj.weight": tensors[up].clone()}, "layers.1.mlp.up_proj.weight")
+    if "d2t" in tensors:
+        size = len(tensors["d2t"])
+        refused({"d2t": tensors["d2t"].int()}, "d2t")
+        refused({"d2t": tensors["d2t"] + VOCAB}, "d2t")
+        refused({"d2t": tensors["d2t"] - VOCAB}, "d2t")
+        refused({"d2t": torch.full((size,), 3) - torch.arange(size)}, "d2t")
+        refused({"t2d": ~tensors["t2d"]}, "t2d")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_head_of_another_target_is_refused(name: str, tmp_path: Path) -> None:
+    head = PUBLISHED[name]()
+    checkpoint = read_checkpoint(head.write(tmp_path))
+    for key, value, shown in (
+        ("vocab_size", VOCAB + 8, "vocab_size"),
+        ("hidden_size", HIDDEN + 4, "target_hidden_size"),
+    ):
+        target = TARGETS[head.target]()
+        setattr(target, key, value)
+        with pytest.raises(DrafterMismatch, match=f"key {shown}="):
+            fit(checkpoint, target)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(PUBLISHED) if "draft_vocab_size" in PUBLISHED[name]().config]
+)
+def test_draft_vocabulary_larger_than_the_targets_is_refused(name: str, tmp_path: Path) -> None:
+    head = PUBLISHED[name]()
+    head.config["draft_vocab_size"] = VOCAB + 1
+    with pytest.raises(DrafterMismatch, match=f"^draft_vocab_size={VOCAB + 1}"):
+        read_checkpoint(head.write(tmp_path))
+
+
+FLAT = {
+    "hidden_size": (None, "hidden_size"),
+    "vocab_size": ("40", "vocab_size"),
+    "num_attention_heads": (0, "num_attention_heads"),
+    "hidden_act": ("gelu", "hidden_act"),
+    "bias": ("yes", "bias"),
+    "eagle_config": ([2], "eagle_config"),
+    "num_aux_hidden_states": (4, "num_aux_hidden_states"),
+    "layer_types": (["sliding_attention"], "layer_types"),
+    "mlp_bias": (True, "mlp_bias"),
+    "rope_scaling": ({"rope_type": "linear"}, "rope_scaling"),
+    "architectures": ("LlamaForCausalLM", "architectures"),
+}
+
+
+@pytest.mark.parametrize("key", sorted(FLAT))
+def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
+    value, shown = FLAT[key]
+    head = sglang_eagle3()
+    head.config[key] = value
+    with pytest.raises(DrafterMismatch, match=shown):
+        read_checkpoint(head.write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "shown"),
+    [
+        (eagle1_llama3, {"bias": True}, "fc.bias"),
+        (eagle1_llama3, {"bias": None}, "fc.bias"),
+        (eagle1_vicuna, {"bias": False}, "fc.bias"),
+        (eagle1_qwen2, {"qkv_bias": False}, "layers.0.self_attn.k_proj.bias"),
+        (eagle1_llama3, {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
+        (sglang_eagle31, {"fc_norm": False}, "fc_norm.0.weight"),
+        (sglang_eagle3, {"fc_norm": True}, "fc_norm.0.weight"),
+        (speculators_norms, {"norm_before_fc": False}, "input_norm.weight"),
+        (speculators_plain, {"norm_before_fc": True}, "input_norm.weight"),
+        (sglang_eagle3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    ],
+)
+def test_keys_and_tensors_agree(
+    head: Any, changes: dict[str, Any], shown: str, tmp_path: Path
+) -> None:
+    published = head()
+    published.config |= changes
+    with pytest.raises(DrafterMismatch, match=shown):
+        read_checkpoint(published.write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shown"),
+    [
+        ({"model_type": "qwen3"}, "q_norm"),
+        ({"attention_bias": True}, "proj.bias"),
+        ({"hidden_size": None}, "transformer_layer_config.hidden_size"),
+    ],
+)
+def test_speculators_layer_settings_and_tensors_agree(
+    layer: dict[str, Any], shown: str, tmp_path: Path
+) -> None:
+    head = speculators_plain()
+    head.config["transformer_layer_config"] |= layer
+    with pytest.raises(DrafterMismatch, match=shown):
+        read_checkpoint(head.write(tmp_path))
+
+
+def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
+    head = sglang_aux_norms()
+    head.tensors["fc_norm.0.weight"] = head.tensors["aux_norm_low.weight"].clone()
+    with pytest.raises(DrafterMismatch, match=r"fc_norm\.0|aux_norm_low"):
+        read_checkpoint(head.write(tmp_path))
+
+
+def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
+    head = eagle3_llama31()
+    head.pickled = False
+    head.tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(DrafterMismatch, match="an EAGLE head"):
+        read_checkpoint(head.write(tmp_path))
+
+
+LAYER_IDS = [
+    # stored ids, whose file, the key that settles it, layers read, whether that is a guess
+    (None, sglang_eagle3, None, INPUTS, False),
+    (INPUTS, sglang_eagle3, None, INPUTS, False),
+    (OUTPUTS, sglang_eagle3, None, INPUTS, False),
+    (INPUTS, eagle3_llama31, None, INPUTS, False),
+    (OUTPUTS, eagle3_llama31, None, INPUTS, False),
+    ([1, 3, 6], sglang_eagle3, None, [2, 4, 7], True),
+    ([1, 3, 6], eagle3_llama31, None, [1, 3, 6], True),
+    ([1, 3, 6], sglang_eagle3, "inputs", [1, 3, 6], False),
+    ([1, 3, 6], eagle3_llama31, "outputs", [2, 4, 7], False),
+    (OUTPUTS, sglang_eagle3, "inputs", OUTPUTS, False),
+    (INPUTS, speculators_residual, None, INPUTS, False),
+    (OUTPUTS, speculators_residual, None, INPUTS, False),
+    ([1, 3, 6], speculators_residual, None, [1, 3, 6], True),
+]
+
+
+@pytest.mark.parametrize(("ids", "head", "stated", "reads", "guessed"), LAYER_IDS)
+def test_layer_ids(
+    ids: list[int] | None,
+    head: Any,
+    stated: str | None,
+    reads: list[int],
+    guessed: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    published = head()
+    if "eagle_aux_hidden_state_layer_ids" in published.config:
+        published.config["eagle_aux_hidden_state_layer_ids"] = ids
+    else:
+        keys = {"eagle_aux_hidden_state_layer_ids": ids, "layer_ids_are": stated}
+        published.config["eagle_config"] = {k: v for k, v in keys.items() if v is not None}
+
+    with caplog.at_level(logging.INFO):
+        loaded = load(published, tmp_path)
+
+    assert list(loaded.config.feature_layers) == reads
+    assert f"reads the inputs of layers {reads}" in caplog.text
+    assert (str(ids) if ids else "no ids") in caplog.text
+    warned = [r for r in caplog.records if "layer_ids_are" in r.getMessage()]
+    assert bool(warned) == guessed
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        ([1, 3, LAYERS - 1], "from 1 to 7"),
+        ([0, 2], "fc.weight"),
+        ([], "eagle_aux_hidden_state_layer_ids"),
+        ([True, 2, 3], "eagle_aux_hidden_state_layer_ids"),
+        ("2,4,5", "eagle_aux_hidden_state_layer_ids"),
+    ],
+)
+def test_impossible_layer_ids_are_refused(ids: object, shown: str, tmp_path: Path) -> None:
+    head = sglang_eagle3()
+    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+    with pytest.raises(DrafterMismatch, match=shown):
+        fit(read_checkpoint(head.write(tmp_path)), TARGETS["llama"]())
+
+
+def test_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    head = sglang_eagle3()
+    head.config["eagle_aux_hidden_state_layer_ids"] = INPUTS
+    with pytest.raises(DrafterMismatch, match="eagle_aux_hidden_state_layer_ids"):
+        read_checkpoint(head.write(tmp_path))
+
+
+def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:
+    head = speculators_plain()
+    del head.config["norm_before_residual"]
+    found = read_checkpoint(head.write(tmp_path))
+    assert found.config.norm_before_residual is False
+    [remark] = [r for r in found.remarks if "norm_before_residual" in r.text]
+    assert remark.kind is RemarkKind.ASSUMED
+
+
+def test_a_map_that_reorders_a_full_vocabulary_is_said(tmp_path: Path) -> None:
+    head = PUBLISHED["specforge_hf"]()
+    head.tensors["d2t"] = torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)
+    found = read_checkpoint(head.write(tmp_path))
+    assert found.draft_to_target is None
+    assert any("d2t reorders" in remark.text for remark in found.remarks)
+
+
+def test_half_precision_tables_are_not_taken_for_others(tmp_path: Path) -> None:
+    head = eagle1_vicuna()
+    table = head.tensors["embed_tokens.weight"].float() * (1 + 1e-4)
+    loaded = load_head(
+        head.write(tmp_path),
+        target_config=TARGETS["llama"](),
+        target_embedding=table,
+        target_lm_head=TABLE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert loaded.embedding is table
+
+
+def test_written_tensors_are_what_the_tests_say(tmp_path: Path) -> None:
+    head = sglang_eagle3()
+    stored = load_file(head.write(tmp_path) / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.bfloat16
+    assert stored["d2t"].shape == (DRAFT_VOCAB,)

@@ -1,0 +1,400 @@
+"""Small random heads with the names, shapes, types and keys of published ones.
+
+Written out by hand, one function for each kind of file that is found in the wild, and so
+independent of what the package writes.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 40
+HIDDEN = 32
+WIDE = 48
+LAYERS = 8
+DRAFT_VOCAB = 24
+INPUTS = [2, 4, 5]
+"""Layers whose inputs EAGLE-3 reads of a target of eight layers."""
+OUTPUTS = [1, 3, 4]
+"""The same, counted as outputs of layers."""
+
+_TARGET_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_TARGET_SIZES),
+    "llama3": lambda: LlamaConfig(
+        **_TARGET_SIZES, rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}
+    ),
+    "qwen2": lambda: Qwen2Config(**_TARGET_SIZES),
+    "qwen3": lambda: Qwen3Config(**_TARGET_SIZES, head_dim=16),
+    "mistral": lambda: MistralConfig(**_TARGET_SIZES, head_dim=12, sliding_window=None),
+}
+
+
+def make_target(family: str) -> PreTrainedModel:
+    """A random target whose greedy text is not one token over and over."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(TARGETS[family]())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@dataclass
+class Published:
+    """A head's files before they are written.
+
+    Attributes:
+        config: Content of config.json.
+        tensors: By stored name.
+        pickled: Whether ``torch.save`` writes them.
+        target: Whose head it is, of :data:`TARGETS`.
+        reads: Layers whose inputs it is made for; none for EAGLE-1.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    pickled: bool = False
+    target: str = "llama"
+    reads: tuple[int, ...] = field(default=tuple(INPUTS))
+
+    def write(self, folder: Path) -> Path:
+        """Write the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        if self.pickled:
+            torch.save(self.tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(self.tensors, folder / "model.safetensors")
+        return folder
+
+
+def _tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return {
+        name: (
+            1 + 0.2 * torch.randn(shape, generator=generator)
+            if "norm" in name
+            else 0.2 * torch.randn(shape, generator=generator)
+        ).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def _flat(**changes: Any) -> dict[str, Any]:
+    """The keys all flat configurations share."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": WIDE,
+        "max_position_embeddings": 128,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.46.2",
+        "use_cache": True,
+        "vocab_size": VOCAB,
+    } | changes
+
+
+def _layer(prefix: str, inputs: int, *, hidden: int, kv: int, dim: int) -> dict[str, Any]:
+    return {
+        f"{prefix}self_attn.q_proj.weight": (4 * dim, inputs),
+        f"{prefix}self_attn.k_proj.weight": (kv * dim, inputs),
+        f"{prefix}self_attn.v_proj.weight": (kv * dim, inputs),
+        f"{prefix}self_attn.o_proj.weight": (hidden, 4 * dim),
+        f"{prefix}mlp.gate_proj.weight": (WIDE, hidden),
+        f"{prefix}mlp.up_proj.weight": (WIDE, hidden),
+        f"{prefix}mlp.down_proj.weight": (hidden, WIDE),
+        f"{prefix}post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _eagle1(*, fc_bias: bool, kv: int = 2) -> dict[str, Tensor]:
+    shapes = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "fc.weight": (HIDDEN, 2 * HIDDEN),
+        **({"fc.bias": (HIDDEN,)} if fc_bias else {}),
+        **_layer("layers.0.", HIDDEN, hidden=HIDDEN, kv=kv, dim=8),
+    }
+    return _tensors(shapes, torch.float16)
+
+
+def _maps(draft_vocab: int) -> dict[str, Tensor]:
+    chosen = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:draft_vocab]
+    chosen = chosen.sort().values
+    members = torch.zeros(VOCAB, dtype=torch.bool)
+    members[chosen] = True
+    return {"d2t": chosen - torch.arange(draft_vocab), "t2d": members}
+
+
+def _eagle3(
+    prefix: str = "midlayer.",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = HIDDEN,
+    kv: int = 2,
+    dim: int = 8,
+    draft_vocab: int = DRAFT_VOCAB,
+    more: dict[str, tuple[int, ...]] | None = None,
+) -> dict[str, Tensor]:
+    shapes = {
+        "fc.weight": (hidden, 3 * HIDDEN),
+        f"{prefix}input_layernorm.weight": (hidden,),
+        f"{prefix}hidden_norm.weight": (hidden,),
+        **_layer(prefix, 2 * hidden, hidden=hidden, kv=kv, dim=dim),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        **(more or {}),
+    }
+    return _tensors(shapes, dtype) | (_maps(draft_vocab) if draft_vocab < VOCAB else {})
+
+
+def _speculators(
+    *, layer: dict[str, Any] | None = None, ids: list[int] | None = None, **head: Any
+) -> dict[str, Any]:
+    kept = ("architectures", "torch_dtype", "transformers_version")
+    sizes = {key: value for key, value in _flat().items() if key not in kept}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.1",
+        "draft_vocab_size": DRAFT_VOCAB,
+        "embed_requires_grad": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "architectures": ["LlamaForCausalLM"],
+                "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
+            },
+        },
+        "transformer_layer_config": {
+            **sizes,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "head_dim": 8,
+            **(layer or {}),
+        },
+    } | head
+
+
+_EMBEDDING = {"embed_tokens.weight": (VOCAB, HIDDEN)}
+_SGLANG3 = {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
+_FC_NORM = {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
+
+
+def eagle1_vicuna() -> Published:
+    """EAGLE repository: no key ``bias``, which means a bias, and no grouped heads."""
+    config = _flat()
+    del config["num_key_value_heads"]
+    return Published(config, _eagle1(fc_bias=True, kv=4), pickled=True, reads=())
+
+
+def eagle1_llama3() -> Published:
+    """EAGLE repository: ``"bias": false``."""
+    config = _flat(bias=False, rope_theta=500000.0)
+    return Published(config, _eagle1(fc_bias=False), pickled=True, target="llama3", reads=())
+
+
+def eagle1_qwen2() -> Published:
+    """EAGLE repository: biases of queries, keys and values."""
+    tensors = _eagle1(fc_bias=True)
+    biases = {f"layers.0.self_attn.{n}_proj.bias": (32 if n == "q" else 16,) for n in "qkv"}
+    tensors |= _tensors(biases, torch.float16)
+    return Published(_flat(qkv_bias=True), tensors, target="qwen2", reads=())
+
+
+def eagle3_llama31() -> Published:
+    """EAGLE repository: no layer ids, no rope_theta, half precision, pickled."""
+    config = _flat(draft_vocab_size=DRAFT_VOCAB)
+    tensors = _eagle3(dtype=torch.float16)
+    return Published(config, tensors, pickled=True, target="llama3")
+
+
+def eagle3_vicuna13b() -> Published:
+    """EAGLE repository: full vocabulary, and the target's number of layers in the configuration."""
+    config = _flat(draft_vocab_size=VOCAB, num_hidden_layers=40)
+    del config["num_key_value_heads"]
+    return Published(config, _eagle3(kv=4, draft_vocab=VOCAB), pickled=True)
+
+
+def eagle3_narrow() -> Published:
+    """EAGLE repository, as for the 70B target: narrower than the target, with an embedding."""
+    config = _flat(
+        hidden_size=24, target_hidden_size=HIDDEN, draft_vocab_size=DRAFT_VOCAB, head_dim=8
+    )
+    return Published(config, _eagle3(hidden=24, more={"embed_tokens.weight": (VOCAB, 24)}))
+
+
+def eagle3_vllm() -> Published:
+    """Layer ids for vLLM, which counts inputs."""
+    eagle = {"eagle_aux_hidden_state_layer_ids": INPUTS, "use_aux_hidden_state": True}
+    config = _flat(draft_vocab_size=DRAFT_VOCAB, eagle_config=eagle)
+    return Published(config, _eagle3(), target="mistral")
+
+
+def sglang_eagle1() -> Published:
+    """The EAGLE repository's weights with SGLang's ``architectures``."""
+    config = _flat(architectures=["LlamaForCausalLMEagle"], bias=False)
+    return Published(config, _eagle1(fc_bias=False), reads=())
+
+
+def sglang_eagle3() -> Published:
+    """Layer ids for SGLang, which counts outputs."""
+    eagle = {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
+    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, eagle_config=eagle)
+    return Published(config, _eagle3(), target="qwen3")
+
+
+def sglang_eagle31() -> Published:
+    """EAGLE-3.1: features normed one by one, normed state fed back."""
+    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, fc_norm=True, norm_output=True)
+    return Published(config, _eagle3("layers.0.", more=_FC_NORM))
+
+
+def sglang_aux_norms() -> Published:
+    """The older names of EAGLE-3.1's norms."""
+    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, use_aux_norm=True)
+    norms = {f"aux_norm_{where}.weight": (HIDDEN,) for where in ("low", "mid", "high")}
+    return Published(config, _eagle3(more=norms))
+
+
+def specforge_sglang() -> Published:
+    """``specforge export --to sglang``: no embedding, rotary scaling in the older spelling."""
+    rope = {"type": "llama3"} | {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_type"}
+    config = _flat(
+        **_SGLANG3, draft_vocab_size=DRAFT_VOCAB, rope_theta=500000.0, rope_scaling=rope, head_dim=8
+    )
+    return Published(config, _eagle3(), target="llama3")
+
+
+def specforge_hf() -> Published:
+    """``specforge export --to hf``: with the embedding, and maps of a full vocabulary."""
+    config = _flat(**_SGLANG3, draft_vocab_size=VOCAB)
+    tensors = _eagle3(draft_vocab=VOCAB, more=_EMBEDDING)
+    tensors["d2t"] = torch.zeros(VOCAB, dtype=torch.int64)
+    tensors["t2d"] = torch.ones(VOCAB, dtype=torch.bool)
+    return Published(config, tensors, target="qwen2")
+
+
+def speculators_plain() -> Published:
+    """Converted from the EAGLE repository: no layer ids."""
+    return Published(_speculators(), _eagle3("layers.0.", more=_EMBEDDING))
+
+
+def speculators_residual() -> Published:
+    """Trained by speculators: ``norm_before_residual``, ids that count inputs."""
+    config = _speculators(norm_before_residual=True, ids=INPUTS)
+    return Published(config, _eagle3("layers.0.", more=_EMBEDDING), target="mistral")
+
+
+def speculators_norms() -> Published:
+    """All of its norms, and the target's own tensors that older files carry."""
+    more = _EMBEDDING | _FC_NORM | {"input_norm.weight": (3 * HIDDEN,)}
+    more |= {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config = _speculators(**dict.fromkeys(flags, True))
+    return Published(config, _eagle3("layers.0.", more=more))
+
+
+def speculators_qwen3() -> Published:
+    """A Qwen3 layer, which norms queries and keys."""
+    norms = {f"layers.0.self_attn.{n}_norm.weight": (16,) for n in "qk"}
+    config = _speculators(layer={"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6})
+    tensors = _eagle3("layers.0.", dim=16, more=_EMBEDDING | norms)
+    return Published(config, tensors, target="qwen3")
+
+
+def speculators_biases() -> Published:
+    """Biases of all of attention, by one key."""
+    widths = {"q": 32, "k": 16, "v": 16, "o": HIDDEN}
+    biases = {f"layers.0.self_attn.{n}_proj.bias": (w,) for n, w in widths.items()}
+    config = _speculators(layer={"attention_bias": True})
+    return Published(config, _eagle3("layers.0.", more=_EMBEDDING | biases))
+
+
+PUBLISHED: dict[str, Callable[[], Published]] = {
+    function.__name__: function
+    for function in (
+        eagle1_vicuna,
+        eagle1_llama3,
+        eagle1_qwen2,
+        eagle3_llama31,
+        eagle3_vicuna13b,
+        eagle3_narrow,
+        eagle3_vllm,
+        sglang_eagle1,
+        sglang_eagle3,
+        sglang_eagle31,
+        sglang_aux_norms,
+        specforge_sglang,
+        specforge_hf,
+        speculators_plain,
+        speculators_residual,
+        speculators_norms,
+        speculators_qwen3,
+        speculators_biases,
+    )
+}
