@@ -1,0 +1,1 @@
+"""Other runtimes that serve with this project's draft trees and verifiers."""

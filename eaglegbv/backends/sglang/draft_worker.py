@@ -1,0 +1,229 @@
+"""SGLang's EAGLE draft worker with K sampled paths instead of the most likely tokens.
+
+What a round needs from the one before is the law at its root. The head's logits there are heard
+while SGLang runs the head over the accepted tokens, and kept by the request's slot in SGLang's
+pool, as SGLang keeps what it carries from round to round. Numbers that change from round to round
+lie in buffers at fixed addresses, so that the drafting loop can be captured as a CUDA graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from torch import Tensor
+
+from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.streams import Streams
+from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree, sglang_tree
+from eaglegbv.errors import ModelNotSupported
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInputs:
+    """What one round of drafting reads, in buffers of ``rows`` requests.
+
+    Attributes:
+        uniforms: ``[rows, paths, length]`` float64.
+        temperatures: ``[rows, 1]`` float32, of the draft laws.
+        greedy: ``[rows, 1]`` bool: draft the most likely tokens, for the request is greedy.
+    """
+
+    uniforms: Tensor
+    temperatures: Tensor
+    greedy: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, *, paths: int, length: int, device: str) -> "RoundInputs":
+        """Return buffers that suit rounds captured before the first real one."""
+        return cls(
+            torch.zeros((rows, paths, length), dtype=torch.float64, device=device),
+            torch.ones((rows, 1), device=device),
+            torch.zeros((rows, 1), dtype=torch.bool, device=device),
+        )
+
+    def load(self, uniforms: Tensor, temperatures: Tensor, greedy: Tensor) -> None:
+        """Write the numbers of a round's requests."""
+        batch = len(uniforms)
+        self.uniforms[:batch].copy_(uniforms, non_blocking=True)
+        self.temperatures[:batch].copy_(temperatures)
+        self.greedy[:batch].copy_(greedy)
+
+    def choose(self, laws: ShortLaws, depth: int) -> Tensor:
+        """Return each path's token ``[batch, paths]`` at ``depth``, 0 at the root's children."""
+        batch, paths, width = laws.ids.shape
+        drawn = laws.pick(self.uniforms[:batch, :, depth])
+        # Greedy requests: the paths part at the root, one likely token each, and go on alike.
+        column = torch.arange(paths, device=drawn.device).clamp(max=width - 1) if depth == 0 else 0
+        likely = laws.ids[:, torch.arange(paths, device=drawn.device), column]
+        return torch.where(self.greedy[:batch], likely, drawn)
+
+
+class Listener:
+    """A callable in place of another that keeps the last result."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.heard: Any = None
+
+    def __call__(self, *arguments: object, **named: object) -> Any:
+        """Call, and keep the result as :attr:`heard`."""
+        self.heard = self._call(*arguments, **named)
+        return self.heard
+
+
+class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
+    """Drafts the trie of K paths drawn independently from the head's laws, and keeps the laws."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)
+        if self.index_share_for_mtp_iteration or self.dsa_index_topk is not None:
+            raise ModelNotSupported(
+                "speculative_draft_model_path",
+                self.server_args.speculative_draft_model_path,
+                "an EAGLE head without a sparse-attention indexer",
+            )
+        self._forward = Listener(self.draft_runner.forward)
+        self.draft_runner.forward = self._forward
+        self._replay: Listener | None = None
+
+    def configure(self, settings: Settings, streams: Streams) -> None:
+        """Take the settings and random numbers; to be called before memory is allocated."""
+        self._settings = settings
+        self._streams = streams
+
+    def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
+        """Allocate SGLang's pools, and what is kept by request slot and by row."""
+        super().alloc_memory_pool(*arguments, **named)
+        slots = self.req_to_token_pool.req_to_token.shape[0]
+        vocab = self.draft_runner.model_config.vocab_size
+        if self.hot_token_id is not None:
+            vocab = len(self.hot_token_id)
+        width = min(self._settings.draft_width, vocab)
+        self._root_laws = torch.zeros((slots, 2, width), dtype=torch.float64, device=self.device)
+        # CUDA graphs are captured for batches of as many rows at most.
+        self._inputs = RoundInputs.allocate(
+            slots, paths=self.topk, length=self.speculative_num_steps, device=self.device
+        )
+
+    def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
+        """Draft a tree for each request; it rides on the verify input as ``numbered``."""
+        if batch.forward_mode.is_idle():
+            return super().draft(batch, with_topology=with_topology)
+        K, L = self.topk, self.speculative_num_steps
+        sampling = batch.sampling_info
+        self._inputs.load(
+            self._streams.draft_uniforms(batch.reqs, paths=K, length=L),
+            sampling.temperatures * self._settings.draft_temperature,
+            (sampling.top_ks == 1).view(-1, 1),
+        )
+        roots = ShortLaws.unpack(self._root_laws[batch.req_pool_indices])
+        draft_input: EagleDraftInput = batch.spec_info
+        draft_input.topk_index = self._inputs.choose(_for_each_path(roots, K), 0)
+        draft_input.topk_p = torch.ones_like(draft_input.topk_index, dtype=torch.float32)
+        verify_input = super().draft(batch, with_topology=with_topology)
+        verify_input.numbered = self._tree(verify_input, roots)
+        return verify_input
+
+    def draft_forward(
+        self, forward_batch: ForwardBatch
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Draw the paths on from their first tokens; the laws take the place of draft_probs.
+
+        Returns:
+            Parents, numbers and tokens as :class:`SGLangTree` has them, and the laws after each
+            path's tokens, packed: ``[batch, length - 1, paths, 2, width]`` float64.
+        """
+        spec_info: EagleDraftInput = forward_batch.spec_info
+        if forward_batch.forward_mode.is_idle():
+            return self._draft_forward_idle(forward_batch, spec_info)  # type: ignore[no-any-return]
+        K, L, batch = self.topk, self.speculative_num_steps, forward_batch.batch_size
+        slots = per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L)
+        temperatures = self._inputs.temperatures[:batch].repeat_interleave(K, dim=0)
+        hidden = spec_info.hidden_states.repeat_interleave(K, dim=0)
+        paths = GrowingPaths(spec_info.topk_index)
+        packed = []
+        for step in range(L - 1):
+            forward_batch.input_ids = paths.tokens[-1].flatten()
+            forward_batch.out_cache_loc = slots[step].contiguous()
+            spec_info.hidden_states = hidden
+            context = ForwardContext(attn_backend=self.draft_attn_backend.attn_backends[step])
+            with forward_context(context, forward_batch=forward_batch):
+                output = self.draft_runner.forward(forward_batch).logits_output
+            hidden = output.hidden_states
+            forward_batch.positions.add_(1)
+            if self.draft_runner.model_config.model_is_mrope:
+                forward_batch.mrope_positions.add_(1)
+            laws = self._laws(output.next_token_logits, temperatures)
+            laws = laws.of_branches(paths.standing[-1])
+            packed.append(laws.pack())
+            paths.grow(self._inputs.choose(laws, step + 1))
+        tree = sglang_tree(paths)
+        width = self._root_laws.shape[-1]
+        none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64, device=self.device)
+        laws_after = torch.stack(packed, dim=1) if packed else none
+        return tree.parents, tree.numbers, tree.tokens, laws_after
+
+    def _draft_extend_for_prefill(
+        self, batch: ScheduleBatch, *arguments: object, **named: object
+    ) -> EagleDraftInput:
+        next_input = super()._draft_extend_for_prefill(batch, *arguments, **named)
+        if not batch.forward_mode.is_idle():
+            self._keep_roots(batch, self._forward.heard.logits_output)
+        return next_input
+
+    def _draft_extend_for_decode(
+        self, batch: ScheduleBatch, *arguments: object, **named: object
+    ) -> None:
+        self._forward.heard = None
+        super()._draft_extend_for_decode(batch, *arguments, **named)
+        if batch.forward_mode.is_idle():
+            return
+        if self._forward.heard is not None:
+            self._keep_roots(batch, self._forward.heard.logits_output)
+        elif self._replay is not None:
+            self._keep_roots(batch, self._replay.heard)
+        else:
+            raise RuntimeError("the draft head ran in a way that this plug-in does not know")
+
+    def _capture_cuda_graphs(self) -> None:
+        super()._capture_cuda_graphs()
+        runner = self.cuda_graph_runner_for_draft_extend
+        if runner is not None:
+            self._replay = Listener(runner.execute)
+            runner.execute = self._replay
+
+    def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
+        """Keep the laws of the next round's roots; ``output`` holds one row per request."""
+        temperatures = batch.sampling_info.temperatures * self._settings.draft_temperature
+        laws = self._laws(output.next_token_logits, temperatures)
+        self._root_laws[batch.req_pool_indices] = laws.pack()
+
+    def _laws(self, logits: Tensor, temperatures: Tensor) -> ShortLaws:
+        return ShortLaws.of_logits(
+            logits,
+            temperatures,
+            width=self._root_laws.shape[-1],
+            target_ids=self.hot_token_id,
+        )
+
+    def _tree(self, verify_input: EagleVerifyInput, roots: ShortLaws) -> NumberedTree:
+        K, L = self.topk, self.speculative_num_steps
+        tokens = verify_input.draft_token.view(-1, K * L + 1)
+        packed: Tensor = verify_input.draft_probs
+        return draft_tree(
+            tokens[:, 0], tokens[:, 1:].view(-1, L, K), roots, ShortLaws.unpack(packed)
+        )
+
+
+def _for_each_path(laws: ShortLaws, paths: int) -> ShortLaws:
+    """Repeat ``[batch, width]`` for each path: ``[batch, paths, width]``."""
+    ids, probs = (table.unsqueeze(1).expand(-1, paths, -1) for table in (laws.ids, laws.probs))
+    return ShortLaws(ids, probs)

@@ -1,0 +1,84 @@
+"""SGLang's engine with our drafts and verifiers, in one call."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eaglegbv.backends.sglang.guard import check_version
+from eaglegbv.backends.sglang.heads import served_head
+from eaglegbv.backends.sglang.settings import Settings
+
+
+def server_arguments(
+    model: str | Path,
+    drafter: str | Path | None,
+    *,
+    paths: int,
+    depth: int,
+) -> dict[str, Any]:
+    """Return SGLang's arguments that name the models and the trees.
+
+    Raises:
+        DrafterMismatch: The head does not fit the target.
+    """
+    if drafter is None:
+        return {"model_path": str(model)}
+    head = served_head(drafter, model)
+    return {
+        "model_path": str(model),
+        "speculative_algorithm": head.algorithm,
+        "speculative_draft_model_path": str(head.folder),
+        "speculative_eagle_topk": paths,
+        "speculative_num_steps": depth,
+    }
+
+
+def engine(
+    model: str | Path,
+    drafter: str | Path | None,
+    *,
+    paths: int = 3,
+    depth: int = 4,
+    settings: Settings | None = None,
+    **arguments: object,
+) -> Any:
+    """Start ``sglang.Engine`` with sampled draft trees and a verifier of this project.
+
+    Args:
+        model: Folder or hub name of the target.
+        drafter: Folder of an EAGLE head in any format this project reads; None decodes plainly.
+        paths: Number of drafted paths, K.
+        depth: Length of a drafted path, L.
+        settings: Verifier, draft width and temperature, seed; by default otbv's.
+        arguments: Anything else SGLang's engine takes, such as ``tp_size``.
+
+    Returns:
+        The engine, ready to ``generate``; ``shutdown()`` ends it.
+
+    Raises:
+        EagleGBVError: SGLang is missing or another version, or something cannot be served; the
+            message names the argument and the remedy.
+    """
+    check_version()
+    import sglang
+
+    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    # SGLang's processes inherit the environment; all of them run when the engine is ready.
+    with _environment((settings or Settings()).to_environment()):
+        return sglang.Engine(**(named | arguments))
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

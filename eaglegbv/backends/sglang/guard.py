@@ -1,0 +1,120 @@
+"""Is this the SGLang we know? Checked when a server starts, before anything is overridden."""
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+
+SUPPORTED = ("0.5.23",)
+"""Versions of SGLang whose override points are known."""
+
+
+class OverridePointChanged(EagleGBVError):
+    """A name of SGLang's that we override is gone or takes other parameters."""
+
+    def __init__(self, point: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"SGLang's {point}: found {found}, expected {expected}; "
+            f"install sglang=={SUPPORTED[-1]}, which this version of eaglegbv was made for"
+        )
+        self.point = point
+        self.found = found
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.point, self.found, self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class OverridePoint:
+    """A function of SGLang's that is replaced, wrapped or overridden.
+
+    Attributes:
+        module: Where it is looked up.
+        name: Its name there, dotted for a method.
+        parameters: The parameters relied on, in order; more may follow.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise :class:`OverridePointChanged` unless it is there and takes the parameters."""
+        found: object = import_module(self.module)
+        for part in self.name.split("."):
+            if part not in dir(found):
+                raise OverridePointChanged(self._title, "nothing", self._signature)
+            found = getattr(found, part)
+        if found is None:  # SGLang has no such kernel on this platform
+            return
+        if not callable(found):
+            raise OverridePointChanged(self._title, repr(found), self._signature)
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters[: len(self.parameters)] != self.parameters:
+            raise OverridePointChanged(self._title, f"({', '.join(parameters)})", self._signature)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def _signature(self) -> str:
+        return f"({', '.join(self.parameters)})"
+
+
+_SPECULATIVE = "sglang.srt.speculative"
+_WORKERS = f"{_SPECULATIVE}.eagle_worker_v2"
+_UTILS = f"{_SPECULATIVE}.eagle_utils"
+
+OVERRIDE_POINTS = (
+    OverridePoint(_WORKERS, "EAGLEWorkerV2.verify", ("self", "batch")),
+    OverridePoint(_WORKERS, "EAGLEWorkerV2._forward_prefill_batch", ("self", "batch")),
+    OverridePoint(_WORKERS, "EagleDraftWorker.draft", ("self", "batch")),
+    OverridePoint(_WORKERS, "EagleDraftWorker.draft_forward", ("self", "forward_batch")),
+    OverridePoint(_WORKERS, "EagleDraftWorker._draft_forward_idle", ("self", "forward_batch")),
+    OverridePoint(
+        _WORKERS,
+        "EagleDraftWorker._draft_extend_for_prefill",
+        ("self", "batch", "target_hidden_states", "next_token_ids"),
+    ),
+    OverridePoint(
+        _WORKERS, "EagleDraftWorker._draft_extend_for_decode", ("self", "batch", "batch_result")
+    ),
+    OverridePoint(_WORKERS, "EagleDraftWorker._capture_cuda_graphs", ("self",)),
+    OverridePoint(_WORKERS, "EagleDraftWorker.alloc_memory_pool", ("self",)),
+    OverridePoint(
+        _UTILS,
+        "per_step_draft_out_cache_loc",
+        ("out_cache_loc", "batch_size", "topk", "num_steps"),
+    ),
+    OverridePoint(_UTILS, "tree_speculative_sampling_target_only", ("predicts", "accept_index")),
+    OverridePoint(_UTILS, "_verify_uses_greedy", ("is_all_greedy",)),
+    OverridePoint(_UTILS, "top_k_renorm_prob", ("probs",)),
+    OverridePoint(_UTILS, "top_p_renorm_prob", ("probs",)),
+    OverridePoint(
+        "sglang.srt.layers.sampler",
+        "Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+    ),
+)
+"""Everything we put something of ours in the place of."""
+
+
+def check_version() -> None:
+    """Raise :class:`InvalidArgument` unless the installed SGLang is one we know."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        raise InvalidArgument("sglang", "not installed", "pip install 'eaglegbv[sglang]'") from None
+    if installed not in SUPPORTED:
+        known = " or ".join(f"sglang=={number}" for number in SUPPORTED)
+        raise InvalidArgument("sglang", installed, f"{known}, whose override points are known")
+
+
+def check_override_points() -> None:
+    """Raise :class:`OverridePointChanged` for the first override point that is not as known."""
+    for point in OVERRIDE_POINTS:
+        point.check()

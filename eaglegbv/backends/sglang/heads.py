@@ -1,0 +1,60 @@
+"""Draft heads as SGLang reads them."""
+
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from eaglegbv.drafters.checkpoint import Checkpoint, fit, read_checkpoint
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.exporting import export_head
+from eaglegbv.drafters.formats.base import FormatName
+from eaglegbv.targets.hf import load_config
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHead:
+    """A head in SGLang's format.
+
+    Attributes:
+        folder: Where it lies.
+        eagle3: Whether it is an EAGLE-3 head.
+    """
+
+    folder: Path
+    eagle3: bool
+
+    @property
+    def algorithm(self) -> str:
+        """The ``--speculative-algorithm`` that serves it."""
+        return "EAGLEGBV3" if self.eagle3 else "EAGLEGBV"
+
+
+def served_head(folder: str | Path, model: str | Path) -> ServedHead:
+    """Check a head against its target; where it is in another format, write it anew for SGLang.
+
+    Args:
+        folder: A head in any format that :mod:`eaglegbv.drafters.formats` reads.
+        model: Folder or hub name of the target.
+
+    Raises:
+        DrafterMismatch: The head is broken, or does not fit the target.
+    """
+    checkpoint = read_checkpoint(Path(folder))
+    eagle3 = fit(checkpoint, load_config(model)).config.arch is Arch.EAGLE3
+    if checkpoint.format is FormatName.SGLANG:
+        return ServedHead(Path(folder), eagle3)
+    return ServedHead(_converted(checkpoint), eagle3)
+
+
+def _converted(checkpoint: Checkpoint) -> Path:
+    """Write the head into the temporary folder, unless a server before did."""
+    written = sorted(
+        (name, (checkpoint.folder / name).stat().st_mtime_ns)
+        for name in ("config.json", *checkpoint.files)
+    )
+    key = hashlib.sha256(repr((str(checkpoint.folder.resolve()), written)).encode()).hexdigest()
+    place = Path(tempfile.gettempdir()) / f"eaglegbv-head-{key[:16]}"
+    if not (place / "config.json").is_file():
+        export_head(checkpoint, FormatName.SGLANG, place)
+    return place

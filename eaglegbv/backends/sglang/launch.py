@@ -1,0 +1,214 @@
+"""SGLang's arguments, checked and completed before a server starts.
+
+SGLang does as much for its own EAGLE; for a plug-in nobody does. Everything is refused that we
+would get wrong or ignore.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eaglegbv.backends.sglang.heads import served_head
+from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_verifier
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PATHS = 3
+DEFAULT_DEPTH = 4
+DEFAULT_RUNNING = 48
+PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
+CHAIN_BACKENDS = ("trtllm_mha", "trtllm_mla", "flashmla", "cutedsl")
+TREELESS_BACKENDS = ("torch_native", "flex_attention")
+
+
+class NotServed(EagleGBVError):
+    """An option of SGLang's that this backend cannot honour."""
+
+    def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
+        super().__init__(f"--{option.replace('_', '-')} {value}: {reason}; {remedy}")
+        self.option = option
+        self.value = value
+        self.reason = reason
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.option, self.value, self.reason, self.remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """An option that must keep its value.
+
+    Attributes:
+        option: Its name.
+        harmless: The values it may have.
+        reason: Why no other.
+        remedy: What to do about it.
+    """
+
+    option: str
+    harmless: tuple[object, ...]
+    reason: str
+    remedy: str
+
+    def check(self, server_args: Any) -> None:
+        """Raise :class:`NotServed` if the option has another value."""
+        value = getattr(server_args, self.option)
+        if value not in self.harmless:
+            raise NotServed(self.option, value, self.reason, self.remedy)
+
+
+_DROP = "leave it out"
+UNSERVED = (
+    Unserved("pp_size", (1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
+    Unserved(
+        "enable_dp_attention",
+        (False,),
+        "ranks with requests of their own have not been tried",
+        "use --dp with whole replicas",
+    ),
+    Unserved(
+        "disaggregation_mode",
+        (None, "null"),
+        "draft laws are not transferred between prefill and decode servers",
+        "use one server",
+    ),
+    Unserved("enable_lora", (False, None), "the draft head follows the base model only", _DROP),
+    Unserved("lora_paths", (None, [], {}), "the draft head follows the base model only", _DROP),
+    Unserved(
+        "speculative_adaptive",
+        (False,),
+        "trees have a constant number of nodes",
+        "set --speculative-num-steps",
+    ),
+    Unserved(
+        "speculative_use_rejection_sampling",
+        (False,),
+        "verification is ours",
+        "choose a verifier by EAGLEGBV_VERIFIER",
+    ),
+    Unserved(
+        "speculative_use_block_verification",
+        (False,),
+        "verification is ours",
+        "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1",
+    ),
+    Unserved(
+        "speculative_accept_threshold_single",
+        (1.0,),
+        "it changes the law of the text",
+        "choose a lossless verifier by EAGLEGBV_VERIFIER",
+    ),
+    Unserved(
+        "speculative_accept_threshold_acc",
+        (1.0,),
+        "it changes the law of the text",
+        "choose a lossless verifier by EAGLEGBV_VERIFIER",
+    ),
+    Unserved(
+        "enable_custom_logit_processor",
+        (False,),
+        "SGLang does not apply custom processors to draft trees",
+        "use logit_bias or a grammar",
+    ),
+    Unserved("enable_watermark", (False,), "watermarks are forced tokens, not a law", _DROP),
+    Unserved("enable_multi_layer_eagle", (False, None), "its heads draft chains", _DROP),
+)
+"""Options that are refused rather than ignored."""
+
+
+def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> None:
+    """Check SGLang's arguments and fill in what depends on K and L.
+
+    Raises:
+        InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
+        NotServed: An option cannot be honoured.
+        DrafterMismatch: The head is not of the kind that was named, or does not fit the target.
+    """
+    for unserved in UNSERVED:
+        unserved.check(server_args)
+    _settle_shape(server_args)
+    _check_verifier(settings.verifier, server_args.speculative_eagle_topk)
+    _check_attention(server_args)
+    _settle_head(server_args, eagle3=eagle3)
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = DEFAULT_RUNNING
+    if server_args.device == "cpu" and not server_args.disable_overlap_schedule:
+        server_args.disable_overlap_schedule = True
+        logger.warning("overlap scheduling is off: SGLang does not speculate with it on a CPU")
+    if server_args.enable_mixed_chunk:
+        server_args.enable_mixed_chunk = False
+        logger.warning("mixed chunked prefill is off: it decodes running requests without drafts")
+
+
+def _settle_shape(server_args: Any) -> None:
+    if server_args.speculative_eagle_topk is None:
+        server_args.speculative_eagle_topk = DEFAULT_PATHS
+    if server_args.speculative_num_steps is None:
+        server_args.speculative_num_steps = DEFAULT_DEPTH
+    K = _ranged("speculative_eagle_topk", server_args.speculative_eagle_topk, MAX_PATHS)
+    L = _ranged("speculative_num_steps", server_args.speculative_num_steps, MAX_DEPTH)
+    nodes = server_args.speculative_num_draft_tokens
+    if nodes not in (None, K * L + 1):
+        expected = f"{K * L + 1} (K * L + 1), which is also what it is when left out"
+        raise InvalidArgument("speculative_num_draft_tokens", nodes, expected)
+    server_args.speculative_num_draft_tokens = K * L + 1
+
+
+def _ranged(name: str, value: Any, high: int) -> int:
+    if not isinstance(value, int) or not 1 <= value <= high:
+        raise InvalidArgument(name, value, f"an integer in [1, {high}]")
+    return value
+
+
+def _settle_head(server_args: Any, *, eagle3: bool) -> None:
+    folder = server_args.speculative_draft_model_path
+    if folder is None:
+        raise InvalidArgument("speculative_draft_model_path", None, "a folder with an EAGLE head")
+    if not Path(folder).is_dir():  # a hub name: SGLang fetches it, and checks it when it loads it
+        return
+    head = served_head(folder, server_args.model_path)
+    if head.eagle3 != eagle3:
+        raise InvalidArgument(
+            "speculative_algorithm",
+            server_args.speculative_algorithm,
+            f"{head.algorithm}, for the head in {folder}",
+        )
+    server_args.speculative_draft_model_path = str(head.folder)
+
+
+def _check_verifier(name: str, paths: int) -> None:
+    if name in STATEFUL_VERIFIERS:
+        raise InvalidArgument(
+            "EAGLEGBV_VERIFIER",
+            name,
+            "a verifier without state: what this one owes to later rounds takes the draft laws of "
+            "the round before along other tokens, which SGLang's EAGLE workers cannot recall. "
+            "'otbv' selects paths in the same way",
+        )
+    make_verifier(name).check_law(Law.IID, paths)
+
+
+def _check_attention(server_args: Any) -> None:
+    K = server_args.speculative_eagle_topk
+    split = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
+    for backend in {own or server_args.attention_backend for own in split}:
+        if backend in TREELESS_BACKENDS:
+            remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
+            raise NotServed("attention_backend", backend, "it has no tree masks", remedy)
+        if backend in CHAIN_BACKENDS and K > 1:
+            remedy = "use flashinfer, fa3 or triton, or --speculative-eagle-topk 1"
+            raise NotServed("attention_backend", backend, "it verifies chains only", remedy)
+        paged = (server_args.page_size or 1) > 1
+        if paged and K > 1 and backend not in (None, *PAGED_TREE_BACKENDS):
+            raise NotServed(
+                "page_size",
+                server_args.page_size,
+                f"attention backend {backend!r} drafts several paths with pages of one token only",
+                "use --page-size 1, or flashinfer, fa3 or triton",
+            )

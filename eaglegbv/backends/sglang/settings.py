@@ -1,0 +1,85 @@
+"""What a user sets beside SGLang's own flags: by environment variables or one JSON string."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from eaglegbv.errors import InvalidArgument
+
+PREFIX = "EAGLEGBV_"
+JSON_VARIABLE = "EAGLEGBV_SETTINGS"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts are drawn and judged. The number and length of paths are SGLang's flags.
+
+    Attributes:
+        verifier: Name of a verifier that accepts independently drawn paths.
+        draft_width: Candidates a draft law keeps, most likely first.
+        draft_temperature: Temperature of the draft law as a multiple of the request's own.
+        seed: Seed from which requests without one of their own derive theirs.
+
+    Raises:
+        InvalidArgument: A value is out of range; the message says which and what is accepted.
+    """
+
+    verifier: str = "otbv"
+    draft_width: int = 64
+    draft_temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verifier, str):
+            raise InvalidArgument("verifier", self.verifier, "the name of a verifier")
+        _check_integer("draft_width", self.draft_width, 1, 1024)
+        _check_integer("seed", self.seed, 0, 2**64 - 1)
+        temperature = self.draft_temperature
+        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not number or not 0.05 <= temperature <= 20:
+            raise InvalidArgument("draft_temperature", temperature, "a number in [0.05, 20]")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Read ``EAGLEGBV_<FIELD>`` variables, and ``EAGLEGBV_SETTINGS``, a JSON object, over them.
+
+        Raises:
+            InvalidArgument: The JSON is none, a field is unknown, or a value is out of range.
+        """
+        values: dict[str, Any] = {}
+        for field in msgspec.structs.fields(cls):
+            name = PREFIX + field.name.upper()
+            if name in environment:
+                values[field.name] = _parsed(name, environment[name], field.type)
+        values |= _from_json(environment.get(JSON_VARIABLE, "{}"))
+        unknown = sorted(values.keys() - {field.name for field in msgspec.structs.fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in msgspec.structs.fields(cls))
+            raise InvalidArgument(JSON_VARIABLE, unknown[0], f"one of {known}")
+        return cls(**values)
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that :meth:`from_environment` reads the same settings from."""
+        return {JSON_VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    try:
+        values = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise InvalidArgument(JSON_VARIABLE, text, "a JSON object") from None
+    if not isinstance(values, dict):
+        raise InvalidArgument(JSON_VARIABLE, text, "a JSON object")
+    return values
+
+
+def _parsed(name: str, text: str, kind: Any) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        raise InvalidArgument(name, text, f"a value of type {kind.__name__}") from None
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")

@@ -1,0 +1,141 @@
+"""A random target of 16 tokens with EAGLE-1 and EAGLE-3 heads, saved as SGLang reads them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 16
+DRAFT_VOCAB = 12
+HIDDEN = 64
+INTERMEDIATE = 128
+KV = 32
+LAYERS = 4
+CONTEXT = 256
+EOS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangPair:
+    """Folders of a target and its heads."""
+
+    target: Path
+    eagle1: Path
+    eagle3: Path
+
+    def next_laws(self, temperature: float, top_p: float) -> "NextLaws":
+        """Return the target's exact laws under these settings."""
+        model = LlamaForCausalLM.from_pretrained(self.target, dtype=torch.float64).eval()
+        return NextLaws(model, temperature, top_p)
+
+
+@dataclass(frozen=True, slots=True)
+class NextLaws:
+    """From sequences of one length to the laws of their next token, by transformers in float64."""
+
+    model: LlamaForCausalLM
+    temperature: float
+    top_p: float
+
+    def __call__(self, sequences: list[list[int]]) -> NDArray[np.float64]:
+        """Return ``[sequences, vocab]``."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor(sequences)).logits[:, -1]
+        laws = (logits / self.temperature).softmax(dim=1)
+        values, order = laws.sort(dim=1, descending=True, stable=True)
+        values[values.cumsum(dim=1) - values >= self.top_p] = 0
+        laws = torch.zeros_like(laws).scatter_(1, order, values)
+        return (laws / laws.sum(dim=1, keepdim=True)).numpy()
+
+
+def save_sglang_pair(folder: Path, *, seed: int = 1) -> SGLangPair:
+    """Write the models into ``folder``; the heads resemble the target enough to be accepted."""
+    pair = SGLangPair(folder / "target", folder / "eagle1", folder / "eagle3")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _target()
+        model.save_pretrained(pair.target)
+        _save(pair.eagle1, _eagle1(), "LlamaForCausalLMEagle", model.config)
+        _save(pair.eagle3, _eagle3(model), "LlamaForCausalLMEagle3", model.config)
+    return pair
+
+
+def _target() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.15)
+    return model
+
+
+def _eagle1() -> dict[str, torch.Tensor]:
+    # The target's feature passes through, so that the laws resemble each other.
+    feature = torch.cat((_random(HIDDEN, HIDDEN) * 0.3, torch.eye(HIDDEN) * 0.8), dim=1)
+    return {"fc.weight": feature} | _layer("layers.0.", HIDDEN)
+
+
+def _eagle3(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    # Draft token i is target token i + 3 from the fifth on: a reduced, shifted vocabulary.
+    shift = torch.where(torch.arange(DRAFT_VOCAB) < 4, 0, VOCAB - DRAFT_VOCAB)
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    kept = torch.arange(DRAFT_VOCAB) + shift
+    known[kept] = True
+    return {
+        "fc.weight": torch.cat([torch.eye(HIDDEN) * w for w in (0.2, 0.3, 0.8)], dim=1),
+        "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
+        "norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": model.lm_head.weight.detach()[kept].clone(),
+        "d2t": shift,
+        "t2d": known,
+    } | _layer("midlayer.", 2 * HIDDEN)
+
+
+def _layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
+    return {
+        prefix + "self_attn.q_proj.weight": _random(HIDDEN, inputs),
+        prefix + "self_attn.k_proj.weight": _random(KV, inputs),
+        prefix + "self_attn.v_proj.weight": _random(KV, inputs),
+        prefix + "self_attn.o_proj.weight": _random(HIDDEN, HIDDEN),
+        prefix + "mlp.gate_proj.weight": _random(INTERMEDIATE, HIDDEN),
+        prefix + "mlp.up_proj.weight": _random(INTERMEDIATE, HIDDEN),
+        prefix + "mlp.down_proj.weight": _random(HIDDEN, INTERMEDIATE),
+        prefix + "post_attention_layernorm.weight": torch.ones(HIDDEN),
+    }
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape) * 0.15
+
+
+def _save(
+    folder: Path, tensors: dict[str, torch.Tensor], architecture: str, target: LlamaConfig
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = target.to_dict() | {"architectures": [architecture], "num_hidden_layers": 1}
+    if architecture.endswith("3"):
+        config |= {
+            "draft_vocab_size": DRAFT_VOCAB,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
