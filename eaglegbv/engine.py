@@ -457,6 +457,19 @@ class Engine:
         return min(params.max_tokens, room)
 
 
+def check_verifier(plan: Plan) -> None:
+    """Raise unless the plan's verifier exists and takes the law it names, whatever drafts.
+
+    Raises:
+        InvalidArgument: There is no such verifier.
+        LawMismatch: It is not lossless for the plan's law, or for so many paths.
+    """
+    if plan.speculative:
+        verifier = make_any_verifier(plan.verifier)
+        if plan.law is not None:
+            verifier.check_law(plan.law, plan.paths)
+
+
 def law_of(plan: Plan, verifier: Rule, drafter: Drafter) -> Law:
     """Return the draft law of a plan: its own, else the verifier's, else the drafter's only one."""
     if plan.law is not None:
