@@ -58,8 +58,12 @@ def tiny_engine(
     slots: int = 4096,
     max_batch: int = 64,
     sharpness: float = 2.0,
+    **settings: int | bool,
 ) -> TinyEngine:
-    """Build one; ``sharpness`` is the standard deviation of the logits, roughly."""
+    """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
+
+    Further settings are those of ``EngineConfig``.
+    """
     torch.manual_seed(11)
     model = _model(vocab, sharpness)
     features = (
@@ -70,7 +74,8 @@ def tiny_engine(
     target = HFTarget(_model_copy(model), features=features, max_slots=slots)
     pool = KVPool(1, slots, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
     drafter = EagleDrafter(_head(target, vocab, arch), TorchPagedAttention(pool))
-    engine = Engine(target, drafter, EngineConfig(max_batch=max_batch, kv_slots=slots))
+    config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
+    engine = Engine(target, drafter, config)
     return TinyEngine(engine, model, target)
 
 

@@ -1,0 +1,75 @@
+"""An engine without rounding: target and drafter are tables, read through slots.
+
+Both look up the tokens in the slots they see, so that a slot given away too early, or shared by
+texts that differ, changes what is generated; and nothing else does, not by a bit.
+"""
+
+from dataclasses import dataclass, field
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.engine import Engine
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.tree import Law
+
+VOCAB = 7
+
+PLANS = (
+    Plan(verifier="none", paths=1, depth=1),
+    Plan(verifier="token", paths=1, depth=3),
+    Plan(verifier="block", paths=1, depth=4),
+    Plan(verifier="gbv", paths=2, depth=3),
+    Plan(verifier="otbv", paths=3, depth=2),
+    Plan(verifier="otbv", paths=2, depth=4, draft_temperature=1.6, draft_width=5),
+    Plan(verifier="target_only", paths=2, depth=2, law=Law.FIXED),
+    Plan(verifier="greedy_block", paths=1, depth=4),
+    Plan(verifier="spectr_gbv", paths=2, depth=3),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a request is, wherever it runs."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    plan: Plan
+
+
+@dataclass(slots=True)
+class ExactEngine:
+    """An engine, and what its requests give alone."""
+
+    engine: Engine
+    target: TabularTarget
+    _alone: dict[Spec, list[int]] = field(default_factory=dict)
+
+    def add(self, spec: Spec, *, priority: int = 0) -> Request:
+        return self.engine.add(spec.prompt, spec.params, spec.plan, priority=priority)
+
+    def run(self) -> None:
+        """Serve all requests."""
+        while self.engine.has_work:
+            self.engine.step()
+
+    def alone(self, spec: Spec) -> list[int]:
+        """Return the answer of an engine that serves nothing else and shares nothing."""
+        if spec not in self._alone:
+            quiet = exact_engine(slots=256, prefix_cache=False)
+            request = quiet.add(spec)
+            quiet.run()
+            assert request.error is None
+            assert request.metrics.preemptions == request.metrics.cached_tokens == 0
+            self._alone[spec] = request.token_ids
+        return self._alone[spec]
+
+
+def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
+    """Build one over a pool of ``slots``, with further settings of ``EngineConfig``."""
+    target = TabularTarget(vocab_size=VOCAB, order=2, seed=1, scale=1.5, max_slots=slots)
+    model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
+    config = EngineConfig(kv_slots=slots, check_slots=True, **settings)
+    drafter = StandaloneDrafter(model, vocab_size=VOCAB)
+    return ExactEngine(Engine(target, drafter, config), target)
