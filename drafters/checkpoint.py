@@ -23,13 +23,7 @@ from eaglegbv.drafters.eagle_head import (
     EagleHeadConfig,
 )
 from eaglegbv.drafters.formats.base import Contents, FormatName
-from eaglegbv.drafters.formats.layers import (
-    LAYER_IDS,
-    NUMBERING,
-    FeatureLayers,
-    Numbering,
-    StoredLayers,
-)
+from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
 from eaglegbv.drafters.formats.names import (
     EMBEDDING,
     MEMBERS,
@@ -39,8 +33,9 @@ from eaglegbv.drafters.formats.names import (
     name_tensors,
 )
 from eaglegbv.drafters.formats.registry import FORMATS, detect_format
+from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.drafters.formats.section import Section
-from eaglegbv.drafters.formats.settings import Remark, RemarkKind, read_settings
+from eaglegbv.drafters.formats.settings import read_settings
 from eaglegbv.drafters.formats.weights import read_json, read_weights
 from eaglegbv.drafters.formats.writing import write_head
 from eaglegbv.errors import DrafterMismatch
@@ -161,7 +156,7 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
         expected = f"{len(config.feature_layers)} layers, as fc.weight reads"
         raise DrafterMismatch(f"config.json key {LAYER_IDS}", checkpoint.layers.ids, expected)
     layers.check(target.num_hidden_layers)
-    remarks += _layer_remarks(layers)
+    remarks += layers.remarks()
     return Fit(replace(config, feature_layers=layers.inputs), layers, tuple(remarks))
 
 
@@ -319,18 +314,6 @@ def _distance(own: Tensor, other: Tensor) -> float:
         difference += float((rows.double() - exact).square().sum())
         norm += float(exact.square().sum())
     return (difference / norm) ** 0.5 if norm else float(difference > 0)
-
-
-def _layer_remarks(layers: FeatureLayers) -> list[Remark]:
-    if layers.numbering is None:
-        return []
-    [other] = set(Numbering) - {layers.numbering}
-    text = f"{other.engines} count {other} and would read the layers beside these"
-    remarks = [Remark(RemarkKind.WARNING, f"{LAYER_IDS} count {layers.numbering}; {text}")]
-    if layers.guessed:
-        text = f"{LAYER_IDS}: {layers.reason}; {NUMBERING} in eagle_config would settle it"
-        remarks.append(Remark(RemarkKind.ASSUMED, text))
-    return remarks
 
 
 def _log(checkpoint: Checkpoint, fitted: Fit) -> None:

@@ -53,6 +53,7 @@ def export_head(
     kind = find_format(format_name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
+    kind.check_holds(checkpoint.config)
     tensors = dict(checkpoint.named.tensors)
     if kind.name is FormatName.SPECULATORS and EMBEDDING not in tensors:
         if target is None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from eaglegbv.drafters.checkpoint import Checkpoint, Fit
 from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import VARIANTS
+from eaglegbv.drafters.formats.layers import FeatureLayers
 from eaglegbv.drafters.formats.names import EMBEDDING, MEMBERS, OFFSETS
-from eaglegbv.drafters.formats.settings import Remark, RemarkKind
+from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 
 _WORDS = {
     RemarkKind.NOTE: "Notes",
@@ -41,7 +42,11 @@ class Inspection:
 def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> Inspection:
     """Report on a checkpoint; ``fitted`` is None where no target is known."""
     config = checkpoint.config
-    remarks = checkpoint.remarks if fitted is None else fitted.remarks
+    layers, remarks = _layers_alone(checkpoint), checkpoint.remarks
+    if fitted is not None:
+        layers, remarks = fitted.layers, fitted.remarks
+    elif layers is not None:
+        remarks = (*remarks, *layers.remarks())
     facts = {
         "drafter": f"{checkpoint.folder} ({', '.join(checkpoint.files)})",
         "head": _KINDS[config.arch],
@@ -53,7 +58,7 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> Inspection:
         "rope": _rope(config),
         "vocabulary": _vocabulary(config),
         "embedding": _embedding(checkpoint),
-        "captures": _captures(checkpoint, fitted),
+        "captures": _captures(checkpoint, layers),
     }
     left = [f"{name} ({why})" for name, why in checkpoint.named.left_aside.items()]
     if left:
@@ -114,10 +119,14 @@ def _embedding(checkpoint: Checkpoint) -> str:
     return "the target's"
 
 
-def _captures(checkpoint: Checkpoint, fitted: Fit | None) -> str:
+def _layers_alone(checkpoint: Checkpoint) -> FeatureLayers | None:
+    """Return the layers the file alone tells of."""
+    return None if checkpoint.layers is None else checkpoint.layers.resolve(None)
+
+
+def _captures(checkpoint: Checkpoint, layers: FeatureLayers | None) -> str:
     if checkpoint.layers is None:
         return "the final hidden state, after the last norm"
-    layers = checkpoint.layers.resolve(None) if fitted is None else fitted.layers
     if layers is None:
         return "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
     return f"the inputs of layers {_list([str(i) for i in layers.inputs])} ({layers.reason})"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eaglegbv.drafters.eagle_head import default_feature_layers
+from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.errors import DrafterMismatch
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -100,6 +101,18 @@ class FeatureLayers:
     reason: str
     numbering: Numbering | None = None
     guessed: bool = False
+
+    def remarks(self) -> list[Remark]:
+        """Say who would read other layers, and what was guessed."""
+        if self.numbering is None:
+            return []
+        [other] = set(Numbering) - {self.numbering}
+        text = f"{other.engines} count {other} and would read the layers beside these"
+        found = [Remark(RemarkKind.WARNING, f"{LAYER_IDS} count {self.numbering}; {text}")]
+        if self.guessed:
+            text = f"{LAYER_IDS}: {self.reason}; {NUMBERING} in eagle_config would settle it"
+            found.append(Remark(RemarkKind.ASSUMED, text))
+        return found
 
     def check(self, num_layers: int) -> None:
         """Raise :class:`DrafterMismatch` unless a target of ``num_layers`` has these inputs."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from transformers import LlamaConfig
@@ -11,6 +10,7 @@ from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import Format, FormatName, Sections
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, StoredLayers
 from eaglegbv.drafters.formats.names import NamedTensors
+from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.errors import DrafterMismatch
 
@@ -36,25 +36,6 @@ _PASSED_ON = (
     "initializer_range",
 )
 _DEFAULT_FEATURES = 3
-
-
-class RemarkKind(StrEnum):
-    """What a remark is about."""
-
-    NOTE = "note"
-    """Nothing to worry about."""
-    ASSUMED = "assumed"
-    """What the file leaves open and how it was read."""
-    WARNING = "warning"
-    """What another engine would make of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """Something about a file that its reader should know."""
-
-    kind: RemarkKind
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from torch import Tensor
 from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
 from eaglegbv.drafters.eagle_head import Arch, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.formats.base import VARIANTS, FormatName
-from eaglegbv.drafters.formats.settings import RemarkKind
+from eaglegbv.drafters.formats.remark import RemarkKind
 from eaglegbv.errors import DrafterMismatch
 
 TABLE = torch.zeros(VOCAB, HIDDEN)
