@@ -30,6 +30,30 @@ def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), paths, 1)
 
 
+def weighted_otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """The same where a node entered with weight w is given the transport for w p in place of p."""
+
+    def below(prefix: Prefix, drafts: int, w: Number) -> Number:
+        if len(prefix) == length:
+            return 0
+        wanted = tuple(w * px for px in p(prefix))
+        node = transport(wanted, q(prefix), drafts)
+        total: Number = 0
+        for x in node.order:
+            b = node.law[x]
+            if b > 0:
+                v = min(1, wanted[x] / b)
+                inner = sum(
+                    share * below((*prefix, x), m, v)
+                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    if share > 0
+                )
+                total += b * (v + inner)
+        return total
+
+    return below((), paths, 1)
+
+
 def spectr_gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     """E[tau] of one step: the sum of min(p, b) over sequences of symbols (token, drafts left)."""
 

@@ -12,6 +12,7 @@ from support.acceptance import (
     ideal_length,
     otbv_length,
     spectr_gbv_length,
+    weighted_otbv_length,
 )
 from support.tables import KINDS, Model, Shape, constant, problem
 
@@ -307,6 +308,20 @@ def test_otbv_is_close_to_the_optimum_on_average(paths: int, drafter: str, share
         lead = otbv[: len(values)] - np.array(values)
         print(name, np.mean(values), lead.mean(), 1.96 * lead.std() / len(lead) ** 0.5)  # noqa: T201
         assert lead.mean() >= -1e-12, name
+
+
+@pytest.mark.parametrize("drafter", ["weak", "middling", "good", "mixed"])
+@pytest.mark.parametrize("paths", [2, 3])
+def test_transport_for_the_weight_a_node_is_entered_with_gains_next_to_nothing(
+    paths: int, drafter: str
+) -> None:
+    gains = []
+    for seed in range(60):
+        model = Model(3, drafter, 1000 + seed)
+        sizes = (model.p, model.q, paths, 2)
+        gains.append(float(weighted_otbv_length(*sizes) - otbv_length(*sizes)))
+    print("gain", np.mean(gains), 1.96 * np.std(gains) / len(gains) ** 0.5)  # noqa: T201
+    assert abs(np.mean(gains)) < 2e-3
 
 
 @pytest.mark.parametrize("kind", ["random", "weak", "middling", "good"])
