@@ -1,22 +1,33 @@
 """The engine: plan, draft, forward, verify, commit."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eaglegbv.auto_plan import plan_name
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.auto_plan import AutoPlan, Planning, largest_plan, plan_name
+from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
-from eaglegbv.metrics import Phase, Stopwatch
+from eaglegbv.metrics import (
+    CACHED,
+    FINISHED,
+    PREEMPTIONS,
+    EngineMetrics,
+    Phase,
+    StepObserver,
+    StepRecord,
+    Stopwatch,
+)
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Debt, FinishReason, Request
 from eaglegbv.scheduler.batch import Chunk, Group, Layout, by_plan, lay_out
 from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.planner import Estimate, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Portion, Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
@@ -88,13 +99,25 @@ class Engine:
             cache=self._cache,
             vacate=self._vacate,
         )
+        self._planner = Planner()
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
+        self._steps = 0
+        self.metrics = EngineMetrics()
+        self._observers: list[StepObserver] = [self.metrics]
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell ``observer`` about every further step."""
+        self._observers.append(observer)
+
+    def explain_plans(self) -> list[Estimate]:
+        """Return what the planner expects of each plan for the running requests, best first."""
+        return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
 
     @property
     def preemptions(self) -> int:
@@ -110,7 +133,7 @@ class Engine:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        plan: Plan,
+        plan: Planning,
         *,
         priority: int = 0,
     ) -> Request:
@@ -119,7 +142,10 @@ class Engine:
         Args:
             prompt_ids: The prompt.
             params: How it is sampled.
-            plan: How it speculates.
+            plan: How it speculates, or limits within which the engine chooses step by step. In the
+                latter case its random numbers derive from its running number too: the choice of a
+                plan looks at what became of other requests' drafts, and these must be independent
+                of its own even if the user gives both the same seed.
             priority: Lower numbers are served first; equal ones in order of arrival.
 
         Raises:
@@ -129,24 +155,36 @@ class Engine:
         """
         self.check_plan(plan)
         number, self._added = self._added, self._added + 1
-        seed = params.seed if params.seed is not None else request_seed(self._config.seed, number)
+        auto = plan if isinstance(plan, AutoPlan) else None
+        seed = self._config.seed if params.seed is None else params.seed
+        if auto is not None or params.seed is None:
+            seed = request_seed(seed, number)
+        largest = largest_plan(plan)
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
             params=params,
-            plan=plan,
+            plan=largest if auto is None else PLAIN,
+            auto=auto,
             stream=Stream(seed),
-            max_tokens=self._token_limit(prompt_ids, params, plan),
-            step_slots=plan.tree_slots + self._recall_slots(params, plan),
-            drafted=plan.speculative,
+            max_tokens=self._token_limit(prompt_ids, params, largest),
+            step_slots=largest.tree_slots + self._recall_slots(params, largest),
+            drafted=largest.speculative,
             priority=priority,
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
         return request
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: Planning) -> None:
         """Raise unless this engine can run ``plan``."""
+        if isinstance(plan, AutoPlan):
+            for candidate in plan.candidates:
+                self.check_plan(candidate)
+            if isinstance(self._verifier(plan.verifier), StatefulVerifier):
+                expected = "one without state over steps, where the engine chooses plans"
+                raise InvalidArgument("verifier", plan.verifier, expected)
+            return
         if not plan.speculative:
             return
         if self._drafter is None:
@@ -219,11 +257,13 @@ class Engine:
         self._vacate(request)
         request.debts = ()
         request.finish_reason = reason
+        self.metrics.add(FINISHED, label=reason)
 
     def _advance(self, batch: StepBatch, commits: list[Commit]) -> None:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
         watch = Stopwatch()
         with watch.phase(Phase.DRAFT):
+            self._planner.assign(batch.decoding, others=len(batch.reading))
             groups = self._draft(batch.decoding)
         groups += self._prefill([p for p in batch.reading if p.brings_first_token])
         chunks = self._read([p for p in batch.reading if not p.brings_first_token])
@@ -243,6 +283,41 @@ class Engine:
         with watch.phase(Phase.PREFILL):
             self._end_reading([portion.request for portion in batch.reading])
         share_seconds(batch, watch.seconds, sum(segment.num_new for segment in segments))
+        self._planner.observe_step(watch.elapsed)
+        self._record(batch, watch, groups, judgements, commits)
+
+    def _record(
+        self,
+        batch: StepBatch,
+        watch: Stopwatch,
+        groups: list[Group],
+        judgements: list[Judgement],
+        commits: list[Commit],
+    ) -> None:
+        """Tell the observers about a step."""
+        decoding = {id(request) for request in batch.decoding}
+        allocator = self._target.allocator
+        record = StepRecord(
+            number=self._steps,
+            started=watch.started,
+            seconds=watch.elapsed,
+            spans=tuple(watch.spans),
+            requests=len(batch.decoding) + len(batch.reading),
+            prefilling=len(batch.reading),
+            waiting=self._scheduler.num_waiting,
+            nodes=sum(int(g.tree.num_nodes.sum()) - len(g.requests) for g in groups),
+            accepted=sum(int(judgement.verdict.accepted.sum()) for judgement in judgements),
+            committed=sum(len(c.token_ids) for c in commits if id(c.request) in decoding),
+            plans=Counter(plan_name(request.plan) for request in batch.decoding),
+            reasons=Counter(request.plan_reason for request in batch.decoding),
+            kv_used=allocator.num_slots - allocator.num_free,
+            kv_slots=allocator.num_slots,
+        )
+        self._steps += 1
+        self.metrics.set(PREEMPTIONS, self._scheduler.preemptions)
+        self.metrics.set(CACHED, self._cache.counts.shared)
+        for observer in self._observers:
+            observer.on_step(record)
 
     def _refuse_first(self) -> list[Commit]:
         """End the first request if nobody runs for want of slots: others on the pool hold them."""
@@ -384,9 +459,11 @@ class Engine:
         request.token_ids += kept
         request.step += 1
         if not prefilling:
+            offered, accepted = int(group.tree.depth[b].max()), len(tokens) - 1
+            self._planner.observe_request(request, offered=offered, accepted=accepted)
             request.metrics.count_forward(
-                offered=int(group.tree.depth[b].max()),
-                accepted=len(tokens) - 1,
+                offered=offered,
+                accepted=accepted,
                 committed=len(kept),
                 nodes=int(group.tree.num_nodes[b]) - 1,
                 plan=plan_name(request.plan),

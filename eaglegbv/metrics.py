@@ -237,6 +237,10 @@ REASONS = Metric(
     "Decoding forwards times the requests in them, by why their plan was chosen.",
     label="reason",
 )
+PREEMPTIONS = Metric("eaglegbv_preemptions_total", "Requests that had to give up their slots.")
+CACHED = Metric(
+    "eaglegbv_cached_tokens_total", "Tokens not read, an earlier request having read them."
+)
 FINISHED = Metric("eaglegbv_finished_requests_total", "Requests that ended.", label="reason")
 RUNNING = Metric("eaglegbv_running_requests", "Requests of the latest step.", Kind.GAUGE)
 WAITING = Metric("eaglegbv_waiting_requests", "Requests not admitted yet.", Kind.GAUGE)
@@ -260,7 +264,7 @@ class EngineMetrics:
         cells[label] = cells.get(label, 0) + amount
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
-        """Set a gauge."""
+        """Set a gauge, or a counter that is kept elsewhere."""
         self.values.setdefault(metric, {})[label] = value
 
     def value(self, metric: Metric, label: str = "") -> float:

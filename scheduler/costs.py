@@ -122,7 +122,7 @@ class _Correction:
     def trusted(self, now: int) -> float:
         """Return the part of ``log`` to rely on: little of few steps, and of long ago."""
         fresh = 0.5 ** ((now - self.latest) / _FADING)
-        return self.log * fresh * self.steps / (self.steps + _TRUST)
+        return float(self.log * fresh * self.steps / (self.steps + _TRUST))
 
 
 def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:

@@ -1,0 +1,50 @@
+"""Limits of the engine's own choice, and the names of plans."""
+
+import pytest
+
+from eaglegbv.auto_plan import AUTO, AutoPlan, largest_plan, plan_name
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.tree import Law
+
+
+def test_candidates_keep_to_the_limits_and_reach_them() -> None:
+    auto = AutoPlan(max_paths=5, max_depth=7, draft_temperatures=(1.0, 1.4))
+    shapes = {(p.paths, p.depth, p.draft_temperature) for p in auto.candidates}
+    assert len(shapes) == len(auto.candidates)
+    assert {k for k, _, _ in shapes} == {1, 2, 3, 4, 5}
+    assert {d for _, d, _ in shapes} == {1, 2, 3, 4, 5, 6, 7}
+    assert {t for _, _, t in shapes} == {1.0, 1.4}
+
+
+def test_the_largest_plan_needs_the_most_room() -> None:
+    for auto in (AUTO, AutoPlan(max_paths=1, max_depth=1), AutoPlan(max_paths=16, max_depth=32)):
+        assert auto.largest.tree_slots == max(p.tree_slots for p in auto.candidates)
+        assert auto.largest.depth == max(p.depth for p in auto.candidates)
+        assert largest_plan(auto) == auto.largest
+    assert largest_plan(PLAIN) is PLAIN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_paths": 0}, "max_paths=0: expected an integer in"),
+        ({"max_depth": 33}, "max_depth=33"),
+        ({"draft_width": True}, "draft_width=True"),
+        ({"verifier": "none"}, "verifier='none'"),
+        ({"draft_temperatures": ()}, r"draft_temperatures=\(\)"),
+        ({"draft_temperatures": (1.0, 1.0)}, "draft_temperatures"),
+        ({"draft_temperatures": (0.0,)}, "draft_temperature=0"),
+    ],
+)
+def test_values_out_of_range_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        AutoPlan(**changes)
+
+
+def test_names_say_what_differs() -> None:
+    assert plan_name(PLAIN) == "none"
+    assert plan_name(Plan(paths=3, depth=4)) == "otbv 3x4"
+    assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
+    assert plan_name(Plan(paths=2, depth=2, law=Law.WOR)) == "otbv 2x2 wor"
+    assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"

@@ -1,0 +1,200 @@
+"""Plans chosen by the engine: the text keeps the target's law, whatever the choice depends on.
+
+The choice may depend on all of the past. So one planner here is made to choose by the committed
+text and the acceptances so far, a new plan every step; and a planner that peeks at the numbers of
+the step to come, which must be noticed, shows what the tests can see.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from support.g_test import GTest, g_test, joint_law
+from support.tiny_engine import TinyEngine, tiny_engine
+
+from eaglegbv.auto_plan import AUTO, AutoPlan
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.engine import Engine
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, REASONS, StepRecord
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import PlanReason, Request
+from eaglegbv.scheduler.planner import Planner
+from eaglegbv.uniforms import Purpose
+
+PROMPT = [3, 1, 4, 1, 5]
+VOCAB = 8
+TOKENS = 3
+SAMPLES = 8_500
+LEVEL = 1e-4
+LIMITS = AutoPlan(max_paths=3, max_depth=3)
+
+
+@pytest.fixture
+def tiny() -> TinyEngine:
+    """An engine of its own planner, which knows nothing yet."""
+    return tiny_engine(vocab=VOCAB, sharpness=3.0, slots=16_384, max_batch=256)
+
+
+@pytest.fixture
+def engine(tiny: TinyEngine) -> Engine:
+    return tiny.engine
+
+
+@pytest.fixture(scope="module")
+def law() -> np.ndarray:
+    """The exact joint law of the first tokens, from the plain model."""
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0)
+
+    @torch.inference_mode()
+    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+        return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
+
+    return joint_law(next_laws, PROMPT, TOKENS)
+
+
+class RestlessPlanner(Planner):
+    """Another plan every step, by the text and the acceptances of all requests so far."""
+
+    plans = (PLAIN, *LIMITS.candidates)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted = 0
+
+    def assign(self, requests: list[Request], *, others: int = 0) -> None:
+        for request in requests:
+            choice = 3 * sum(request.token_ids) + request.step + self.accepted
+            request.plan = self.plans[choice % len(self.plans)]
+
+    def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
+        self.accepted += accepted
+
+
+class PeekingPlanner(Planner):
+    """Decodes plainly where the number that draws a plain step's token is small."""
+
+    def assign(self, requests: list[Request], *, others: int = 0) -> None:
+        for request in requests:
+            [number] = request.stream.draw(request.step, Purpose.CORRECTION, 1)
+            request.plan = PLAIN if number < 0.4 else Plan(paths=3, depth=2)
+
+
+def check(engine: Engine, law: np.ndarray, samples: int) -> GTest:
+    """The G-test of requests that differ in their seeds alone; the engine runs them in batches."""
+    requests = [
+        engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), LIMITS)
+        for seed in range(samples)
+    ]
+    while engine.has_work:
+        engine.step()
+    cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
+    return g_test(cells.tolist(), law)
+
+
+def test_joint_law_is_the_targets(engine: Engine, law: np.ndarray) -> None:
+    result = check(engine, law, SAMPLES)
+    assert result.power > 0.65, result
+    assert result.p_value > LEVEL, result
+    assert len(engine.metrics.values[FORWARDS]) > 2
+
+
+def test_joint_law_when_plans_follow_the_text_and_other_requests(
+    engine: Engine, law: np.ndarray
+) -> None:
+    engine._planner = RestlessPlanner()
+    result = check(engine, law, SAMPLES)
+    assert result.p_value > LEVEL, result
+    assert len(engine.metrics.values[FORWARDS]) == 1 + len(LIMITS.candidates)
+
+
+def test_a_planner_that_peeks_is_noticed(engine: Engine, law: np.ndarray) -> None:
+    engine._planner = PeekingPlanner()
+    assert check(engine, law, 2_500).p_value < LEVEL
+
+
+def test_greedy_text_is_that_of_plain_decoding(engine: Engine, tiny: TinyEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    expected = tiny.tokens([PROMPT], params, PLAIN)
+    planner = RestlessPlanner()
+    for engine._planner in (Planner(), planner):
+        request = engine.add(PROMPT, params, AUTO if engine._planner is not planner else LIMITS)
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        assert [request.token_ids] == expected
+        assert len(request.metrics.plans) > 1
+
+
+def test_requests_of_one_seed_draw_numbers_of_their_own(engine: Engine) -> None:
+    params, plan = SamplingParams(max_tokens=12, seed=5), Plan(paths=2, depth=2)
+    auto = [engine.add(PROMPT, params, AUTO) for _ in range(2)]
+    fixed = [engine.add(PROMPT, params, plan) for _ in range(2)]
+    numbers = [r.stream.draw(0, Purpose.DRAFT, 4).tolist() for r in auto + fixed]
+    assert numbers[0] != numbers[1]
+    assert numbers[2] == numbers[3]
+    assert numbers[2] not in numbers[:2]
+
+
+def test_a_fixed_plan_in_the_same_batch_stays_and_gives_its_own_text(
+    engine: Engine, tiny: TinyEngine
+) -> None:
+    plan, params = Plan(paths=2, depth=3), SamplingParams(max_tokens=30, seed=11)
+    [alone] = tiny.tokens([PROMPT], params, plan)
+    fixed = engine.add(PROMPT, params, plan)
+    crowd = [engine.add(PROMPT[:n], SamplingParams(max_tokens=9 * n), AUTO) for n in (1, 2, 3)]
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert fixed.token_ids == alone
+    assert set(fixed.metrics.plans) == {"otbv 2x3"}
+    assert all(len(r.token_ids) == 9 * n for n, r in zip((1, 2, 3), crowd, strict=True))
+
+
+def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
+    request = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1), AUTO)
+    records: list[StepRecord] = []
+
+    class Collector:
+        def on_step(self, record: StepRecord) -> None:
+            records.append(record)
+
+    engine.observe(Collector())
+    while engine.has_work:
+        engine.step()
+    metrics = engine.metrics
+    assert sum(request.metrics.plans.values()) == request.metrics.target_forwards
+    assert request.metrics.plans == {k: int(v) for k, v in metrics.values[FORWARDS].items()}
+    assert sum(metrics.values[REASONS].values()) == request.metrics.target_forwards
+    assert PlanReason.LEARNING in metrics.values[REASONS]
+    assert metrics.value(COMMITTED) == request.metrics.committed_tokens
+    assert metrics.value(FINISHED, "length") == 1
+    assert sum((Counter(r.plans) for r in records), Counter()) == Counter(request.metrics.plans)
+    assert sum(r.nodes for r in records) == request.metrics.drafted_nodes
+    assert sum(r.accepted for r in records) == request.metrics.accepted_tokens
+    assert [r.number for r in records] == list(range(len(records)))
+    assert records[0].prefilling == 1
+    assert records[-1].kv_slots == 16_384
+
+
+def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
+    engine.add(PROMPT, SamplingParams(max_tokens=40, seed=1), AUTO)
+    assert engine.explain_plans() == []
+    for _ in range(20):
+        engine.step()
+    best, *_, worst = engine.explain_plans()
+    assert best.rate > worst.rate > 0
+
+
+def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
+    request = engine.add(PROMPT, SamplingParams(max_tokens=5), AUTO)
+    assert request.step_slots == AUTO.largest.tree_slots
+    assert request.drafted
+
+
+def test_what_cannot_be_chosen_from_is_refused(engine: Engine, tiny: TinyEngine) -> None:
+    with pytest.raises(InvalidArgument, match=r"verifier='greedy_block'"):
+        engine.check_plan(AutoPlan(verifier="greedy_block", max_paths=1))
+    with pytest.raises(InvalidArgument, match="drafter=None"):
+        Engine(tiny.target, None).check_plan(AUTO)
