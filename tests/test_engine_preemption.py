@@ -16,7 +16,6 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.params import SamplingParams
-from eaglegbv.request import Request
 from eaglegbv.targets.base import TargetOutput
 from eaglegbv.tree import Law
 from eaglegbv.warp import WarpSettings, warp
@@ -230,52 +229,52 @@ def test_plain_requests_leave_nothing_to_drafted_ones(sharing: TinyEngine) -> No
     assert cached == [0, 0, 32, 32]
 
 
-def sample(tiny: TinyEngine, count: int) -> dict[str, list[int]]:
-    """The first three tokens of many requests of all settings, pre-empted at random."""
+SETTINGS = [
+    (Plan(verifier="otbv", paths=3, depth=2), 1.0, 1.0),
+    (Plan(verifier="gbv", paths=2, depth=3, draft_temperature=1.5), 0.6, 0.9),
+    (Plan(verifier="greedy_block", paths=1, depth=3), 1.0, 1.0),
+    (PLAIN, 0.6, 0.9),
+    (Plan(verifier="spectr_gbv", paths=2, depth=2), 1.0, 1.0),
+    (Plan(verifier="spectr_gbv", paths=2, depth=3), 0.6, 0.9),
+]
+"""Plan, temperature and top-p of requests in turn; each of the two laws comes from three plans."""
+
+
+def sample(tiny: TinyEngine, count: int) -> dict[float, list[int]]:
+    """First three tokens by temperature, from crowds of all settings, pre-empted at random."""
     rng = np.random.default_rng(7)
-    settings = list(SETTINGS.items())
-    requests: list[tuple[str, Request]] = []
+    requests = []
     for number in range(count):
-        name, (plan, params) = settings[number % len(settings)]
-        seeded = SamplingParams(max_tokens=3, seed=number, **params)
-        requests.append((name, tiny.engine.add(PROMPT, seeded, plan)))
+        plan, temperature, top_p = SETTINGS[number % len(SETTINGS)]
+        params = SamplingParams(max_tokens=3, seed=number, temperature=temperature, top_p=top_p)
+        requests.append(tiny.engine.add([3, 1, 2], params, plan))
     while tiny.engine.has_work:
         tiny.engine.step()
-        running = tiny.engine._scheduler.running
-        for index in rng.integers(max(1, len(running)), size=len(running) // 8):
-            if running and rng.random() < 0.5:
-                tiny.engine.preempt(running[index % len(running)])
-    assert tiny.engine.preemptions > count // 20
+        running = list(tiny.engine._scheduler.running)
+        for place in np.flatnonzero(rng.random(len(running)) < 0.1):
+            tiny.engine.preempt(running[place])
     assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-    cells: dict[str, list[int]] = {name: [] for name in SETTINGS}
-    for name, request in requests:
-        cells[name].append(int(np.ravel_multi_index(request.token_ids, [VOCAB] * 3)))
+    assert sum(bool(r.metrics.preemptions) for r in requests) > count // 20
+    cells: dict[float, list[int]] = {}
+    for request in requests:
+        own = cells.setdefault(request.params.temperature, [])
+        own.append(int(np.ravel_multi_index(request.token_ids, [4] * 3)))
     return cells
 
 
-PROMPT = [4, 2, 5]
-SETTINGS: dict[str, tuple[Plan, dict[str, float]]] = {
-    "otbv": (Plan(verifier="otbv", paths=3, depth=2), {}),
-    "gbv hot": (Plan(verifier="gbv", paths=2, depth=3), {"temperature": 1.5}),
-    "greedy_block": (Plan(verifier="greedy_block", paths=1, depth=3), {}),
-    "spectr_gbv": (Plan(verifier="spectr_gbv", paths=2, depth=2), {"top_p": 0.9}),
-    "plain": (PLAIN, {"temperature": 0.7}),
-}
-
-
-def exact_law(tiny: TinyEngine, params: dict[str, float]) -> np.ndarray:
-    @torch.inference_mode()
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
-        logits = tiny.model(torch.tensor(prefixes)).logits[:, -1]
-        settings = WarpSettings.of([SamplingParams(**params)], [len(prefixes)])
-        return warp(logits, settings).double().softmax(dim=1).numpy()
-
-    return joint_law(next_laws, PROMPT, 3)
-
-
 def test_joint_laws_of_mixed_batches_under_pre_emption() -> None:
-    crowded = tiny_engine(vocab=VOCAB, sharpness=2.0, slots=1 << 13, max_batch=400)
-    for name, cells in sample(crowded, 20_000).items():
-        result = g_test(cells, exact_law(crowded, SETTINGS[name][1]))
-        assert result.power > 0.8, (name, result)
-        assert result.p_value > LEVEL, (name, result)
+    crowded = tiny_engine(vocab=4, sharpness=1.5, slots=1 << 13, max_batch=500)
+    for (_, temperature, top_p), cells in zip(
+        SETTINGS, sample(crowded, 24_000).values(), strict=False
+    ):
+        settings = SamplingParams(temperature=temperature, top_p=top_p)
+
+        @torch.inference_mode()
+        def next_laws(prefixes: list[list[int]], settings: SamplingParams = settings) -> np.ndarray:
+            logits = crowded.model(torch.tensor(prefixes)).logits[:, -1]
+            warped = warp(logits, WarpSettings.of([settings], [len(prefixes)]))
+            return warped.double().softmax(dim=1).numpy()
+
+        result = g_test(cells, joint_law(next_laws, [3, 1, 2], 3))
+        assert result.power > 0.8, result
+        assert result.p_value > LEVEL, result

@@ -1,0 +1,213 @@
+"""Texts that begin alike share slots; every block has its users, and idle ones are free memory."""
+
+import pytest
+import torch
+
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.config import PLAIN
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.prefix_cache import BLOCK, PrefixCache, idle_slots
+from eaglegbv.uniforms import Stream
+
+TEXT = tuple(range(100))
+
+
+class Shop:
+    """A pool with a cache, and requests that read all they must at once."""
+
+    def __init__(self, slots: int = 256, *, enabled: bool = True) -> None:
+        self.allocator = SlotAllocator(slots)
+        self.cache = PrefixCache(self.allocator, enabled=enabled)
+        self.holdings = Holdings(self.allocator, self.cache)
+        self.open: list[Request] = []
+
+    def read(self, prompt: tuple[int, ...], *, drafted: bool = False) -> Request:
+        """Admit a request and read its prompt; a first token follows."""
+        r = Request(
+            number=len(self.open),
+            prompt_ids=prompt,
+            params=SamplingParams(),
+            plan=PLAIN,
+            stream=Stream(0),
+            max_tokens=50,
+            drafted=drafted,
+        )
+        self.open.append(r)
+        self.admit(r)
+        r.token_ids.append(7)
+        return r
+
+    def admit(self, r: Request) -> None:
+        self.cache.lend(r, self.cache.match(r))
+        self.holdings.borrow(r, r.unread)
+        self.holdings.keep(r, list(range(r.unread)))
+        self.check()
+
+    def share(self, r: Request, positions: int | None = None) -> None:
+        self.cache.store(r, r.context if positions is None else positions)
+        self.check()
+
+    def close(self, r: Request) -> None:
+        self.holdings.vacate(r)
+        self.check()
+
+    def check(self) -> None:
+        self.holdings.check(self.open)
+
+
+def test_whole_blocks_are_shared_with_texts_that_go_on_alike_by_one_token():
+    shop = Shop()
+    first = shop.read(TEXT[:40])
+    shop.share(first)
+    assert first.shared == 32
+    same = shop.read(TEXT[:33])
+    assert same.shared == 32
+    assert same.slots[:32].tolist() == first.slots[:32].tolist()
+    # Token 32 differs: an EAGLE head's row 31 would too.
+    other = shop.read((*TEXT[:32], 99))
+    assert other.shared == 16
+    # A token at least is left to read, and the key needs one.
+    assert shop.read(TEXT[:32]).shared == 16
+    assert shop.read(TEXT[1:40]).shared == 0
+
+
+def test_the_answer_is_shared_too_but_not_beyond_final_rows():
+    shop = Shop()
+    r = shop.read(TEXT[:20])
+    r.token_ids = [*TEXT[20:60]]
+    shop.holdings.borrow(r, 39)
+    shop.holdings.keep(r, list(range(39)))
+    assert r.context == r.length - 1 == 59
+    shop.share(r, positions=47)
+    assert r.shared == 32
+    shop.share(r)
+    assert r.shared == 48
+    assert shop.read(TEXT[:70]).shared == 48
+
+
+def test_of_two_that_read_the_same_text_at_once_one_takes_the_others_slots():
+    shop = Shop()
+    first, second = shop.read(TEXT[:40]), shop.read(TEXT[:40])
+    assert second.shared == 0
+    shop.share(first)
+    free = shop.allocator.num_free
+    shop.share(second)
+    assert shop.allocator.num_free == free + 32
+    assert second.slots[:32].tolist() == first.slots[:32].tolist()
+    assert len(second.slots) == 40
+    shop.close(first)
+    # Still in use.
+    assert shop.allocator.num_free == 256 - 40
+    shop.close(second)
+    assert shop.allocator.num_free == 256
+
+
+def test_drafted_and_plain_requests_share_nothing_with_each_other():
+    shop = Shop()
+    for drafted in (False, True):
+        assert shop.read(TEXT[:40], drafted=drafted).shared == 0
+        shop.share(shop.open[-1])
+    assert shop.read(TEXT[:40], drafted=True).slots[0] == shop.open[1].slots[0]
+    assert shop.read(TEXT[:40], drafted=False).slots[0] == shop.open[0].slots[0]
+
+
+def test_a_pre_empted_request_finds_its_own_text_again():
+    shop = Shop()
+    r = shop.read(TEXT[:40])
+    r.token_ids += [8, 9]
+    shop.holdings.borrow(r, 2)
+    shop.holdings.keep(r, [0, 1])
+    slots = r.slots.tolist()
+    shop.share(r)
+    shop.close(r)
+    assert (r.context, r.shared, shop.allocator.num_free) == (0, 0, 256)
+    shop.admit(r)
+    assert r.context == r.length_to_read == 42
+    assert r.slots.tolist()[:32] == slots[:32]
+    assert shop.cache.counts.shared == 32
+
+
+def test_idle_blocks_are_free_and_forgotten_last_used_first_when_slots_run_out():
+    shop = Shop(slots=128)
+    old, new = shop.read(TEXT[:40]), shop.read(TEXT[50:90])
+    for r in (old, new):
+        shop.share(r)
+        shop.close(r)
+    assert shop.allocator.num_free == 128
+    assert shop.allocator.num_kept == 64
+    assert idle_slots(shop.cache.match(old)) == 32
+    # 64 blank slots, then the older text's blocks.
+    taken = shop.allocator.allocate(96)
+    assert shop.cache.counts.forgotten == 2
+    old.token_ids, new.token_ids = [], []
+    assert shop.cache.match(old) == []
+    assert len(shop.cache.match(new)) == 2
+    shop.allocator.allocate(32)
+    assert shop.cache.match(new) == []
+    assert shop.allocator.num_free == 0
+    shop.allocator.release(taken)
+
+
+def test_later_blocks_of_a_text_are_forgotten_before_earlier_ones():
+    shop = Shop(slots=128)
+    r = shop.read(TEXT[:80])
+    shop.share(r)
+    shop.close(r)
+    r.token_ids = []
+    shop.allocator.allocate(128 - 80 + BLOCK)
+    assert [block.key[1][0] for block in shop.cache.match(r)] == [0, 16, 32, 48]
+
+
+def test_slots_in_use_are_never_forgotten():
+    shop = Shop(slots=64)
+    r = shop.read(TEXT[:40])
+    shop.share(r)
+    shop.allocator.allocate(24)
+    with pytest.raises(Exception, match="1 slots wanted, 0 free of 64"):
+        shop.allocator.allocate(1)
+    assert len(shop.cache.match(r)) == 2
+
+
+def test_without_sharing_nothing_is_stored():
+    shop = Shop(enabled=False)
+    first = shop.read(TEXT[:40])
+    shop.share(first)
+    assert first.shared == 0
+    assert shop.read(TEXT[:40]).shared == 0
+    shop.close(first)
+    assert shop.allocator.num_kept == 0
+
+
+@pytest.mark.parametrize("fault", ["users", "shared", "slots", "idle"])
+def test_the_check_sees_what_is_wrong(fault: str):
+    shop = Shop()
+    r, other = shop.read(TEXT[:40]), shop.read(TEXT[50:90])
+    shop.share(r)
+    shop.share(other)
+    shop.close(other)
+    block = shop.cache.match(r)[0]
+    match fault:
+        case "users":
+            block.users += 1
+        case "shared":
+            r.shared -= BLOCK
+        case "slots":
+            block.slots = block.slots.flip(0)
+        case "idle":
+            shop.cache._idle.clear()
+    with pytest.raises(InvalidArgument):
+        shop.check()
+
+
+def test_counts():
+    shop = Shop()
+    for _ in range(3):
+        r = shop.read(TEXT[:40])
+        shop.share(r)
+        shop.close(r)
+    counts = shop.cache.counts
+    assert (counts.asked, counts.shared, counts.stored, counts.forgotten) == (120, 64, 2, 0)
+    assert torch.equal(shop.allocator.allocate(1), torch.tensor([32]))
