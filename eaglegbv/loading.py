@@ -178,8 +178,13 @@ def feature_spec(head: EagleHeadConfig) -> FeatureSpec:
     return FeatureSpec.layer_inputs(head.feature_layers)
 
 
+def named_folder(drafter: str | Path) -> Path:
+    """Return the folder of a packaged head, or the path that ``drafter`` is."""
+    return TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
+
+
 def _drafter_folder(drafter: str | Path) -> Path:
-    folder = TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
+    folder = named_folder(drafter)
     if not folder.is_dir():
         names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
         expected = f"a folder with an EAGLE head, a language model or a table, or {names}"

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def open_head(drafter: str) -> "Checkpoint":
     """Read the head in the folder ``drafter``, or of that name in the package."""
     from eaglegbv.drafters.checkpoint import read_checkpoint
-    from eaglegbv.loading import TINY, TINY_DRAFTERS
+    from eaglegbv.loading import TINY_DRAFTERS, named_folder
 
-    folder = TINY / drafter if drafter in TINY_DRAFTERS else Path(drafter)
+    folder = named_folder(drafter)
     if not folder.is_dir():
         names = " or ".join(repr(name) for name in TINY_DRAFTERS)
         raise InvalidArgument("drafter", drafter, f"a folder with an EAGLE head, or {names}")
