@@ -4,10 +4,16 @@ Where target and drafter are tables nothing is rounded, so that every answer mus
 seed gives alone, token for token.
 """
 
+import itertools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from support.exact_engine import PLANS, VOCAB, Spec, exact_engine
+from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
+from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
 
@@ -69,3 +75,177 @@ def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
         if request.finish_reason is FinishReason.LENGTH:
             assert request.token_ids == alone, spec
         assert request.token_ids == alone[: len(request.token_ids)], spec
+
+
+def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
+    """Requests of which some decode, owing something or not, and one has yet to read its prompt."""
+    specs = [
+        Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=seed), plan)
+        for seed, plan in enumerate([PLANS[0], PLANS[4], PLANS[7], PLANS[8]])
+    ]
+    requests = [exact.add(spec) for spec in specs]
+    for _ in range(3):
+        exact.engine.step()
+    late = Spec((4, 5) * 9, SamplingParams(max_tokens=6, seed=9), PLANS[3])
+    return [*zip(requests, specs, strict=True), (exact.add(late), late)]
+
+
+def fail_after(calls: int, error: BaseException, original: Callable[..., object]) -> object:
+    """A function that raises ``error`` at the call after ``calls``, and works before and later."""
+    count = itertools.count()
+
+    def broken(*args: object, **kwargs: object) -> object:
+        if next(count) == calls:
+            raise error
+        return original(*args, **kwargs)
+
+    return broken
+
+
+FAULTS = {
+    "target forward": ("target", "forward", 0),
+    "draft of the second group": ("drafter", "draft", 1),
+    "forward inside a draft": ("model", "forward", 2),
+    "recall of a debt": ("drafter", "advance", 0),
+    "second verdict": ("engine", "_verify", 1),
+    "features of the second commit": ("drafter", "observe", 1),
+    "second commit": ("engine", "_extend", 1),
+    "slots of the third commit": ("holdings", "keep", 2),
+    "drafter over a prompt": ("drafter", "catch_up", 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_off_gives_everything_back(
+    fault: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = exact_engine(slots=400)
+    requests = mixed(exact)
+    waiting = Spec((6,), SamplingParams(max_tokens=9, seed=3), PLANS[4])
+    monkeypatch.setattr(exact.engine._scheduler, "_max_batch", len(requests))
+    requests.append((exact.add(waiting), waiting))
+    owner, name, calls = FAULTS[fault]
+    drafter = exact.engine._drafter
+    assert isinstance(drafter, StandaloneDrafter)
+    place = {
+        "target": exact.target,
+        "drafter": drafter,
+        "model": drafter.model,
+        "engine": exact.engine,
+        "holdings": exact.engine._holdings,
+    }[owner]
+    original = getattr(place, name)
+    reached = []
+
+    def note(*args: object, **kwargs: object) -> object:
+        reached.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, fail_after(calls, kind("planted"), note))
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            exact.engine.step()
+        reported = None
+    else:
+        reported = {commit.request.number for commit in exact.engine.step()}
+    assert len(reached) >= calls
+    monkeypatch.undo()
+    exact.engine.check()
+    failed = [r for r, _ in requests if r.finish_reason is FinishReason.ERROR]
+    assert failed
+    for request in failed:
+        assert isinstance(request.error, StepFailed)
+        assert f"{kind.__name__}: planted" in str(request.error)
+        assert isinstance(request.error.__cause__, kind)
+        assert request.context == len(request.borrowed) == 0
+        assert request.debts == ()
+        assert reported is None or request.number in reported
+    # Who waited, and who was served before the fault, goes on as if alone; so does who comes next.
+    requests.append((exact.add(waiting), waiting))
+    exact.run()
+    for request, spec in requests:
+        alone = exact.alone(spec)
+        assert request.token_ids == alone[: len(request.token_ids)]
+        assert request in failed or request.token_ids == alone
+    assert requests[-2][0] not in failed
+    assert exact.target.allocator.num_free == exact.target.allocator.num_slots
+
+
+def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on() -> None:
+    exact = exact_engine(slots=64)
+    spec = Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[4])
+    held = exact.target.allocator.allocate(60)
+    request = exact.add(spec)
+    [commit] = exact.engine.step()
+    assert commit.request is request
+    assert isinstance(request.error, OutOfSlots)
+    assert "4 free of 64" in str(request.error)
+    exact.target.allocator.release(held)
+    again = exact.add(spec)
+    exact.run()
+    assert again.token_ids == exact.alone(spec)
+
+
+def test_a_request_longer_than_the_pool_is_refused_and_the_engine_goes_on() -> None:
+    exact = exact_engine(slots=64)
+    spec = Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[4])
+    with pytest.raises(InvalidArgument, match=r"prompt='40 tokens \+ 20 to generate'.*KV pool"):
+        exact.engine.add([1] * 40, spec.params, spec.plan)
+    # To the last slot.
+    room = 64 - 20 - PLANS[4].tree_slots
+    full = Spec((1,) * room, spec.params, spec.plan)
+    requests = [exact.add(full), exact.add(spec)]
+    exact.run()
+    assert [r.token_ids for r in requests] == [exact.alone(full), exact.alone(spec)]
+
+
+def test_cancelled_requests_end_at_once_wherever_they_are() -> None:
+    exact = exact_engine(slots=200, max_batch=2, prefill_tokens=8)
+    specs = [
+        Spec(tuple([1, 2, 3] * n), SamplingParams(max_tokens=12, seed=n), PLANS[8])
+        for n in (1, 9, 2)
+    ]
+    decoding, reading, waiting = [exact.add(spec) for spec in specs]
+    exact.engine.step()
+    assert (decoding.prefilled, reading.prefilled, reading.context > 0) == (True, False, True)
+    assert waiting.context == 0
+    for request in (waiting, reading, decoding):
+        exact.engine.cancel(request)
+        exact.engine.check()
+        assert request.finish_reason is FinishReason.CANCELLED
+    assert exact.target.allocator.num_free == 200
+    assert not exact.engine.has_work
+    exact.engine.cancel(decoding)
+    assert decoding.finish_reason is FinishReason.CANCELLED
+
+
+def test_long_prompts_do_not_hold_up_those_that_decode() -> None:
+    exact = exact_engine(slots=900, prefill_tokens=20)
+    spec = Spec((1, 2), SamplingParams(max_tokens=30, seed=1), PLANS[0])
+    decoding = exact.add(spec)
+    exact.engine.step()
+    long = exact.engine.add([3] * 400, SamplingParams(max_tokens=3, seed=2), PLANS[4])
+    short = exact.engine.add([4] * 6, SamplingParams(max_tokens=3, seed=3), PLANS[4])
+    for step in range(1, 20):
+        exact.engine.step()
+        assert len(decoding.token_ids) == 1 + step
+        assert long.context == 20 * step
+    # First come, first served: the short one reads what the budget leaves.
+    exact.engine.step()
+    assert (long.prefilled, short.context) == (True, 0)
+    exact.run()
+    assert decoding.token_ids == exact.alone(spec)
+    assert long.metrics.seconds.keys() >= {Phase.PREFILL, Phase.FORWARD}
+    # It decoded beside the reading: its forwards count as such.
+    assert decoding.metrics.target_forwards == 29
+    assert decoding.metrics.seconds[Phase.FORWARD] > 0
+
+
+def test_the_check_notices_a_leak() -> None:
+    exact = exact_engine(slots=64)
+    exact.add(Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[0]))
+    exact.engine.step()
+    exact.target.allocator.allocate(1)
+    with pytest.raises(InvalidArgument, match=r"an owner of every taken slot \(leak\)"):
+        exact.engine.check()

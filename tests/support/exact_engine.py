@@ -11,6 +11,7 @@ from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
+from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.tabular import TabularTarget
 from eaglegbv.tree import Law
 
@@ -68,7 +69,15 @@ class ExactEngine:
 
 def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
     """Build one over a pool of ``slots``, with further settings of ``EngineConfig``."""
-    target = TabularTarget(vocab_size=VOCAB, order=2, seed=1, scale=1.5, max_slots=slots)
+    # The drafter does not look at features; the engine hands them around all the same.
+    target = TabularTarget(
+        vocab_size=VOCAB,
+        order=2,
+        seed=1,
+        scale=1.5,
+        max_slots=slots,
+        features=FeatureSpec.final(),
+    )
     model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
     config = EngineConfig(kv_slots=slots, check_slots=True, **settings)
     drafter = StandaloneDrafter(model, vocab_size=VOCAB)
