@@ -13,12 +13,20 @@ SLOTS = 24
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Owners come, give back parts of their slots, and go."""
+    """Owners come, give back parts of their slots, keep some or take them back, and go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocator = SlotAllocator(SLOTS)
+        self.allocator.add_keeper(self.blank)
         self.owned: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+
+    def blank(self, count: int) -> None:
+        while count > 0 and self.kept:
+            slots = self.kept.pop(0)
+            self.allocator.blank(slots)
+            count -= len(slots)
 
     @rule(count=st.integers(0, SLOTS))
     def allocate(self, count: int) -> None:
@@ -48,8 +56,25 @@ class AllocatorMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidArgument, match="released once"):
                 self.allocator.release(slots[~keep])
 
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        slots = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
+        free = self.allocator.num_free
+        self.allocator.keep(slots)
+        self.kept.append(slots)
+        assert self.allocator.num_free == free + len(slots)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        slots = self.kept.pop(data.draw(st.integers(0, len(self.kept) - 1)))
+        self.allocator.take_back(slots)
+        self.owned.append(slots)
+
     @invariant()
     def every_slot_once(self) -> None:
+        assert self.allocator.num_kept == sum(len(slots) for slots in self.kept)
         self.allocator.check(self.owned)
         assert self.allocator.num_free == SLOTS - sum(len(slots) for slots in self.owned)
 
@@ -81,6 +106,39 @@ def test_foreign_slots_cannot_be_released(slots: list[int]) -> None:
     allocator.allocate(2)
     with pytest.raises(InvalidArgument, match="slots="):
         allocator.release(torch.tensor(slots))
+
+
+def test_kept_slots_are_handed_out_last() -> None:
+    allocator = SlotAllocator(8)
+    kept = allocator.allocate(4)
+    asked: list[int] = []
+
+    def blank(count: int) -> None:
+        asked.append(count)
+        allocator.blank(kept)
+
+    allocator.add_keeper(blank)
+    allocator.keep(kept)
+    assert (allocator.num_free, allocator.num_kept) == (8, 4)
+    assert allocator.allocate(4).tolist() == [4, 5, 6, 7]
+    assert asked == []
+    assert allocator.allocate(1).tolist() == [0]
+    assert asked == [1]
+    assert (allocator.num_free, allocator.num_kept) == (3, 0)
+
+
+@pytest.mark.parametrize("change", ["keep", "take_back", "blank"])
+def test_slots_change_only_from_the_state_they_are_in(change: str) -> None:
+    allocator = SlotAllocator(8)
+    kept = allocator.allocate(4)
+    allocator.keep(kept)
+    taken = allocator.allocate(2)
+    wrong = [kept, torch.tensor([7])] if change == "keep" else [taken, torch.tensor([7])]
+    for slots in [*wrong, torch.tensor([8]), torch.tensor([-1])]:
+        with pytest.raises(InvalidArgument, match="slots="):
+            getattr(allocator, change)(slots)
+    with pytest.raises(InvalidArgument, match="taken"):
+        allocator.release(kept)
 
 
 def test_the_check_sees_an_owner_of_a_free_slot() -> None:
