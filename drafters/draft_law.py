@@ -46,10 +46,18 @@ def draft_laws(
 
 def pick(probs: NDArray[np.float64], uniform: float) -> int:
     """Return the index ``uniform`` in [0, 1) selects by inverse CDF; never one of probability 0."""
+    return pick_many(probs, np.array([uniform]))[0]
+
+
+def pick_many(probs: NDArray[np.float64], uniforms: NDArray[np.float64]) -> list[int]:
+    """Return the index that each of ``uniforms`` selects, as :func:`pick` does."""
     cumulative = probs.cumsum()
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    indices: list[int] = cumulative.searchsorted(uniforms * cumulative[-1], side="right").tolist()
+    if max(indices) < len(probs):
+        return indices
     # Rounding can push u * total onto the total itself: stay on the last positive entry.
-    return index if index < len(probs) else int(np.flatnonzero(probs)[-1])
+    last = int(np.flatnonzero(probs)[-1])
+    return [min(index, last) for index in indices]
 
 
 def log_laws(logits: Tensor, *, width: int, draft_to_target: Tensor) -> DraftLaws:

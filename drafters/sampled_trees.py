@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.drafters.draft_law import pick
+from eaglegbv.drafters.draft_law import pick, pick_many
 from eaglegbv.drafters.tree_builder import GrowingTree, GrownTree
 
 
@@ -104,18 +104,19 @@ class IidTree(SampledTree):
         self._paths = [[] for _ in uniforms]
 
     def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
-        going_on = set(frontier)
-        children: dict[tuple[int, int], int] = {}
-        for path, uniform in zip(self._paths, uniforms, strict=True):
-            parent = path[-1] if path else 0
-            if parent not in going_on:
-                continue
-            choice = pick(self._draft_probs[parent], uniform)
-            key = parent, int(self._draft_ids[parent, choice])
-            if key not in children:
-                children[key] = self._add(*key)
-            path.append(children[key])
-        return list(children.values())
+        ending: dict[int, list[int]] = {node: [] for node in frontier}
+        for k, path in enumerate(self._paths):
+            ending.get(path[-1] if path else 0, []).append(k)
+        new = []
+        for parent, paths in ending.items():
+            children: dict[int, int] = {}
+            chosen = pick_many(self._draft_probs[parent], uniforms[paths])
+            for k, token in zip(paths, self._draft_ids[parent, chosen].tolist(), strict=True):
+                if token not in children:
+                    children[token] = self._add(parent, token)
+                self._paths[k].append(children[token])
+            new += children.values()
+        return new
 
 
 class BranchingTree(SampledTree):

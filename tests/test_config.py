@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, PLAIN, EngineConfig, Plan
+from eaglegbv.config import EAGLE1_SHAPE, MAX_DEPTH, MAX_PATHS, MAX_WIDTH, PLAIN, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import Law
 
@@ -28,6 +28,21 @@ BAD_PLANS = [
     ("draft_temperature", math.nan, "a number in [0.05, 20]"),
     ("draft_temperature", "hot", "a number in [0.05, 20]"),
     ("draft_temperature", True, "a number in [0.05, 20]"),
+    ("min_confidence", -0.1, "a number in [0, 1]"),
+    ("min_confidence", 1.5, "a number in [0, 1]"),
+    ("min_confidence", math.nan, "a number in [0, 1]"),
+    ("beam", 0, "an integer in [1, 64]"),
+    ("beam", 65, "an integer in [1, 64]"),
+    ("nodes", 0, "an integer in [1, 512]"),
+    ("nodes", 1.0, "an integer in [1, 512]"),
+]
+BAD_SHAPES = [
+    ({"shape": ((0,), (1, 0))}, "shape=(1, 0): expected different nodes after their parents"),
+    ({"shape": ((0,), (0,))}, "shape=(0,): expected different nodes"),
+    ({"shape": ((-1,),), "depth": 1}, "shape=(-1,): expected different nodes"),
+    ({"shape": ((),)}, "shape=(): expected different nodes"),
+    ({"shape": ((0,),), "depth": 2}, "depth=2: expected 1, the depth of the shape"),
+    ({"shape": ((0,),), "depth": 1, "nodes": 3}, "nodes=3: expected None"),
 ]
 BAD_ENGINES = [
     ("max_batch", 0, "an integer in [1, 4096]"),
@@ -49,6 +64,13 @@ def test_a_bad_plan_is_named_with_what_was_expected(name, value, expected):
     with pytest.raises(InvalidArgument) as caught:
         Plan(**{name: value})
     assert str(caught.value) == f"{name}={value!r}: expected {expected}"
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SHAPES)
+def test_a_bad_shape_is_refused(settings, message):
+    with pytest.raises(InvalidArgument) as caught:
+        Plan(**settings)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), BAD_ENGINES, ids=_ids(BAD_ENGINES))
@@ -80,6 +102,15 @@ def test_no_law_leaves_the_choice_to_the_verifier():
 def test_the_largest_tree_of_a_plan():
     assert Plan(paths=3, depth=4).tree_nodes == 13
     assert Plan(paths=1, depth=1).tree_nodes == 2
+
+
+def test_a_fixed_tree_may_have_sizes_of_its_own():
+    assert Plan(law="fixed", paths=1, depth=6, beam=10, nodes=59).tree_nodes == 60
+    assert Plan(law="fixed", depth=5, shape=EAGLE1_SHAPE).tree_nodes == 26
+    # At temperature 0 a sampled plan drafts a fixed tree: both must fit.
+    assert Plan(law="iid", paths=3, depth=4, nodes=59).tree_nodes == 60
+    assert Plan(law="iid", paths=3, depth=4, nodes=2).tree_nodes == 13
+    assert Plan(law="fixed", paths=1, depth=8, beam=10, nodes=4).tree_slots == 72
 
 
 def test_a_plain_plan_drafts_nothing():

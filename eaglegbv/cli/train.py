@@ -195,7 +195,7 @@ def bigram(
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     data: Data,
     out: Out,
-    width: Annotated[int, typer.Option(help="Followers kept of every token.")] = 64,
+    width: Annotated[int, typer.Option(help="Followers kept of every token.")] = 256,
     window: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 256,
     regenerate: Annotated[
         int, typer.Option(help="Prompts the target answers itself first; 0: the data's answers.")

@@ -131,13 +131,13 @@ class Session:
     Slots nobody wrote to hold NaN, so that reading one of them shows.
     """
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, *, slots: int = SLOTS) -> None:
         self.pair = pair
-        pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+        pool = KVPool(1, slots, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
         pool.keys.fill_(torch.nan)
         pool.values.fill_(torch.nan)
         self.drafter = EagleDrafter(pair.head, TorchPagedAttention(pool))
-        self.allocator = SlotAllocator(SLOTS)
+        self.allocator = SlotAllocator(slots)
         self._tree_slots: dict[int, Tensor] = {}
 
     def start(

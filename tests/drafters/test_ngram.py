@@ -1,0 +1,98 @@
+"""Prompt lookup: what followed the text's end where it stood before."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.drafting import prefix_of
+from support.token_drafting import TokenSession
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.request import DraftState
+from eaglegbv.tree import Law, check_tree
+
+
+def drafted(text, plan, drafter=None):
+    """The tokens of each path of the tree after ``text``."""
+    session = TokenSession(drafter or NgramDrafter())
+    tree = session.draft([session.start(text[:-1], text[-1], plan)], Law.FIXED)
+    check_tree(tree)
+    assert tree.law is Law.FIXED
+    assert tree.width == 0
+    return [
+        tree.token_ids[0, nodes[:length]].tolist()
+        for nodes, length in zip(tree.path_nodes[0], tree.path_lengths[0].tolist(), strict=True)
+        if length
+    ]
+
+
+def test_the_longest_match_comes_first_and_of_these_the_latest():
+    text = [1, 2, 3, 7, 9, 2, 3, 8, 9, 1, 2, 3]
+    # (1, 2, 3) stood once, before 7; (2, 3) last before 8; (3,) adds nothing new.
+    assert drafted(text, Plan(paths=1, depth=2)) == [[7, 9]]
+    assert drafted(text, Plan(paths=2, depth=2)) == [[7, 9], [8, 9]]
+    assert drafted(text, Plan(paths=4, depth=2)) == [[7, 9], [8, 9]]
+    assert drafted(text, Plan(paths=2, depth=2), NgramDrafter(longest=1)) == [[8, 9], [7, 9]]
+
+
+def test_a_repeating_text_is_continued_through_its_own_end():
+    assert drafted([4, 5, 4, 5, 4, 5], Plan(paths=1, depth=5)) == [[4, 5, 4, 5, 4]]
+    assert drafted([6, 6], Plan(paths=1, depth=3)) == [[6, 6, 6]]
+
+
+def test_nothing_found_is_a_root_alone():
+    assert drafted([1, 2, 3], Plan(paths=2, depth=3)) == []
+    assert drafted([1], Plan(paths=2, depth=3)) == []
+
+
+def test_equal_beginnings_share_nodes_up_to_the_plans_number():
+    text = [1, 5, 6, 7, 1, 5, 6, 8, 1]
+    assert drafted(text, Plan(paths=2, depth=3)) == [[5, 6, 8], [5, 6, 7]]
+    assert drafted(text, Plan(paths=2, depth=3, nodes=3)) == [[5, 6, 8]]
+
+
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    more=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=5),
+    paths=st.integers(1, 4),
+    depth=st.integers(1, 5),
+)
+def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, more, paths, depth):
+    plan = Plan(paths=paths, depth=depth)
+    session = TokenSession(NgramDrafter())
+    request = session.start(prompt, 0, plan)
+    text = [*prompt, 0]
+    for tokens in more:
+        session.drafter.catch_up([request])
+        request.token_ids += tokens
+        text += tokens
+    tree = session.draft([request], Law.FIXED)
+    check_tree(tree)
+    assert int(tree.num_nodes[0]) <= plan.tree_nodes
+    assert (tree.paths, tree.length) == (paths, depth)
+    found = [
+        prefix_of(tree, 0, int(nodes[length - 1]))
+        for nodes, length in zip(tree.path_nodes[0], tree.path_lengths[0].tolist(), strict=True)
+        if length
+    ]
+    assert found == drafted(text, plan)
+    # Every continuation followed some end of the text where it stood before.
+    followers = {after for token, after in pairwise(text) if token == text[-1]}
+    assert {path[0] for path in found} <= followers
+
+
+def test_what_is_not_a_lookup_is_refused():
+    session = TokenSession(NgramDrafter())
+    request = session.start([1, 1], 1, Plan())
+    with pytest.raises(InvalidArgument, match="law='iid'"):
+        session.draft([request], Law.IID)
+    request.draft_state = DraftState()
+    with pytest.raises(TypeError, match="request 0 belongs to another drafter"):
+        session.drafter.catch_up([request])
+    session.drafter.forget(request)
+    session.drafter.catch_up([request])
+    with pytest.raises(InvalidArgument, match="shortest=3"):
+        NgramDrafter(longest=2, shortest=3)

@@ -1,0 +1,108 @@
+"""The table drafter: its laws are the table's, on disk and in memory."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.drafting import prefix_of, text_of
+from support.token_drafting import TokenSession, random_table
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.errors import DrafterMismatch
+from eaglegbv.params import SamplingParams
+from eaglegbv.tree import Law, check_tree
+
+VOCAB = 6
+
+
+def laws(tree, b, node):
+    law = np.zeros(VOCAB)
+    np.add.at(law, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return law
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.HUB])
+def test_trees_carry_the_tables_laws(order, law):
+    logits = random_table(VOCAB, order=order)
+    session = TokenSession(TabularDrafter(Table.of_logits(logits, order=order)))
+    plan = Plan(paths=2, depth=3, draft_width=VOCAB)
+    requests = [
+        session.start([1], 4, plan, seed=1, params=SamplingParams(temperature=0.6)),
+        session.start([5, 0, 2, 2], 3, plan, seed=2, params=SamplingParams(temperature=0.6)),
+    ]
+    tree = session.draft(requests, law)
+    check_tree(tree)
+    for b, request in enumerate(requests):
+        for node in {int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]}:
+            tokens = [VOCAB] * order + text_of(request) + prefix_of(tree, b, node)
+            state = 0
+            for token in tokens[-order:]:
+                state = state * (VOCAB + 1) + token
+            expected = (logits[state].double() / 0.6).softmax(0).numpy()
+            np.testing.assert_allclose(laws(tree, b, node), expected, atol=1e-6, rtol=0)
+
+
+def test_a_law_recalled_is_the_one_at_other_tokens():
+    table = Table.of_logits(random_table(VOCAB, order=2), order=2)
+    session = TokenSession(TabularDrafter(table))
+    request = session.start([1, 2], 4, Plan(paths=2, depth=2, draft_width=VOCAB))
+    root = session.drafter.snapshot(request)
+    [later] = session.drafter.advance([request], [root], torch.tensor([5]), torch.tensor([9]))
+    found = session.drafter.laws_at([root, later])
+    for row, state in ((0, (2, 4)), (1, (4, 5))):
+        law = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, found.ids[row], found.probs[row])
+        expected = table.logits([table.state(state)])[0].double().softmax(0)
+        torch.testing.assert_close(law, expected, atol=1e-6, rtol=0)
+
+
+def sparse(tmp_path):
+    """A table of two followers each, padded, saved."""
+    ids = torch.zeros((VOCAB + 1, 3), dtype=torch.int64)
+    ids[:, 1] = torch.arange(VOCAB + 1) % VOCAB
+    log_probs = torch.full((VOCAB + 1, 3), -torch.inf)
+    log_probs[:, 0], log_probs[:, 1] = np.log(0.25), np.log(0.75)
+    Table(VOCAB, 1, ids, log_probs).save(tmp_path, note="kept")
+    return tmp_path
+
+
+def test_a_saved_table_is_read_again_and_padding_has_no_mass(tmp_path):
+    table = Table.load(sparse(tmp_path), vocab_size=VOCAB)
+    assert json.loads((tmp_path / "config.json").read_text())["note"] == "kept"
+    probs = table.logits([3]).exp()[0]
+    torch.testing.assert_close(probs, torch.tensor([0.25, 0, 0, 0.75, 0, 0]))
+    session = TokenSession(TabularDrafter(table))
+    request = session.start([1], 3, Plan(paths=4, depth=2, draft_width=VOCAB))
+    tree = session.draft([request], Law.WOR)
+    assert sorted(tree.token_ids[0, tree.depth[0] == 1].tolist()) == [0, 3]
+
+
+def test_a_table_that_does_not_fit_is_refused_by_name(tmp_path):
+    with pytest.raises(DrafterMismatch, match="vocab_size=6: expected the target's, 7"):
+        Table.load(sparse(tmp_path), vocab_size=7)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    for change, message in (
+        ({"ids": tensors["ids"] + 1}, r"^ids=6: expected ids in \[0, 6\)"),
+        ({"ids": tensors["ids"].long()}, "^ids=torch.int64: expected a tensor of torch.int32"),
+        ({"ids": tensors["ids"][:-1].clone()}, r"^ids=\[6, 3\]: expected 7 rows"),
+        ({"log_probs": tensors["log_probs"][:, :1].clone()}, r"^log_probs=\[7, 1\]"),
+        ({"log_probs": tensors["log_probs"] * torch.nan}, "^log_probs='no finite entry'"),
+    ):
+        save_file(tensors | change, weights)
+        with pytest.raises(DrafterMismatch, match=message):
+            Table.load(tmp_path, vocab_size=VOCAB)
+    save_file({"ids": tensors["ids"]}, weights)
+    with pytest.raises(DrafterMismatch, match=r"^log_probs=None"):
+        Table.load(tmp_path, vocab_size=VOCAB)
+    weights.write_bytes(weights.read_bytes()[:40])
+    with pytest.raises(DrafterMismatch, match="of a table"):
+        Table.load(tmp_path, vocab_size=VOCAB)
+    config = {"model_type": "eaglegbv-tabular", "vocab_size": VOCAB, "order": 0}
+    save_file(tensors, weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterMismatch, match="key order=0"):
+        Table.load(tmp_path, vocab_size=VOCAB)
