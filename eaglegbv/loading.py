@@ -1,13 +1,14 @@
 """Opening a target and its drafter from disk, so that they fit each other."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.kv_pool import KVPool, slot_bytes
+from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
@@ -44,7 +45,7 @@ def load_pair(
     model: str | Path,
     drafter: str | Path | None,
     *,
-    slots: int,
+    slots: int | PoolSize,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Pair:
@@ -55,7 +56,7 @@ def load_pair(
         drafter: Folder of an EAGLE head, of a small language model with the target's tokenizer, or
             of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of
             the tiny pair; or None.
-        slots: Tokens the KV pools hold.
+        slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
 
@@ -66,7 +67,8 @@ def load_pair(
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    opened = _Opening(model, slots=slots, dtype=dtype, device=place)
+    size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
+    opened = _Opening(model, size=size, dtype=dtype, device=place)
     if drafter is None:
         return Pair(opened.target(FeatureSpec.none()), None)
     if drafter == NGRAM:
@@ -87,22 +89,23 @@ class _Opening:
     """Opens a target together with whatever drafts for it."""
 
     def __init__(
-        self, model: str | Path, *, slots: int, dtype: torch.dtype, device: torch.device
+        self, model: str | Path, *, size: PoolSize, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._model = model
-        self._slots = slots
+        self._size = size
         self._dtype = dtype
         self._device = device
 
-    def target(self, features: FeatureSpec) -> HFTarget:
-        """Open the target."""
-        return self._open(self._model, features)
+    def target(self, features: FeatureSpec, *, beside: int = 0) -> HFTarget:
+        """Open the target; a slot takes ``beside`` bytes in the drafter's pool."""
+        return self._open(self._model, features, replace(self._size, beside=beside))
 
     def with_head(self, folder: Path) -> Pair:
         """Open an EAGLE head, and the target with the features it reads."""
         config = load_config(self._model)
         head_config = read_head_config(folder, config)
-        target = self.target(feature_spec(head_config))
+        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, self._dtype)
+        target = self.target(feature_spec(head_config), beside=beside)
         head = load_head(
             folder,
             target_config=config,
@@ -111,13 +114,13 @@ class _Opening:
             dtype=self._dtype,
             device=self._device,
         )
-        return Pair(target, head_drafter(head, slots=self._slots))
+        return Pair(target, head_drafter(head, slots=target.max_slots))
 
     def with_language_model(self, folder: Path) -> Pair:
         """Open a small language model of the target's vocabulary."""
         check_tokenizers(self._model, folder)
-        target = self.target(FeatureSpec.none())
-        small = self._open(folder, FeatureSpec.none())
+        target = self.target(FeatureSpec.none(), beside=_slot_bytes(folder, self._dtype))
+        small = self._open(folder, FeatureSpec.none(), PoolSize(slots=target.max_slots))
         if small.max_context < target.max_context:
             logger.warning(
                 "texts end at %d tokens, the context of drafter %s; the target's is %d",
@@ -128,12 +131,12 @@ class _Opening:
             target.max_context = small.max_context
         return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
 
-    def _open(self, model: str | Path, features: FeatureSpec) -> HFTarget:
+    def _open(self, model: str | Path, features: FeatureSpec, size: PoolSize) -> HFTarget:
         return HFTarget.from_pretrained(
             model,
             dtype=self._dtype,
             device=self._device,
-            max_slots=self._slots,
+            max_slots=size,
             features=features,
         )
 
@@ -176,6 +179,16 @@ def feature_spec(head: EagleHeadConfig) -> FeatureSpec:
     if head.arch is Arch.EAGLE1:
         return FeatureSpec.final()
     return FeatureSpec.layer_inputs(head.feature_layers)
+
+
+def _slot_bytes(model: Path, dtype: torch.dtype) -> int:
+    """Return the bytes a token takes in the KV pool of a language model, by its configuration."""
+    config = load_config(model).get_text_config(decoder=True)
+    facts = config.to_dict()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(facts.get("num_key_value_heads") or heads)
+    head_dim = int(facts.get("head_dim") or config.hidden_size // heads)
+    return slot_bytes(int(config.num_hidden_layers), kv_heads, head_dim, dtype)
 
 
 def named_folder(drafter: str | Path) -> Path:

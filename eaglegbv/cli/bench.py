@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglegbv.cli.batches import batch
 from eaglegbv.cli.drafters import drafters
 from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
 app.command()(solvers)
 app.command()(drafters)
+app.command()(batch)
 
 
 @app.callback()
