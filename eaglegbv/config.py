@@ -138,7 +138,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_batch: Requests that run together at most; others wait.
-        kv_slots: Tokens the KV pool holds, all requests together.
+        kv_slots: Tokens the KV pools hold, all requests together; None where memory decides.
+        kv_bytes: Bytes of the KV pools of target and drafter together, instead. Neither given, they
+            take a part of free memory: 0.8 of an accelerator's, a quarter of the CPU's, and no more
+            than ``max_batch`` texts of full length can use.
         prefill_tokens: Tokens of prompts that one step reads at most, all requests together. A
             longer prompt is read in parts, so that requests that decode do not wait for it.
         prefix_cache: Whether texts that begin alike share the KV slots of their beginnings.
@@ -147,7 +150,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_batch: int = 16
-    kv_slots: int = 16_384
+    kv_slots: int | None = None
+    kv_bytes: int | None = None
     prefill_tokens: int = 1024
     prefix_cache: bool = True
     check_slots: bool = False
@@ -155,7 +159,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_range("max_batch", self.max_batch, 1, 4096)
-        _require_range("kv_slots", self.kv_slots, 16, 2**31 - 1)
+        if self.kv_slots is not None:
+            _require_range("kv_slots", self.kv_slots, 16, 2**31 - 1)
+        if self.kv_bytes is not None:
+            _require_range("kv_bytes", self.kv_bytes, 1, 2**63 - 1)
+            if self.kv_slots is not None:
+                raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
         _require_range("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
         _require_range("seed", self.seed, 0, 2**64 - 1)
         for name in ("prefix_cache", "check_slots"):

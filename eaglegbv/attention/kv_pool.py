@@ -204,4 +204,10 @@ class KVPool:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self.keys[:, 0].numel() * self.keys.element_size()
+        layers, _, kv_heads, head_dim = self.keys.shape
+        return slot_bytes(layers, kv_heads, head_dim, self.keys.dtype)
+
+
+def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values over all layers."""
+    return 2 * layers * kv_heads * head_dim * dtype.itemsize

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
-from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
+from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
+from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.matrix_layout import lay_out_for_few_rows
@@ -91,7 +92,7 @@ class HFTarget(Target):
         model: PreTrainedModel,
         *,
         features: FeatureSpec | None = None,
-        max_slots: int = 16384,
+        max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
@@ -99,7 +100,7 @@ class HFTarget(Target):
         Args:
             model: A decoder-only model.
             features: What :meth:`forward` captures; None for nothing.
-            max_slots: Tokens the KV pool holds, over all requests.
+            max_slots: Tokens the KV pool holds, all requests together, or what that follows from.
             attention: Makes the attention over a pool.
 
         Raises:
@@ -108,8 +109,9 @@ class HFTarget(Target):
                 small.
         """
         name = type(model).__name__
-        if max_slots < MIN_SLOTS:
-            raise InvalidArgument("max_slots", max_slots, f"at least {MIN_SLOTS} slots")
+        size = max_slots if isinstance(max_slots, PoolSize) else PoolSize(slots=max_slots)
+        if size.slots is not None and size.slots < MIN_SLOTS:  # before anything is computed
+            raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
         if model.config.is_encoder_decoder or not model._supports_attention_backend:
             raise ModelNotSupported(
                 "model", name, "a decoder-only model on transformers' attention interface"
@@ -126,7 +128,6 @@ class HFTarget(Target):
         self.eos_token_ids = _eos_token_ids(model)
         self.features = FeatureSpec.none() if features is None else features
         self.features.check(self.num_layers)
-        self.allocator = SlotAllocator(max_slots, device=self.device)
         self._captured = _captured_layers(self.features, self.num_layers)
 
         model.set_attn_implementation("eager")
@@ -135,14 +136,15 @@ class HFTarget(Target):
         probe = Probe()
         self._run(pack([probe.segment(self.device)]), probe, None)
         check_layers(name, probe.calls, config, self.max_context)
-        self.pool = KVPool(
-            self.num_layers,
-            max_slots,
-            probe.calls[0].kv_heads,
-            probe.calls[0].head_dim,
-            self.dtype,
-            self.device,
+        kv_heads, head_dim = probe.calls[0].kv_heads, probe.calls[0].head_dim
+        slots = size.slots_of(
+            slot_bytes(self.num_layers, kv_heads, head_dim, self.dtype),
+            max_context=self.max_context,
+            least=MIN_SLOTS,
+            device=self.device,
         )
+        self.allocator = SlotAllocator(slots, device=self.device)
+        self.pool = KVPool(self.num_layers, slots, kv_heads, head_dim, self.dtype, self.device)
         self.attention = attention(self.pool)
         check_forward(name, self, expected)
 
@@ -154,7 +156,7 @@ class HFTarget(Target):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         features: FeatureSpec | None = None,
-        max_slots: int = 16384,
+        max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     ) -> Self:
         """Load a model folder, or a model of the Hugging Face hub (or its local cache).
