@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, demo, export, generate, inspect
+from eaglegbv.cli import audit, bench, demo, export, generate, inspect, serve
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
@@ -22,6 +22,9 @@ app.command()(generate.generate)
 app.command()(demo.demo)
 app.command()(inspect.inspect)
 app.command()(export.export)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve.serve
+)
 app.add_typer(bench.app, name="bench")
 app.add_typer(audit.app, name="audit")
 

@@ -132,6 +132,7 @@ def _save(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = target.to_dict() | {"architectures": [architecture], "num_hidden_layers": 1}
+    config |= {"bias": False, "qkv_bias": False}
     if architecture.endswith("3"):
         config |= {
             "draft_vocab_size": DRAFT_VOCAB,

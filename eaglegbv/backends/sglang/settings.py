@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     verifier: str = "otbv"
-    draft_width: int = 64
+    draft_width: int = 256
     draft_temperature: float = 1.0
     seed: int = 0
 

@@ -1,0 +1,48 @@
+"""``eaglegbv serve``: SGLang's OpenAI-compatible server with our drafts and verifiers."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from eaglegbv.cli.options import DraftTemperature, DraftWidth
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or hub name of the target.")],
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Folder of an EAGLE head.", show_default="none: plain decoding"),
+    ] = None,
+    verifier: Annotated[
+        str, typer.Option(help="A verifier of independently drawn paths.")
+    ] = "otbv",
+    paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 3,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
+    draft_width: DraftWidth = 256,
+    draft_temperature: DraftTemperature = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of requests without one of their own.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+) -> None:
+    """Serve MODEL by SGLang; options it knows itself (--port, --tp, ...) are handed on to it."""
+    from eaglegbv.backends.sglang.guard import check_version
+    from eaglegbv.backends.sglang.serving import launch
+    from eaglegbv.backends.sglang.settings import Settings
+
+    if not dry_run:
+        check_version()
+    settings = Settings(
+        verifier=verifier,
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+        seed=seed,
+    )
+    start = launch(model, drafter, paths=paths, depth=depth, settings=settings, others=context.args)
+    if dry_run:
+        variables = (f"{name}='{value}'" for name, value in start.environment.items())
+        typer.echo(" ".join([*variables, *start.command]))
+        return
+    sys.stdout.flush()
+    os.execve(start.command[0], start.command, os.environ | start.environment)
