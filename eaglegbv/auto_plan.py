@@ -1,7 +1,7 @@
 """What a user sets who leaves the choice of plans to the engine."""
 
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -87,8 +87,24 @@ def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
 Planning: TypeAlias = Plan | AutoPlan
 """One plan for all steps, or the engine's own choice."""
 
+PlanName: TypeAlias = Literal["auto"]
+"""``"auto"`` stands for :data:`AUTO`."""
+
 AUTO = AutoPlan()
 """The engine's own choice, with its usual limits."""
+
+
+def named_planning(plan: Planning | str) -> Planning:
+    """Return what a user's ``plan`` stands for.
+
+    Raises:
+        InvalidArgument: It is another text than ``"auto"``, or something else altogether.
+    """
+    if plan == "auto":
+        return AUTO
+    if not isinstance(plan, Plan | AutoPlan):
+        raise InvalidArgument("plan", plan, "'auto', an AutoPlan or a Plan")
+    return plan
 
 
 def largest_plan(planning: Planning) -> Plan:

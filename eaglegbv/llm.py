@@ -2,23 +2,33 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias, cast, overload
+from types import MappingProxyType
+from typing import Self, TypeAlias, cast, overload
 
 import msgspec
 import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eaglegbv.attention.pool_size import PoolSize
+from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, largest_plan, named_planning
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.engine import Engine
+from eaglegbv.engine import Engine, check_verifier
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
-from eaglegbv.metrics import RequestMetrics
+from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
+from eaglegbv.scheduler.planner import Estimate
 from eaglegbv.text import TextStream
 from eaglegbv.tree import Law
+
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}
+)
+"""The class that serves by each backend, by its full name: loaded when it is asked for."""
 
 Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = str | list[int] | list[Message]
@@ -32,7 +42,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         text: The text, cut before a stop string; special tokens are left out.
         token_ids: The tokens, an end-of-sequence token included.
         prompt_token_ids: The prompt as the model read it.
-        finish_reason: ``stop`` (end of sequence or a stop), ``length`` or ``error``.
+        finish_reason: ``stop`` (end of sequence or a stop), ``length``, ``error``, or ``cancelled``
+            (of a stream that was left).
         error: What went wrong, where the reason is ``error``.
         metrics: Counts and times.
     """
@@ -64,65 +75,93 @@ class LLM:
 
     ``LLM()`` loads the tiny pair that comes with the package. With a ``model`` of your own name a
     ``drafter`` too, or pass ``plan=Plan(verifier="none")`` for plain decoding.
+    ``LLM(..., backend="sglang")`` has SGLang serve the same calls.
     """
+
+    def __new__(cls, *arguments: object, backend: str = "local", **named: object) -> Self:
+        """Return an object of the class that serves by ``backend``."""
+        del arguments, named
+        if backend not in BACKENDS:
+            raise InvalidArgument("backend", backend, f"one of {', '.join(sorted(BACKENDS))}")
+        home, _, name = BACKENDS[backend].rpartition(".")
+        serving = cls if cls is not LLM else getattr(import_module(home), name)
+        return cast("Self", object.__new__(serving))
 
     def __init__(
         self,
         model: str | Path | None = None,
         drafter: str | Path | None = None,
         *,
-        verifier: str = "otbv",
-        paths: int = 3,
-        depth: int = 4,
+        verifier: str | None = None,
+        paths: int | None = None,
+        depth: int | None = None,
         law: Law | str | None = None,
-        draft_width: int = 64,
+        draft_width: int = 256,
         draft_temperature: float = 1.0,
-        plan: Plan | None = None,
+        plan: Planning | PlanName | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
+        backend: str = "local",
     ) -> None:
         """Load the models.
 
         Args:
             model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
             drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
-            verifier: See :class:`Plan` for this and the next five.
+            verifier: See :class:`Plan` for this and the next five. Where none of the first four is
+                given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
             law: How a tree's children arise.
             draft_width: Candidates a draft law keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Instead of those six.
+            plan: Instead of those six: a :class:`Plan`, or an :class:`AutoPlan` (``"auto"``) within
+                whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
             dtype: float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
+            backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
             InvalidArgument: A path or value is not usable; the message names it.
+            LawMismatch: The verifier is not lossless for the law.
             ModelNotSupported: The model does not honour the engine's attention.
             DrafterMismatch: The drafter does not fit the model.
         """
+        del backend  # settled by __new__
         if model is None:
             model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
-        self.plan = plan or Plan(
-            verifier=verifier,
-            paths=paths,
-            depth=depth,
-            law=cast("Law | None", law),
-            draft_width=draft_width,
-            draft_temperature=draft_temperature,
-        )
-        if not self.plan.speculative:
+        self.plan: Planning
+        if plan is not None:
+            self.plan = named_planning(plan)
+        elif all(choice is None for choice in (verifier, paths, depth, law)):
+            self.plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
+        else:
+            usual = Plan()
+            self.plan = Plan(
+                verifier=usual.verifier if verifier is None else verifier,
+                paths=usual.paths if paths is None else paths,
+                depth=usual.depth if depth is None else depth,
+                law=cast("Law | None", law),
+                draft_width=draft_width,
+                draft_temperature=draft_temperature,
+            )
+        # Before minutes go by with loading.
+        largest = largest_plan(self.plan)
+        check_verifier(largest)
+        if not largest.speculative:
             drafter = None
         self.model_name = str(model)
         self.drafter_name = None if drafter is None else str(drafter)
         config = engine or EngineConfig()
-        pair = load_pair(model, drafter, slots=config.kv_slots, dtype=dtype, device=device)
+        size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
+        pair = load_pair(model, drafter, slots=size, dtype=dtype, device=device)
         self._engine = Engine(pair.target, pair.drafter, config)
         self._engine.check_plan(self.plan)
         self._open: dict[int, _Answer] = {}
         self.device = pair.target.device
+        self.dtype = pair.target.dtype
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
 
     @overload
@@ -131,7 +170,8 @@ class LLM:
         prompts: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
         progress: bool = False,
     ) -> Completion: ...
 
@@ -141,7 +181,8 @@ class LLM:
         prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[Completion]: ...
 
@@ -150,7 +191,8 @@ class LLM:
         prompts: object,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
         progress: bool = False,
     ) -> Completion | list[Completion]:
         """Answer one prompt or many.
@@ -160,6 +202,7 @@ class LLM:
                 list of such prompts. Text is read as it is; messages go through the chat template.
             sampling_params: One for all, or one per prompt.
             plan: How to speculate, instead of the LLM's own plan.
+            priority: Lower numbers are served first, where streams or other calls wait too.
             progress: Show a progress bar.
 
         Returns:
@@ -169,16 +212,18 @@ class LLM:
         Raises:
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
-        self._engine.check_plan(plan or self.plan)
+        self._check_plan(plan)
         if _is_one(prompts):
-            [completion] = self._run([cast("Prompt", prompts)], sampling_params, plan, progress)
+            [completion] = self._run(
+                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
+            )
             if isinstance(completion, EagleGBVError):
                 raise completion
             return completion
         many = cast("Sequence[Prompt]", prompts)
         return [
             _failed(c) if isinstance(c, EagleGBVError) else c
-            for c in self._run(many, sampling_params, plan, progress)
+            for c in self._run(many, sampling_params, plan, priority, progress=progress)
         ]
 
     def stream(
@@ -186,16 +231,17 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
     ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece.
+        """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
 
-        A caller that stops iterating ends the request.
+        A caller that stops iterating, or closes the iterator, cancels the request.
 
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
-        answer = self._add(prompt, sampling_params or SamplingParams(), plan)
+        answer = self._add(prompt, sampling_params or SamplingParams(), plan, priority)
         try:
             while not answer.request.finished:
                 self._step()
@@ -207,15 +253,38 @@ class LLM:
         finally:
             self._close(answer)
 
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters and gauges of the engine; ``metrics.exposition()`` is Prometheus' text."""
+        return self._engine.metrics
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`."""
+        self._engine.observe(observer)
+
+    def explain_plans(self) -> list[Estimate]:
+        """Return what the engine expects of each plan for the running requests, best first."""
+        return self._engine.explain_plans()
+
+    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+        self._engine.check_plan(self._planning(plan))
+
+    def _planning(self, plan: Planning | PlanName | None) -> Planning:
+        return self.plan if plan is None else named_planning(plan)
+
     def _run(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Plan | None,
+        plan: Planning | PlanName | None,
+        priority: int,
+        *,
         progress: bool,
     ) -> list[Completion | EagleGBVError]:
-        params = _per_prompt(sampling_params, len(prompts))
-        answers = [self._try_add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
+        params = per_prompt(sampling_params, len(prompts))
+        answers = [
+            self._try_add(p, s, plan, priority) for p, s in zip(prompts, params, strict=True)
+        ]
         waiting = [answer for answer in answers if isinstance(answer, _Answer)]
         try:
             with tqdm(total=len(waiting), disable=not progress, unit="prompt") as bar:
@@ -240,25 +309,36 @@ class LLM:
                 self._engine.finish(commit.request, FinishReason.STOP, keep=kept)
 
     def _close(self, answer: "_Answer") -> None:
-        if not answer.request.finished:
-            self._engine.finish(answer.request, FinishReason.STOP)
+        self._engine.cancel(answer.request)
         del self._open[answer.request.number]
 
     def _try_add(
-        self, prompt: Prompt, params: SamplingParams, plan: Plan | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        plan: Planning | PlanName | None,
+        priority: int,
     ) -> "_Answer | EagleGBVError":
         try:
-            return self._add(prompt, params, plan)
+            return self._add(prompt, params, plan, priority)
         except EagleGBVError as error:
             return error
 
-    def _add(self, prompt: Prompt, params: SamplingParams, plan: Plan | None) -> "_Answer":
-        request = self._engine.add(self._encode(prompt), params, plan or self.plan)
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        plan: Planning | PlanName | None,
+        priority: int,
+    ) -> "_Answer":
+        ids = self.encode(prompt)
+        request = self._engine.add(ids, params, self._planning(plan), priority=priority)
         answer = _Answer(request, TextStream(self.tokenizer, params.stop))
         self._open[request.number] = answer
         return answer
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt as the model reads it."""
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidArgument("prompt", prompt, "a text that is not empty")
@@ -333,9 +413,10 @@ def _is_one(prompts: object) -> bool:
     return bool(prompts) and isinstance(prompts[0], int | Mapping)
 
 
-def _per_prompt(
+def per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
+    """Return the settings of each of ``count`` prompts."""
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eaglegbv.auto_plan import AUTO, AutoPlan, largest_plan, plan_name
+from eaglegbv.auto_plan import AUTO, AutoPlan, largest_plan, named_planning, plan_name
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import Law
@@ -48,3 +48,11 @@ def test_names_say_what_differs() -> None:
     assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
     assert plan_name(Plan(paths=2, depth=2, law=Law.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
+
+
+def test_auto_is_a_name() -> None:
+    assert named_planning("auto") is AUTO
+    assert named_planning(PLAIN) is PLAIN
+    for wrong in ("otbv", 3):
+        with pytest.raises(InvalidArgument, match="plan="):
+            named_planning(wrong)

@@ -68,7 +68,7 @@ def test_greedy_text_equals_transformers(llm: LLM, plan: Plan) -> None:
 
 def test_drafting_pays_in_forwards(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=48, seed=n) for n in range(12)]
-    answers = llm.generate(chats()[:12], params)
+    answers = llm.generate(chats()[:12], params, plan=Plan())
     committed = sum(answer.metrics.committed_tokens for answer in answers)
     forwards = sum(answer.metrics.target_forwards for answer in answers)
     # Measured at about 1.9; a head loaded wrongly stays near 1.

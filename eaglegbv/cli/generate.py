@@ -1,6 +1,8 @@
 """``eaglegbv generate``: answer one prompt."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +24,7 @@ from eaglegbv.cli.options import (
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from eaglegbv.auto_plan import Planning
     from eaglegbv.config import Plan
     from eaglegbv.llm import LLM, Completion
     from eaglegbv.params import SamplingParams
@@ -40,12 +43,20 @@ def generate(
     ] = False,
     model: Model = None,
     drafter: Drafter = None,
-    verifier: Annotated[str, typer.Option(help="Verifier, or 'none' for plain decoding.")] = "otbv",
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help="Verifier, or 'none' for plain decoding.",
+            show_default="otbv; without this, --paths, --depth and --law the engine plans itself",
+        ),
+    ] = None,
     paths: Annotated[
         int | None,
         typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
     ] = None,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
+    depth: Annotated[
+        int | None, typer.Option(help="Drafted tokens of a path, L.", show_default="4")
+    ] = None,
     law: LawName = None,
     draft_width: DraftWidth = 256,
     draft_temperature: DraftTemperature = 1.0,
@@ -68,6 +79,10 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, metrics.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline of the engine's steps, a Chrome trace for Perfetto."),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -93,13 +108,28 @@ def generate(
     plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
     llm = load_llm(model, drafter, plan, device, dtype)
     request = message if raw else messages(message, system)
-    if as_json:
-        start = time.perf_counter()
-        completion = answer(llm, request, params)
-        typer.echo(_json(llm, completion, time.perf_counter() - start))
-    else:
-        completion = print_answer(llm, request, params, stream=stream)
-        typer.echo(_footer(completion), err=True)
+    with _tracing(llm, trace):
+        if as_json:
+            start = time.perf_counter()
+            completion = answer(llm, request, params)
+            typer.echo(_json(llm, completion, time.perf_counter() - start))
+        else:
+            completion = print_answer(llm, request, params, stream=stream)
+            typer.echo(_footer(completion), err=True)
+
+
+@contextmanager
+def _tracing(llm: "LLM", path: Path | None) -> Iterator[None]:
+    """Write the steps of the body to a trace, if there is to be one."""
+    if path is None:
+        yield
+        return
+    from eaglegbv.trace import Tracer
+
+    with Tracer(path) as tracer:
+        llm.observe(tracer)
+        yield
+    typer.echo(f"wrote {path}", err=True)
 
 
 def messages(prompt: str, system: str | None = None) -> Messages:
@@ -141,15 +171,25 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def _plan(base: "Plan", verifier: str, paths: int | None, depth: int) -> "Plan":
+def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | None) -> "Planning":
+    """Return the plan of the options, or limits for the engine's own choice where none is set."""
     import msgspec
 
+    if all(choice is None for choice in (verifier, paths, depth, base.law)):
+        from eaglegbv.auto_plan import AutoPlan
+
+        temperatures = (base.draft_temperature,)
+        return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
+    verifier = base.verifier if verifier is None else verifier
     if verifier != "none":
         most = max_paths(verifier)
         if paths is None:
             paths = base.paths if most is None else min(base.paths, most)
     return msgspec.structs.replace(
-        base, verifier=verifier, paths=base.paths if paths is None else paths, depth=depth
+        base,
+        verifier=verifier,
+        paths=base.paths if paths is None else paths,
+        depth=base.depth if depth is None else depth,
     )
 
 

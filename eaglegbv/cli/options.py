@@ -8,7 +8,8 @@ import typer
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from eaglegbv.config import Plan
+    from eaglegbv.auto_plan import Planning
+    from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.llm import LLM
 
 Model = Annotated[
@@ -60,7 +61,13 @@ def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "P
 
 
 def load_llm(
-    model: str | None, drafter: str | None, plan: "Plan", device: str | None, dtype: str | None
+    model: str | None,
+    drafter: str | None,
+    plan: "Planning",
+    device: str | None,
+    dtype: str | None,
+    *,
+    engine: "EngineConfig | None" = None,
 ) -> "LLM":
     """Load models as the options say."""
     import torch
@@ -73,7 +80,12 @@ def load_llm(
         raise InvalidArgument("dtype", dtype, f"one of {sorted(dtypes)}")
     disable_progress_bar()
     return LLM(
-        model, drafter, plan=plan, device=device, dtype=None if dtype is None else dtypes[dtype]
+        model,
+        drafter,
+        plan=plan,
+        device=device,
+        dtype=None if dtype is None else dtypes[dtype],
+        engine=engine,
     )
 
 

@@ -25,7 +25,8 @@ def test_json_is_one_object_with_text_tokens_and_metrics(cli, pair) -> None:
 
 
 def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
-    options = ["--prompt", "Hello"]
+    # A seed gives the same text again under a fixed plan.
+    options = ["--prompt", "Hello", "--verifier", "otbv"]
     text = json.loads(generate(cli, pair, *options, "--json").out)["text"]
     for stream in ("--stream", "--no-stream"):
         result = generate(cli, pair, *options, stream)
@@ -47,10 +48,11 @@ def test_prompt_comes_from_a_file_or_standard_input(
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Hello", encoding="utf-8")
-    expected = generate(cli, pair, "--prompt", "Hello").out
-    assert generate(cli, pair, "--prompt-file", str(file)).out == expected
+    fixed = ("--verifier", "otbv")
+    expected = generate(cli, pair, "--prompt", "Hello", *fixed).out
+    assert generate(cli, pair, "--prompt-file", str(file), *fixed).out == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello"), encoding="utf-8"))
-    assert generate(cli, pair, "--prompt-file", "-").out == expected
+    assert generate(cli, pair, "--prompt-file", "-", *fixed).out == expected
 
 
 def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
@@ -131,3 +133,25 @@ def test_bad_models_are_one_clear_line(cli, pair, models: list[str], message: st
     assert result.status == 2
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+def test_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
+    result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
+    answer = json.loads(result.out)
+    assert answer["plan"]["max_paths"] > 1
+    plans = answer["metrics"]["plans"]
+    assert sum(plans.values()) == answer["metrics"]["target_forwards"]
+    assert len(plans) > 1
+
+
+def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = generate(cli, pair, "--prompt", "Hello", "--json", "--trace", str(path))
+    assert result.status == 0, result.err
+    forwards = json.loads(result.out)["metrics"]["target_forwards"]
+    steps = [event for event in json.loads(path.read_text()) if event["name"] == "step"]
+    # The first step reads the prompt.
+    assert len(steps) == 1 + forwards
+    result = generate(cli, pair, "--prompt", "Hello", "--trace", str(tmp_path / "no" / "trace"))
+    assert result.status == 2
+    assert "trace=" in result.err
