@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -309,9 +311,13 @@ def test_joint_law_multiplies_along_the_text_and_skips_what_cannot_be() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    target, head = save_pair(tmp_path_factory.mktemp("pair"))
-    return LLM(target, head, plan=Plan(paths=2, depth=2), device="cpu", dtype=torch.float32)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> LLM:
+    return LLM(*pair, plan=Plan(paths=2, depth=2), device="cpu", dtype=torch.float32)
 
 
 PARAMS = SamplingParams(max_tokens=3, top_k=2, seed=1)
@@ -323,6 +329,15 @@ def test_an_engine_passes_on_a_pair(llm: LLM) -> None:
     assert result.cells == 8
     assert result.detectable_shift < 0.25
     assert result.block_efficiency >= 1
+
+
+def test_an_engine_with_debts_passes_on_a_pair(pair: tuple[Path, Path]) -> None:
+    plan = Plan(verifier="spectr_gbv", paths=2, depth=3)
+    llm = LLM(*pair, plan=plan, device="cpu", dtype=torch.float32)
+    result = audit_pair(llm, "ab", msgspec.structs.replace(PARAMS, max_tokens=4), samples=200)
+    assert result.passed
+    assert result.cells == 16
+    assert result.verifier == "spectr_gbv"
 
 
 def test_texts_of_another_law_are_rejected(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
