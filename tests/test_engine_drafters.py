@@ -1,0 +1,198 @@
+"""Through the engine, every drafter and every form of tree gives the target's texts and laws.
+
+Seeds are fixed; a right engine fails a G-test here once in ten thousand choices of them. That the
+tests notice what is wrong is shown by one that must fail: paths cut where a drawn token is unlikely
+instead of after it.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.g_test import g_test, joint_law
+from support.token_drafting import random_llama, random_table
+
+from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.engine import Engine
+from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.params import SamplingParams
+from eaglegbv.targets.hf import HFTarget
+from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.tree import DraftTree, Law
+
+VOCAB = 4
+TOKENS = 3
+PROMPT = [1, 0, 2, 1, 0]
+LEVEL = 1e-4
+SLOTS = 8192
+
+
+def tabular_target() -> TabularTarget:
+    return TabularTarget(vocab_size=VOCAB, order=2, max_slots=SLOTS)
+
+
+def tabular_drafter() -> TabularDrafter:
+    return TabularDrafter(Table.of_logits(random_table(VOCAB, seed=5)))
+
+
+def language_model_drafter() -> StandaloneDrafter:
+    model = TabularTarget(vocab_size=VOCAB, order=2, seed=7, max_slots=SLOTS)
+    return StandaloneDrafter(model, vocab_size=VOCAB)
+
+
+def engine_of(target: TabularTarget, drafter: Drafter) -> Engine:
+    return Engine(target, drafter, EngineConfig(max_batch=256, kv_slots=SLOTS))
+
+
+def exact_law(target: TabularTarget) -> np.ndarray:
+    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+        logits = torch.stack([target.logits_after(prefix) for prefix in prefixes])
+        return logits.double().softmax(dim=1).numpy()
+
+    return joint_law(next_laws, PROMPT, TOKENS)
+
+
+def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
+    target = tabular_target()
+    engine = engine_of(target, drafter)
+    requests = [
+        engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), plan)
+        for seed in range(samples)
+    ]
+    while engine.has_work:
+        engine.step()
+    assert not any(request.error for request in requests)
+    cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
+    return g_test(cells.tolist(), exact_law(target)).p_value
+
+
+STOPPING = {
+    "otbv": Plan(verifier="otbv", paths=3, depth=3, min_confidence=0.3),
+    "gbv": Plan(verifier="gbv", paths=3, depth=3, min_confidence=0.3),
+    "block": Plan(verifier="block", paths=1, depth=3, min_confidence=0.3),
+    "traversal": Plan(verifier="traversal", paths=3, depth=3, min_confidence=0.3),
+    "specinfer wor": Plan(verifier="specinfer", law=Law.WOR, paths=3, depth=3, min_confidence=0.3),
+    "otbv greedy": Plan(verifier="otbv", law=Law.GREEDY, paths=3, depth=3, min_confidence=0.3),
+    "spechub": Plan(verifier="spechub", paths=2, depth=3, min_confidence=0.3),
+}
+
+
+@pytest.mark.parametrize("name", STOPPING)
+def test_paths_that_stop_by_their_own_confidence_lose_nothing(name: str) -> None:
+    assert p_value(tabular_drafter(), STOPPING[name], 1_500) > LEVEL
+
+
+def test_paths_cut_before_an_unlikely_token_would_be_noticed() -> None:
+    class Cutting(TabularDrafter):
+        """Takes back a path's last token if it was unlikely: what a rule must not look at."""
+
+        def draft(self, *args: object) -> DraftTree:
+            tree = super().draft(*args)
+            lengths = tree.path_lengths.clone()
+            for b, paths in enumerate(tree.path_nodes.tolist()):
+                for k, nodes in enumerate(paths):
+                    last = nodes[lengths[b, k] - 1]
+                    parent, token = tree.parents[b, last], tree.token_ids[b, last]
+                    own = tree.draft_ids[b, parent] == token
+                    if tree.draft_probs[b, parent, own].sum() < 0.3:
+                        lengths[b, k] -= 1
+            return dataclasses.replace(tree, path_lengths=lengths)
+
+    plan = Plan(verifier="block", paths=1, depth=1)
+    assert p_value(Cutting(tabular_drafter().table), plan, 1_500) < LEVEL
+
+
+DRAFTED = {
+    "standalone otbv": (language_model_drafter, Plan(verifier="otbv", paths=3, depth=2)),
+    "standalone spectr_gbv": (language_model_drafter, Plan(verifier="spectr_gbv", paths=2)),
+    "ngram otbv": (NgramDrafter, Plan(verifier="otbv", paths=2, depth=3)),
+    "ngram target_only": (NgramDrafter, Plan(verifier="target_only", paths=2, depth=3)),
+    "table greedy_block": (tabular_drafter, Plan(verifier="greedy_block", paths=1, depth=3)),
+    "table otbv, EAGLE-1's tree": (
+        tabular_drafter,
+        Plan(verifier="otbv", law=Law.FIXED, depth=5, shape=EAGLE1_SHAPE),
+    ),
+    "table otbv, EAGLE-2's tree": (
+        tabular_drafter,
+        Plan(verifier="otbv", law=Law.FIXED, depth=3, beam=2, nodes=7, min_confidence=0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_the_joint_law_is_the_targets(name: str) -> None:
+    make, plan = DRAFTED[name]
+    assert p_value(make(), plan, 1_500) > LEVEL
+
+
+@pytest.mark.parametrize("kind", ["lm", "ngram", "table"])
+def test_text_at_temperature_0_is_the_targets(kind: str) -> None:
+    model = random_llama(24, seed=3)
+    target = HFTarget(random_llama(24, seed=3), max_slots=SLOTS)
+    text = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        for _ in range(40):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    drafter: Drafter
+    match kind:
+        case "lm":
+            # The same model for a while: much is accepted, and some is not.
+            small = HFTarget(random_llama(24, seed=3, layers=1), max_slots=SLOTS)
+            drafter = StandaloneDrafter(small, vocab_size=24)
+        case "ngram":
+            drafter = NgramDrafter()
+        case _:
+            drafter = TabularDrafter(Table.of_logits(random_table(24)))
+    engine = Engine(target, drafter, EngineConfig(kv_slots=SLOTS))
+    plans = [
+        Plan(),
+        Plan(verifier="gbv", paths=2, depth=3, min_confidence=0.05, law=None),
+        Plan(law=Law.FIXED, depth=5, shape=EAGLE1_SHAPE),
+        Plan(law=Law.FIXED, paths=1, depth=6, beam=4, nodes=9),
+    ]
+    if kind == "ngram":
+        plans = [plan for plan in plans if plan.verifier == "otbv"]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    requests = [engine.add(text[:5], params, plan) for plan in plans]
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        assert request.token_ids == text[5:]
+
+
+def test_a_model_that_is_the_target_is_always_right() -> None:
+    target = HFTarget(random_llama(24), max_slots=SLOTS)
+    drafter = StandaloneDrafter(HFTarget(random_llama(24), max_slots=SLOTS), vocab_size=24)
+    engine = Engine(target, drafter, EngineConfig(kv_slots=SLOTS))
+    plan = Plan(verifier="block", paths=1, depth=4, draft_width=24)
+    request = engine.add([3, 1, 4], SamplingParams(max_tokens=61, seed=0), plan)
+    while engine.has_work:
+        engine.step()
+    # One token from the prompt, then five a forward.
+    assert request.metrics.target_forwards == 12
+    assert request.metrics.accepted_tokens == 48
+
+
+def test_a_lookup_is_judged_as_the_fixed_law_it_is() -> None:
+    engine = engine_of(tabular_target(), NgramDrafter())
+    for verifier in ("gbv", "token", "spechub"):
+        with pytest.raises(LawMismatch, match="law='fixed'"):
+            engine.check_plan(Plan(verifier=verifier, paths=1 if verifier == "token" else 2))
+    with pytest.raises(InvalidArgument, match="law='iid': expected one the drafter draws: fixed"):
+        engine.check_plan(Plan(law=Law.IID))
+    engine.check_plan(Plan())
+
+
+def test_debts_do_not_end_with_confidence() -> None:
+    engine = engine_of(tabular_target(), tabular_drafter())
+    with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0 for verifier"):
+        engine.check_plan(Plan(verifier="greedy_block", paths=1, min_confidence=0.1))
+    with pytest.raises(InvalidArgument, match=r"^drafter='NgramDrafter': expected one that rec"):
+        engine_of(tabular_target(), NgramDrafter()).check_plan(
+            Plan(verifier="greedy_block", paths=1, law=Law.IID)
+        )
