@@ -76,6 +76,7 @@ def mt_bench(
     the Hugging Face hub; --questions-set builtin is packaged. A run that was interrupted goes on
     where it stopped when the same command is given again.
     """
+    from eaglegbv.config import EngineConfig
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import RunSettings, describe_environment
@@ -106,7 +107,9 @@ def mt_bench(
     )
     plans = [setting.plan for setting in settings.settings]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
-    llm = load_llm(model, drafter, widest, device, dtype)
+    # Every setting and repeat answers the same prompts, and reads them itself.
+    engine = EngineConfig(prefix_cache=False)
+    llm = load_llm(model, drafter, widest, device, dtype, engine=engine)
     folder = RunFolder(out, settings, describe_environment(str(llm.device)))
     with progress(settings, len(folder.records)) as show:
 

@@ -59,6 +59,7 @@ def drafters(
     import msgspec
     from tqdm import tqdm
 
+    from eaglegbv.config import EngineConfig
     from eaglegbv.eval.drafters import (
         Conversations,
         DrafterReport,
@@ -82,9 +83,11 @@ def drafters(
     reports: list[DrafterReport] = []
     names: list[str] = []
     total = len(named) * len(plans) * len(chosen.questions)
+    # Every drafter and plan answers the same prompts, and reads them itself.
+    engine = EngineConfig(prefix_cache=False)
     with tqdm(total=total, unit="conversation", file=sys.stderr) as bar:
         for name, where in named:
-            llm = load_llm(model, where, plans[0], device, dtype)
+            llm = load_llm(model, where, plans[0], device, dtype, engine=engine)
             for number, plan in enumerate(plans):
                 bar.set_postfix_str(f"{name}, {plan.paths} paths", refresh=False)
                 first = reports[number] if len(reports) >= len(plans) else None
