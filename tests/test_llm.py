@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
-from eaglegbv.errors import DrafterMismatch, LawMismatch
+from eaglegbv.errors import DrafterMismatch, LawMismatch, StepFailed
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
 
@@ -40,7 +40,7 @@ def test_text_ids_and_messages_are_one_prompt_each(llm: LLM) -> None:
 
 def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
     prompts = ["one", "two", "three", [5, 6], CHAT]
-    params = [SamplingParams(max_tokens=3 + n, seed=n) for n in range(5)]
+    params = [SamplingParams(max_tokens=3 + n, seed=n, ignore_eos=True) for n in range(5)]
     together = llm.generate(prompts, params)
     alone = [llm.generate(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -121,10 +121,14 @@ def test_interleaved_streams_lose_nothing(llm: LLM) -> None:
     assert head + "".join(d.text for d in stream) == llm.generate("outer", PARAMS).text
 
 
-def test_a_stream_left_early_frees_its_slots(llm: LLM) -> None:
+def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm: LLM) -> None:
     stream = llm.stream("leave", PARAMS)
     next(stream)
+    [answer] = llm._open.values()
     stream.close()
+    assert answer.request.finish_reason is FinishReason.CANCELLED
+    llm._engine.check()
+    assert llm._engine.has_work is False
     assert llm.generate("leave", PARAMS).finish_reason is FinishReason.LENGTH
     with pytest.raises(InvalidArgument):
         next(llm.stream("", PARAMS))
@@ -173,6 +177,7 @@ def test_a_drafter_that_does_not_fit_is_refused(pair: tuple[Path, Path], tmp_pat
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(DrafterMismatch, match=r"fc\.weight.*expected shape"):
         LLM(pair[0], head)
+    save_file(load_file(pair[1] / "model.safetensors"), head / "model.safetensors")
     config = (pair[1] / "config.json").read_text().replace('"vocab_size": 257', '"vocab_size": 300')
     (head / "config.json").write_text(config)
     with pytest.raises(DrafterMismatch, match="vocab_size=300"):
@@ -185,3 +190,49 @@ def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
     assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
     with pytest.raises(EagleGBVError, match="drafter=None"):
         llm.generate("a", PARAMS, plan=Plan())
+
+
+def test_a_misspelt_verifier_is_refused_before_anything_is_loaded() -> None:
+    # There is no such model: had it been looked for first, the message would say so.
+    with pytest.raises(InvalidArgument, match="verifier='typo': expected one of"):
+        LLM("no/such/model", "no/such/head", verifier="typo")
+    with pytest.raises(LawMismatch, match="law='fixed': expected"):
+        LLM("no/such/model", "no/such/head", verifier="gbv", law="fixed")
+
+
+def test_urgent_requests_overtake(pair: tuple[Path, Path]) -> None:
+    llm = LLM(*pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
+    params = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
+    expected = llm.generate("slow", params)
+    stream = llm.stream("slow", params, priority=1)
+    pieces = [next(stream)]
+    urgent = llm.generate("fast", PARAMS, priority=0)
+    assert urgent.metrics.preemptions == 0
+    pieces += stream
+    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+    completion = pieces[-1].completion
+    assert completion is not None
+    assert completion.metrics.preemptions == 1
+
+
+def test_a_step_that_breaks_off_ends_its_own_requests_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate("good", PARAMS)
+    stream = llm.stream("bad", PARAMS)
+    next(stream)
+    target = llm._engine._target
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(target, "forward", broken)
+    with pytest.raises(StepFailed, match="a step broke off: RuntimeError: out of memory, say"):
+        list(stream)
+    [failed] = llm.generate(["bad"], PARAMS)
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error is not None
+    assert "out of memory, say" in failed.error
+    monkeypatch.undo()
+    llm._engine.check()
+    assert llm.generate("good", PARAMS).token_ids == expected.token_ids
