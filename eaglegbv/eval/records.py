@@ -47,6 +47,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
                 parts.append(f"W{plan.draft_width}")
             if plan.draft_temperature != default.draft_temperature:
                 parts.append(f"D{plan.draft_temperature:g}")
+            if plan.min_confidence > 0:
+                parts.append(f"C{plan.min_confidence:g}")
+            if plan.beam is not None:
+                parts.append(f"B{plan.beam}")
+            if plan.nodes is not None:
+                parts.append(f"N{plan.nodes}")
+            if plan.shape:
+                ranks = ("".join(map(str, node)) for node in plan.shape)
+                parts.append(f"S{','.join(ranks)}")
         if self.temperature != 1.0:
             parts.append(f"T{self.temperature:g}")
         return " ".join(parts)
