@@ -236,7 +236,9 @@ def _drop_lines_after(log: Path, step: int) -> None:
     if not log.exists():
         return
     kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-    log.write_text("".join(kept if step else []))
+    partial = log.with_suffix(".partial")
+    partial.write_text("".join(kept if step else []))
+    partial.replace(log)
 
 
 def _step_of(line: str) -> float:

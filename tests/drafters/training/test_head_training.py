@@ -1,51 +1,29 @@
 """Heads trained for a tiny random target: they learn its law, survive a kill, and load."""
 
 import json
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
 from eaglegbv.drafters.training.samples import regenerate
-from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target whose logits are spread out, so that there is a law to learn."""
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> list[str]:
     sizes = "--window 48 --batch 8 --anchors 16 --depths 3 --max-new-tokens 16"
     pace = "--steps 24 --learning-rate 3e-3 --evaluate-every 8 --checkpoint-every 5"
-    run = "--regenerate 40 --device cpu --no-bf16"
+    run = "--regenerate 40 --device cpu --no-bf16 --validate 2 --validate-tokens 4"
     command = f"eagle --arch {arch} --target {target} --data {data} --out {out}"
     return [*f"{command} {sizes} {pace} {run}".split(), *extra]
 
@@ -82,18 +60,33 @@ def test_a_head_learns_and_loads(
     report = json.loads((tmp_path / "training_report.json").read_text())
     name = "block efficiency, one path of depth 3, token verification"
     assert report["held_out"][name] == pytest.approx(-min(found), abs=0.02)
+    # What the engine measured, with the estimates, at every evaluation and of the head as saved.
+    measured = "acceptance length, otbv, 3 paths of depth 3, temperature 1"
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    logged = [line["held_out"][measured] for line in lines if "score" in line]
+    assert len(logged) == len(found)
+    assert all(0 <= length <= 3 for length in [*logged, report["held_out"][measured]])
+    assert report["held_out"][measured] > 0
+    shares = [report["held_out"][f"{d} or more accepted{measured[17:]}"] for d in (1, 2, 3)]
+    assert sum(shares) == pytest.approx(report["held_out"][measured])
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(
+def test_a_run_killed_at_any_time_ends_as_an_undisturbed_one(
     target: Path,
     chats: Path,
     tmp_path: Path,
     train: Run,
-    kill_midway: Callable[[list[str], Path], None],
+    kill_midway: Callable[..., None],
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began = time.monotonic()
     train(arguments("eagle3", target, chats, whole))
-    kill_midway(arguments("eagle3", target, chats, killed), killed)
+    seconds = time.monotonic() - began
+    # Killed while it reads, answers, trains or saves; and once more after that.
+    moment = random.SystemRandom().uniform(0, seconds)
+    print(f"killed after {moment:.2f} s of about {seconds:.2f}")  # noqa: T201  shown on failure
+    kill_midway(arguments("eagle3", target, chats, killed), killed, seconds=moment)
+    kill_midway(arguments("eagle3", target, chats, killed, "--resume"), killed)
     train(arguments("eagle3", target, chats, killed, "--resume"))
     assert scores(killed) == scores(whole)
     weights = "model.safetensors"

@@ -1,0 +1,93 @@
+"""Bigram tables: counted pairs, smoothed by the unigram law, drafting for the target."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from eaglegbv.drafters.tabular import Table
+from eaglegbv.drafters.training.bigram import Pairs, count_pairs, cross_entropy, smoothed
+from eaglegbv.drafters.training.data import Document, join_documents
+from eaglegbv.errors import InvalidArgument
+
+Run = Callable[[list[str]], str]
+VOCAB = 5
+
+
+def pairs() -> Pairs:
+    chat = Document(0, [0, 1, 1, 2, 1, 2], [False, False, True, True, True, True])
+    prose = Document(1, [3, 1, 2], [True] * 3)
+    corpus = join_documents([chat, prose], ("a", "b"))
+    return count_pairs(corpus, torch.tensor([1.0, 2.0], dtype=torch.float64), VOCAB)
+
+
+def test_pairs_are_those_the_assistant_continued_weighted_by_document() -> None:
+    # (1,1) (1,2) (2,1) (1,2) of weight 1, (3,1) (1,2) of weight 2; none across documents.
+    weights = {(1, 1): 1, (1, 2): 4, (2, 1): 1, (3, 1): 2}
+    found = pairs()
+    keys = [(int(k) // VOCAB, int(k) % VOCAB) for k in found.keys]
+    assert keys == sorted(weights)
+    scale = 6 / 8  # six pairs, of weight 8 together
+    assert found.counts.tolist() == pytest.approx([weights[key] * scale for key in keys])
+    assert found.count_of(torch.tensor([7, 6, 24, 0])).tolist() == pytest.approx(
+        [4 * scale, scale, 0, 0]
+    )
+
+
+@pytest.mark.parametrize("width", [2, VOCAB, 9])
+def test_a_table_is_the_smoothed_law_cut_to_the_likeliest(width: int) -> None:
+    found, prior = pairs(), 2.0
+    table = smoothed(found, prior, width)
+    unigram = (1 + torch.bincount(found.keys % VOCAB, found.counts, VOCAB)).double()
+    unigram /= unigram.sum()
+    dense = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    dense.view(-1)[found.keys] = found.counts
+    expected = (dense + prior * unigram) / (dense.sum(1, keepdim=True) + prior)
+    rows = [*expected, unigram]
+    for state, law in enumerate(rows):
+        got = table.logits([state])[0].double().exp()
+        kept = law.topk(min(width, VOCAB)).values
+        assert got.sort(descending=True).values[: len(kept)].tolist() == pytest.approx(
+            kept.tolist(), rel=1e-6
+        )
+        listed = got > 0
+        assert got[listed].tolist() == pytest.approx(law[listed].tolist(), rel=1e-6)
+
+
+def test_cross_entropy_is_that_of_the_smoothed_law() -> None:
+    found, prior = pairs(), 2.0
+    whole = smoothed(found, prior, VOCAB)
+    first, second = found.keys // VOCAB, found.keys % VOCAB
+    logs = whole.logits(first.tolist())[range(len(first)), second].double()
+    expected = float(-(found.counts * logs).sum() / found.counts.sum())
+    assert cross_entropy(found, prior, found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_command_writes_a_table_of_the_targets_vocabulary(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    printed = train(
+        ["bigram", "--target", str(target), "--data", str(chats), "--out", str(tmp_path)]
+    )
+    assert "held-out cross-entropy" in printed
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert set(facts["tokens"]) == {"counting", "prose"}
+    table = Table.load(tmp_path, vocab_size=facts["vocab_size"])
+    # The text is a fox and numbers: what follows a token is far from the unigram law.
+    assert facts["held_out_cross_entropy"] < 3.5
+    assert table.ids.shape == (facts["vocab_size"] + 1, 256)
+
+
+def test_a_table_without_data_or_width_is_refused(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    empty = join_documents([Document(0, [1, 2], [True, False])], ("a",))
+    with pytest.raises(InvalidArgument, match=r"^data="):
+        count_pairs(empty, torch.ones(1, dtype=torch.float64), VOCAB)
+    with pytest.raises(InvalidArgument, match=r"^width=0"):
+        train(
+            ["bigram", "--target", str(target), "--data", str(chats), "--out", str(tmp_path),
+             "--width", "0"]
+        )  # fmt: skip

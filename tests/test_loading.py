@@ -1,0 +1,124 @@
+"""Drafters by folder and name: what a folder holds is told by its tensors, and must fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.saved_pair import save_pair
+from support.token_drafting import random_table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.config import EngineConfig
+from eaglegbv.drafters.kind import Kind, kind_of
+from eaglegbv.drafters.tabular import Table
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.llm import LLM
+from eaglegbv.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, a head, a smaller model of the same tokenizer and a table."""
+    base = tmp_path_factory.mktemp("pair")
+    target, head = save_pair(base)
+    vocab = len(AutoTokenizer.from_pretrained(str(target)))
+    small, table = base / "small", base / "table"
+    _save_model(small, vocab, context=128)
+    AutoTokenizer.from_pretrained(str(target)).save_pretrained(str(small))
+    Table.of_logits(random_table(vocab)).save(table)
+    return {"target": target, "head": head, "small": small, "table": table}
+
+
+def _save_model(folder: Path, vocab: int, *, context: int = 256) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=context,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:
+    assert {name: kind_of(folder) for name, folder in folders.items()} == {
+        "target": Kind.LANGUAGE_MODEL,
+        "head": Kind.EAGLE,
+        "small": Kind.LANGUAGE_MODEL,
+        "table": Kind.TABLE,
+    }
+
+
+def test_a_broken_head_is_a_head_still(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["head"], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert kind_of(tmp_path) is Kind.EAGLE
+    with pytest.raises(DrafterMismatch, match=r"fc\.weight"):
+        LLM(folders["target"], tmp_path)
+
+
+@pytest.mark.parametrize("drafter", ["head", "small", "table", "target", "ngram"])
+def test_text_at_temperature_0_does_not_depend_on_the_drafter(
+    folders: dict[str, Path], drafter: str
+) -> None:
+    engine = EngineConfig(kv_slots=1024)
+    plain = LLM(folders["target"], verifier="none", engine=engine)
+    llm = LLM(folders["target"], folders.get(drafter, drafter), engine=engine)
+    expected, found = (x.generate("Hello, hello, hello", GREEDY) for x in (plain, llm))
+    assert found.token_ids == expected.token_ids
+    sampled = llm.generate("Hello", SamplingParams(max_tokens=12, seed=1))
+    assert len(sampled.token_ids) == 12 or sampled.finish_reason == "stop"
+    if drafter == "target":
+        assert found.metrics.block_efficiency > 2
+
+
+def test_a_model_with_a_shorter_context_limits_the_text(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(folders["target"], folders["small"], engine=EngineConfig(kv_slots=1024))
+    assert "texts end at 128 tokens, the context of drafter" in caplog.text
+    answer = llm.generate("x" * 100, SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    assert 100 + len(answer.token_ids) < 128
+    with pytest.raises(InvalidArgument, match=r"^prompt='130 tokens'"):
+        llm.generate("x" * 130)
+
+
+def test_another_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["small"], tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(DrafterMismatch, match=r"drafter's id of token 'a'=.* 2 tokens differ"):
+        LLM(folders["target"], tmp_path)
+
+
+def test_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    _save_model(tmp_path / "model", 300)
+    with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257, or a"):
+        LLM(folders["target"], tmp_path / "model")
+    Table.of_logits(random_table(300)).save(tmp_path / "table")
+    with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257"):
+        LLM(folders["target"], tmp_path / "table")
+
+
+def test_what_is_no_drafter_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"a language model or a table, or .*'ngram'"):
+        LLM(folders["target"], "nowhere")
+    with pytest.raises(DrafterMismatch, match=r"config\.json"):
+        LLM(folders["target"], tmp_path)
+    shutil.copy(folders["small"] / "config.json", tmp_path)
+    with pytest.raises(DrafterMismatch, match=r"model\.safetensors or pytorch_model\.bin"):
+        LLM(folders["target"], tmp_path)
