@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,12 @@ class Engine:
     """Serves requests step by step; every step is one packed forward of the target."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, config: EngineConfig | None = None
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig | None = None,
+        *,
+        barrier: Callable[[], None] | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -87,6 +92,8 @@ class Engine:
             target: The model whose law the text follows.
             drafter: Proposes draft trees; None allows plain decoding only.
             config: Sizes and seed.
+            barrier: Waits for the device at the end of every phase, so that its time is the
+                phase's own; None lets work go on while the next phase is prepared.
         """
         self._target = target
         self._drafter = drafter
@@ -99,6 +106,7 @@ class Engine:
             cache=self._cache,
             vacate=self._vacate,
         )
+        self._barrier = barrier
         self._planner = Planner()
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
@@ -261,7 +269,7 @@ class Engine:
 
     def _advance(self, batch: StepBatch, commits: list[Commit]) -> None:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
-        watch = Stopwatch()
+        watch = Stopwatch(self._barrier)
         with watch.phase(Phase.DRAFT):
             self._planner.assign(batch.decoding, others=len(batch.reading))
             groups = self._draft(batch.decoding)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
 from eaglegbv.drafters.eagle import EagleDrafter
@@ -146,7 +146,7 @@ def head_drafter(head: EagleHead, *, slots: int) -> EagleDrafter:
     weight = next(head.parameters())
     config = head.config
     pool = KVPool(1, slots, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(head, TorchPagedAttention(pool))
+    return EagleDrafter(head, paged_attention(pool))
 
 
 def check_tokenizers(model: str | Path, drafter: Path) -> None:

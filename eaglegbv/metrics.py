@@ -1,7 +1,7 @@
 """What is counted about a request, a step and an engine, and the figures that follow."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -115,8 +115,13 @@ class Span:
 class Stopwatch:
     """Wall time of one step, by phase."""
 
-    def __init__(self) -> None:
-        """Start."""
+    def __init__(self, barrier: Callable[[], None] | None = None) -> None:
+        """Start.
+
+        Args:
+            barrier: Waits for the device at the end of every phase; None to go on without.
+        """
+        self._barrier = barrier
         self.started = time.perf_counter()
         self.spans: list[Span] = []
 
@@ -126,6 +131,8 @@ class Stopwatch:
         start = time.perf_counter()
         try:
             yield
+            if self._barrier is not None:
+                self._barrier()
         finally:
             seconds = time.perf_counter() - start
             self.spans.append(Span(phase, start - self.started, seconds))

@@ -24,6 +24,7 @@ from eaglegbv.cli.options import (
     numbers,
 )
 from eaglegbv.cli.solvers import solvers
+from eaglegbv.cli.step import step
 
 if TYPE_CHECKING:
     from eaglegbv.eval.records import Record
@@ -32,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed
 app.command()(solvers)
 app.command()(drafters)
 app.command()(batch)
+app.command()(step)
 
 
 @app.callback()

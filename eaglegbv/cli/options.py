@@ -8,6 +8,8 @@ import typer
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    import torch
+
     from eaglegbv.auto_plan import Planning
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.llm import LLM
@@ -70,23 +72,37 @@ def load_llm(
     engine: "EngineConfig | None" = None,
 ) -> "LLM":
     """Load models as the options say."""
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from eaglegbv.llm import LLM
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in dtypes:
-        raise InvalidArgument("dtype", dtype, f"one of {sorted(dtypes)}")
     disable_progress_bar()
     return LLM(
         model,
         drafter,
         plan=plan,
         device=device,
-        dtype=None if dtype is None else dtypes[dtype],
+        dtype=None if dtype is None else _dtype_of(dtype),
         engine=engine,
     )
+
+
+def place_of(device: str | None, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
+    """Return where and in which type to compute, by the same defaults as the engine's."""
+    import torch
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    usual = "bfloat16" if where.type == "cuda" else "float32"
+    return where, _dtype_of(dtype or usual)
+
+
+def _dtype_of(name: str) -> "torch.dtype":
+    import torch
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise InvalidArgument("dtype", name, f"one of {sorted(dtypes)}")
+    return dtypes[name]
 
 
 def read_text(path: Path) -> str:

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
+from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
@@ -93,7 +93,7 @@ class HFTarget(Target):
         *,
         features: FeatureSpec | None = None,
         max_slots: int | PoolSize = 16384,
-        attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+        attention: Callable[[KVPool], PagedAttention] = paged_attention,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -157,7 +157,7 @@ class HFTarget(Target):
         device: torch.device | str = "cpu",
         features: FeatureSpec | None = None,
         max_slots: int | PoolSize = 16384,
-        attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+        attention: Callable[[KVPool], PagedAttention] = paged_attention,
     ) -> Self:
         """Load a model folder, or a model of the Hugging Face hub (or its local cache).
 

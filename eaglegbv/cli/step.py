@@ -1,0 +1,77 @@
+"""``eaglegbv bench step``: step time by phase at any model shape, against the machine's limits."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eaglegbv.cli.options import Device, Dtype, place_of
+from eaglegbv.errors import InvalidArgument
+
+
+def step(
+    shape: Annotated[str, typer.Option(help="tiny or llama-3.1-8b; sizes below replace its.")] = (
+        "tiny"
+    ),
+    hidden: Annotated[int | None, typer.Option(help="Width.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Width of feed-forward layers.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Tokens.")] = None,
+    draft_vocab: Annotated[int | None, typer.Option(help="Tokens the head drafts.")] = None,
+    verifier: Annotated[str, typer.Option(help="Verifier, or 'none'.")] = "otbv",
+    paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 4,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Steps timed.")] = 30,
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+) -> None:
+    """Time the phases of a step with random weights, a target and an EAGLE-3 head.
+
+    The floor is what reading weights, keys and values once, or multiplying, takes at the bandwidth
+    and rate measured on this machine. Random weights accept little; times do not depend on that.
+    """
+    import msgspec
+
+    from eaglegbv.config import Plan
+    from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.steps import SHAPES, StepSetting, build, measure_machine, run, table
+
+    if shape not in SHAPES:
+        raise InvalidArgument("shape", shape, f"one of {', '.join(SHAPES)}")
+    sizes = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "intermediate": intermediate,
+        "vocab": vocab,
+        "draft_vocab": draft_vocab,
+    }
+    given = {name: size for name, size in sizes.items() if size is not None}
+    model = msgspec.structs.replace(SHAPES[shape], **given)
+    setting = StepSetting(
+        plan=Plan(verifier=verifier, paths=paths, depth=depth),
+        batch=batch,
+        context=context,
+        temperature=temperature,
+        steps=steps,
+    )
+    where, precision = place_of(device, dtype)
+    machine = measure_machine(precision, where)
+    report = run(build(model, setting, dtype=precision, device=where), setting, machine)
+    typer.echo(plain_text(table(report)))
+    typer.echo(
+        f"{report.operations} operations a step; {report.weights / 1e9:.2f} GB of weights; "
+        f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.flops / 1e12:.2f} TFLOP/s measured; "
+        f"{report.block_efficiency:.2f} tokens a step and request"
+    )
+    if out is not None:
+        facts = {"shape": model, "setting": setting, "report": report}
+        out.write_bytes(msgspec.json.encode(facts))
+        typer.echo(f"wrote {out}", err=True)

@@ -1,0 +1,384 @@
+"""Step time by phase at any model shape, random weights, against what the machine allows.
+
+The floor of a forward is the larger of two times: all its weights, and the keys and values it
+attends to, read once at the measured bandwidth; and its multiplications at the measured rate. Time
+above it goes to launches, to small kernels, to Python. Verification and commit have no floor here:
+what they compute is small.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_head import (
+    Arch,
+    Eagle3Head,
+    EagleHeadConfig,
+    default_feature_layers,
+)
+from eaglegbv.engine import Engine
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.loading import head_drafter
+from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
+from eaglegbv.params import SamplingParams
+from eaglegbv.targets.base import FeatureSpec
+from eaglegbv.targets.hf import HFTarget
+
+WARM_UP_STEPS = 3
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a Llama-like target and of an EAGLE-3 head for it.
+
+    Attributes:
+        hidden: Width.
+        layers: Decoder layers, at least 4.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        intermediate: Width of the feed-forward layers.
+        vocab: Tokens.
+        draft_vocab: Tokens the head can draft.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    draft_vocab: int
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if value < 1:
+                raise InvalidArgument(name, value, "an integer of at least 1")
+        if self.layers < 4:
+            raise InvalidArgument("layers", self.layers, "at least 4, of which a head reads three")
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise InvalidArgument(
+                "heads", self.heads, f"a divisor of {self.hidden}, multiple of {self.kv_heads}"
+            )
+
+
+SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape(
+        hidden=256, layers=12, heads=4, kv_heads=2, intermediate=640, vocab=4096, draft_vocab=4096
+    ),
+    "llama-3.1-8b": Shape(
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        intermediate=14336,
+        vocab=128_256,
+        draft_vocab=32_000,
+    ),
+}
+"""Shapes by name."""
+
+
+class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What is timed.
+
+    Attributes:
+        plan: How requests speculate.
+        batch: Requests.
+        context: Tokens of each prompt.
+        temperature: Of sampling.
+        steps: Steps timed, after some that are not.
+    """
+
+    plan: Plan
+    batch: int = 1
+    context: int = 512
+    temperature: float = 1.0
+    steps: int = 30
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("batch", self.batch),
+            ("context", self.context),
+            ("steps", self.steps),
+        ):
+            if value < 1:
+                raise InvalidArgument(name, value, "an integer of at least 1")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an answer: enough for all steps, and the one that counts operations."""
+        return (self.plan.depth + 1) * (WARM_UP_STEPS + self.steps + 2)
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device was measured to do.
+
+    Attributes:
+        bandwidth: Bytes a second read by a large copy, counted once for reading and once for
+            writing.
+        flops: Multiplications and additions a second of a large matrix product.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a phase of a step.
+
+    Attributes:
+        phase: Its name, or ``step`` for all.
+        seconds: Median.
+        floor: What the machine allows at best; None where that is not counted.
+    """
+
+    phase: str
+    seconds: float
+    floor: float | None
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting's times.
+
+    Attributes:
+        phases: In order, the whole step last.
+        operations: Tensor operations a step dispatches.
+        machine: What the floors rest on.
+        weights: Bytes of the weights a forward of the target reads.
+        block_efficiency: Tokens committed per request and step; of random weights, so near 1.
+    """
+
+    phases: tuple[PhaseTime, ...]
+    operations: int
+    machine: Machine
+    weights: int
+    block_efficiency: float
+
+
+@dataclass(slots=True)
+class Collector:
+    """Keeps the records of steps in which all decode."""
+
+    records: list[StepRecord] = field(default_factory=list)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Keep a record."""
+        if not record.prefilling:
+            self.records.append(record)
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the tensor operations dispatched within it; views count too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        """Count and run an operation."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """An engine of random weights.
+
+    Attributes:
+        engine: The engine.
+        target: Its target.
+        drafter: Its drafter.
+        shape: Their sizes.
+    """
+
+    engine: Engine
+    target: HFTarget
+    drafter: EagleDrafter
+    shape: Shape
+
+
+def build(shape: Shape, setting: StepSetting, *, dtype: torch.dtype, device: torch.device) -> Rig:
+    """Make a target and a head of random weights, and an engine with room for the setting."""
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=setting.context + setting.tokens + setting.plan.depth + 1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with device, _default_dtype(dtype):
+        model = LlamaForCausalLM(config)
+        head_config = EagleHeadConfig(
+            arch=Arch.EAGLE3,
+            hidden_size=shape.hidden,
+            target_hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.hidden // shape.heads,
+            vocab_size=shape.vocab,
+            draft_vocab_size=shape.draft_vocab,
+            feature_layers=default_feature_layers(shape.layers),
+        )
+    slots = setting.batch * (setting.context + setting.tokens + setting.plan.tree_slots + 64)
+    features = FeatureSpec.layer_inputs(head_config.feature_layers)
+    target = HFTarget(model, features=features, max_slots=slots)
+    chosen = torch.arange(shape.draft_vocab, device=device)
+    with device, _default_dtype(dtype):
+        head = Eagle3Head(head_config, target.input_embeddings, chosen)
+    drafter = head_drafter(head.train(mode=False), slots=slots)
+    sizes = EngineConfig(
+        kv_slots=slots,
+        max_batch=setting.batch,
+        prefix_cache=False,
+        prefill_tokens=max(1024, setting.context),
+    )
+    return Rig(Engine(target, drafter, sizes, barrier=barrier_of(device)), target, drafter, shape)
+
+
+def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
+    """Time the setting's steps."""
+    generator = torch.Generator().manual_seed(1)
+    for n in range(setting.batch):
+        prompt = torch.randint(rig.shape.vocab, (setting.context,), generator=generator)
+        params = SamplingParams(
+            temperature=setting.temperature,
+            max_tokens=setting.tokens,
+            ignore_eos=True,
+            seed=n,
+        )
+        rig.engine.add(prompt.tolist(), params, setting.plan)
+    collector = Collector()
+    rig.engine.observe(collector)
+    while len(collector.records) < WARM_UP_STEPS + setting.steps:
+        rig.engine.step()
+    with OperationCounter() as counter:
+        rig.engine.step()
+    timed = collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]
+    committed = sum(record.committed for record in timed)
+    return StepReport(
+        phases=_phase_times(rig, setting, machine, timed),
+        operations=counter.count,
+        machine=machine,
+        weights=_target_bytes(rig),
+        block_efficiency=committed / (len(timed) * setting.batch),
+    )
+
+
+def _phase_times(
+    rig: Rig, setting: StepSetting, machine: Machine, timed: Sequence[StepRecord]
+) -> tuple[PhaseTime, ...]:
+    seconds = [seconds_by_phase(record.spans) for record in timed]
+    rows = setting.batch * setting.plan.tree_nodes
+    floors: dict[Phase, float] = {
+        Phase.FORWARD: _forward_floor(rig, setting, machine, rows),
+        Phase.DRAFT: _draft_floor(rig, setting, machine),
+    }
+    times = [
+        PhaseTime(
+            phase=phase,
+            seconds=median(s.get(phase, 0.0) for s in seconds),
+            floor=floors.get(phase),
+        )
+        for phase in (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
+    ]
+    whole = median(record.seconds for record in timed)
+    return (*times, PhaseTime(phase="step", seconds=whole, floor=sum(floors.values())))
+
+
+def _forward_floor(rig: Rig, setting: StepSetting, machine: Machine, rows: int) -> float:
+    cached = setting.batch * setting.context * rig.target.pool.bytes_per_slot
+    read = (_target_bytes(rig) + cached) / machine.bandwidth
+    return max(read, 2 * rows * _target_weights(rig) / machine.flops)
+
+
+def _draft_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
+    """Every level of a tree reads the head once; the features' projection is read once a step."""
+    if not setting.plan.speculative:
+        return 0.0
+    weights = sum(p.numel() for name, p in rig.drafter.head.named_parameters() if "fc" not in name)
+    size = rig.target.dtype.itemsize
+    rows = setting.batch * setting.plan.paths
+    level = max(weights * size / machine.bandwidth, 2 * rows * weights / machine.flops)
+    return setting.plan.depth * level
+
+
+def _target_weights(rig: Rig) -> int:
+    """Return the number of weights that a forward multiplies with; the embedding is looked up."""
+    every: int = sum(p.numel() for p in rig.target.model.parameters())
+    return every - rig.target.input_embeddings.numel()
+
+
+def _target_bytes(rig: Rig) -> int:
+    return _target_weights(rig) * rig.target.dtype.itemsize
+
+
+def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int = 256) -> Machine:
+    """Measure a large copy and a large matrix product, the best of some runs each."""
+    wait = barrier_of(device)
+    source = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
+    sink = torch.empty_like(source)
+    copy = _best(lambda: sink.copy_(source), wait)
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn((size, size), device=device).to(dtype)
+    b = torch.randn((size, size), device=device).to(dtype)
+    product = _best(lambda: torch.mm(a, b), wait)
+    return Machine(bandwidth=2 * source.numel() / copy, flops=2 * size**3 / product)
+
+
+def barrier_of(device: torch.device) -> Callable[[], None]:
+    """Return what waits until a device has done all it was given."""
+    if device.type == "cuda":
+        return torch.cuda.synchronize
+    return _no_wait
+
+
+def _no_wait() -> None:
+    """On a CPU an operation is done when it returns."""
+
+
+def _best(work: Callable[[], object], wait: Callable[[], None], runs: int = 6) -> float:
+    """Return the shortest time of some runs, in seconds."""
+    times = []
+    for _ in range(runs):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of a floating type, for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def table(report: StepReport) -> list[list[str]]:
+    """Return rows for a terminal, headings first."""
+    rows = [["phase", "ms", "floor ms", "times the floor"]]
+    for phase in report.phases:
+        if phase.floor:
+            floor, ratio = f"{1e3 * phase.floor:.3f}", f"{phase.seconds / phase.floor:.2f}"
+        else:
+            floor, ratio = "-", "-"
+        rows.append([phase.phase, f"{1e3 * phase.seconds:.3f}", floor, ratio])
+    return rows

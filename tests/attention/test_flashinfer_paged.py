@@ -1,0 +1,299 @@
+"""FlashInfer's layout of masks and pages without a GPU, and its kernels where there is one.
+
+On a CPU a stand-in reads plans as FlashInfer's kernels do (bits at ``q * keys + k`` behind a byte
+offset, little-endian; ``plan`` leaving bit offsets there), and attends by definition.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment, pack
+from eaglegbv.attention.flashinfer_paged import (
+    FlashInferKernels,
+    FlashInferPagedAttention,
+    PackedMasks,
+    check_pool,
+    pack_bits,
+    paged_attention,
+)
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.errors import InvalidArgument
+
+HEADS, KV_HEADS, DIM, SLOTS, LAYERS = 4, 2, 64, 256, 2
+SCALE = 0.11
+SHUFFLED = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0))
+PARENTS = [0, 0, 0, 1, 1, 2, 3]
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def tree(first: int, context: int, nodes: int, *, old: int = 0) -> Segment:
+    """A tree behind ``context`` tokens whose first ``old`` nodes are there already."""
+    slots = SHUFFLED[first : first + context + nodes]
+    visible = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        visible[node] |= visible[PARENTS[node]]
+    positions = context + visible.sum(1) - 1
+    return Segment(
+        token_ids=torch.zeros(nodes - old, dtype=torch.int64),
+        positions=positions[old:],
+        context_slots=slots[:context],
+        tree_slots=slots[context:],
+        tree_positions=positions,
+        visible=visible[old:],
+    )
+
+
+def text(first: int, context: int, count: int) -> Segment:
+    slots = SHUFFLED[first : first + context + count]
+    return Segment.causal(torch.zeros(count, dtype=torch.int64), slots[:context], slots[context:])
+
+
+BATCHES = {
+    "one tree": [tree(0, 5, 7)],
+    "ragged trees": [tree(0, 5, 7), tree(20, 13, 3), tree(50, 1, 1), tree(60, 31, 5)],
+    "trees and a prompt": [tree(0, 6, 4), text(40, 0, 9), text(80, 11, 3)],
+    "a later level": [tree(0, 9, 7, old=3), tree(30, 2, 7, old=5)],
+    "prompts": [text(0, 0, 9), text(30, 4, 6), text(60, 0, 1)],
+    "plain decoding": [text(0, 8, 1), text(30, 3, 1), text(60, 17, 1)],
+}
+
+
+class Stand:
+    """A wrapper that attends by definition from what it was planned with."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.plans = 0
+        self._mask_indptr_buf: Tensor | None = None
+
+    def plan(self, *arguments: Any, **named: Any) -> None:
+        self.plans += 1
+        if self.kind == "decode":
+            indptr, indices, last, heads, kv_heads, dim, page = arguments
+            queries = torch.arange(len(indptr), dtype=torch.int32)
+            named = {"causal": True, "packed_custom_mask": None, **named}
+        else:
+            queries, indptr, indices, last, heads, kv_heads, dim, page = arguments
+        for offsets in (queries, indptr, indices, last):
+            assert offsets.dtype == torch.int32
+        assert (heads, kv_heads, dim, page) == (HEADS, KV_HEADS, DIM, 1)
+        assert (last == 1).all()
+        assert named["window_left"] == -1
+        self.queries, self.indptr, self.indices, self.named = queries, indptr, indices, named
+        sizes = (queries[1:] - queries[:-1]) * (indptr[1:] - indptr[:-1])
+        # The fault of FlashInfer's plan: bits, where the kernel counts bytes.
+        self._mask_indptr_buf = torch.cat((torch.zeros(1), sizes.cumsum(0))).to(torch.int32)
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        keys, values = (part.squeeze(1).float() for part in kv)
+        for b in range(len(self.indptr) - 1):
+            own = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
+            rows = range(int(self.queries[b]), int(self.queries[b + 1]))
+            for i, row in enumerate(rows):
+                seen = [k for k in range(len(own)) if self._sees(b, i, k, len(rows), len(own))]
+                for head in range(HEADS):
+                    kv_head = head // (HEADS // KV_HEADS)
+                    scores = keys[own[seen], kv_head] @ q[row, head].float()
+                    scores = scores * self.named["sm_scale"]
+                    if (cap := self.named["logits_soft_cap"]) is not None:
+                        scores = cap * torch.tanh(scores / cap)
+                    out[row, head] = scores.softmax(0) @ values[own[seen], kv_head]
+        return out
+
+    def _sees(self, b: int, query: int, key: int, queries: int, keys: int) -> bool:
+        packed = self.named["packed_custom_mask"]
+        if packed is None:
+            assert self.named["causal"]
+            return key <= keys - queries + query
+        assert self._mask_indptr_buf is not None
+        bit = query * keys + key
+        octet = int(packed[int(self._mask_indptr_buf[b]) + bit // 8])
+        return bool(octet >> bit % 8 & 1)
+
+
+class StandKernels:
+    def __init__(self) -> None:
+        self.made: list[Stand] = []
+
+    def prefill(self, workspace: Tensor) -> Stand:
+        self.made.append(Stand("prefill"))
+        return self.made[-1]
+
+    def decode(self, workspace: Tensor, *, tensor_cores: bool) -> Stand:
+        assert not tensor_cores  # two query heads a key head are too few for them
+        self.made.append(Stand("decode"))
+        return self.made[-1]
+
+
+def pools(device: str = "cpu", count: int = 2) -> list[KVPool]:
+    """Pools of the same random contents."""
+    made = []
+    for _ in range(count):
+        generator = torch.Generator().manual_seed(3)
+        pool = KVPool(LAYERS, SLOTS, KV_HEADS, DIM, torch.bfloat16, device)
+        pool.keys.copy_(torch.randn(pool.keys.shape, generator=generator))
+        pool.values.copy_(torch.randn(pool.values.shape, generator=generator))
+        made.append(pool)
+    return made
+
+
+def new_rows(rows: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((rows, HEADS, DIM), (rows, KV_HEADS, DIM), (rows, KV_HEADS, DIM))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return tuple(part.to(device, torch.bfloat16) for part in (q, k, v))
+
+
+def moved(segments: list[Segment], device: str) -> list[Segment]:
+    def move(part: Tensor | None) -> Any:
+        return None if part is None else part.to(device)
+
+    return [
+        Segment(
+            move(s.token_ids),
+            move(s.positions),
+            move(s.context_slots),
+            move(s.tree_slots),
+            move(s.tree_positions),
+            move(s.visible),
+        )
+        for s in segments
+    ]
+
+
+def test_bits_are_packed_first_lowest() -> None:
+    bits = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], dtype=torch.bool)
+    assert pack_bits(bits).tolist() == [1, 6]
+    assert pack_bits(torch.ones(16, dtype=torch.bool)).tolist() == [255, 255]
+    assert pack_bits(torch.zeros(0, dtype=torch.bool)).tolist() == []
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(
+    name: str, window: int | None
+) -> None:
+    segments = BATCHES[name]
+    masks = PackedMasks.of(segments, window)
+    assert masks.bits.dtype == torch.uint8
+    assert masks.byte_offsets.dtype == torch.int32
+    assert len(masks.bits) == masks.byte_offsets[-1]
+    for segment, first in zip(segments, masks.byte_offsets.tolist(), strict=False):
+        dense = segment.key_mask(window)
+        for q in range(segment.num_new):
+            for k in range(segment.num_keys):
+                bit = q * segment.num_keys + k
+                found = int(masks.bits[first + bit // 8]) >> bit % 8 & 1
+                assert found == (1 if dense is None else int(dense[q, k]))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", BATCHES)
+def test_plans_mean_what_pytorchs_attention_does(
+    name: str, softcap: float | None, window: int | None
+) -> None:
+    ours, reference = pools()
+    kernels = StandKernels()
+    attention = FlashInferPagedAttention(ours, kernels)
+    expected_by = TorchPagedAttention(reference)
+    batch = pack(BATCHES[name])
+    for layer in range(LAYERS):
+        q, k, v = new_rows(batch.rows)
+        found, expected = (
+            a.attend(layer, q, k, v, batch, scale=SCALE, window=window, softcap=softcap)
+            for a in (attention, expected_by)
+        )
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert torch.equal(ours.keys, reference.keys)
+    assert torch.equal(ours.values, reference.values)
+    # Planned once for both layers.
+    assert [stand.plans for stand in kernels.made] == [1]
+    assert not attention.fallbacks
+
+
+def test_each_work_has_its_kernel() -> None:
+    for name, kind, causal in [
+        ("plain decoding", "decode", True),
+        ("prompts", "prefill", True),
+        ("ragged trees", "prefill", False),
+        ("trees and a prompt", "prefill", False),
+    ]:
+        kernels = StandKernels()
+        batch = pack(BATCHES[name])
+        q, k, v = new_rows(batch.rows)
+        attention = FlashInferPagedAttention(pools()[0], kernels)
+        attention.attend(0, q, k, v, batch, scale=SCALE)
+        [stand] = kernels.made
+        assert (stand.kind, stand.named["causal"]) == (kind, causal), name
+
+
+def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window() -> None:
+    kernels = StandKernels()
+    attention = FlashInferPagedAttention(pools()[0], kernels)
+    for _ in range(2):
+        batch = pack(BATCHES["ragged trees"])
+        q, k, v = new_rows(batch.rows)
+        for layer in range(LAYERS):
+            for window in (None, 4, 1000):
+                attention.attend(layer, q, k, v, batch, scale=SCALE, window=window)
+    # A window no text reaches is none.
+    assert [stand.plans for stand in kernels.made] == [2, 2]
+
+
+def test_sinks_are_counted_and_served_by_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    ours, reference = pools()
+    attention = FlashInferPagedAttention(ours, StandKernels())
+    batch = pack(BATCHES["ragged trees"])
+    q, k, v = new_rows(batch.rows)
+    sinks = torch.linspace(-1, 1, HEADS)
+    for _ in range(2):
+        found = attention.attend(0, q, k, v, batch, scale=SCALE, sinks=sinks)
+    expected = TorchPagedAttention(reference).attend(0, q, k, v, batch, scale=SCALE, sinks=sinks)
+    assert torch.equal(found, expected)
+    assert attention.fallbacks == {"sinks": 2}
+    assert len([r for r in caplog.records if "sinks" in r.getMessage()]) == 1
+
+
+def test_pools_that_no_kernel_serves_are_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"head_dim=80: expected one of \[64, 128, 256\]"):
+        check_pool(KVPool(1, 16, 1, 80, torch.bfloat16))
+    with pytest.raises(InvalidArgument, match=r"dtype='torch.float32'"):
+        check_pool(KVPool(1, 16, 1, 64, torch.float32))
+
+
+def test_flashinfer_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
+    with pytest.raises(InvalidArgument, match=r"attention='flashinfer'.*eaglegbv\[gpu\]"):
+        FlashInferKernels()
+
+
+def test_a_pool_on_the_cpu_has_pytorchs_attention() -> None:
+    assert isinstance(paged_attention(pools()[0]), TorchPagedAttention)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", BATCHES)
+def test_kernels_agree_with_pytorchs_attention(
+    name: str, softcap: float | None, window: int | None
+) -> None:
+    pytest.importorskip("flashinfer")
+    ours, reference = pools("cuda")
+    attention, expected_by = FlashInferPagedAttention(ours), TorchPagedAttention(reference)
+    batch = pack(moved(BATCHES[name], "cuda"))
+    for layer in range(LAYERS):
+        q, k, v = new_rows(batch.rows, "cuda")
+        found, expected = (
+            a.attend(layer, q, k, v, batch, scale=SCALE, window=window, softcap=softcap)
+            for a in (attention, expected_by)
+        )
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)

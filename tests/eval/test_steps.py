@@ -1,0 +1,93 @@
+"""bench step: random weights of any shape run in the engine; figures follow from its records."""
+
+import msgspec
+import pytest
+import torch
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.steps import (
+    SHAPES,
+    Machine,
+    OperationCounter,
+    Shape,
+    StepReport,
+    StepSetting,
+    build,
+    measure_machine,
+    run,
+    table,
+)
+
+CPU = torch.device("cpu")
+SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
+MACHINE = Machine(bandwidth=1e9, flops=1e10)
+
+
+def report(setting: StepSetting, dtype: torch.dtype = torch.float32) -> StepReport:
+    return run(build(SMALL, setting, dtype=dtype, device=CPU), setting, MACHINE)
+
+
+def test_phases_of_a_step_and_their_floors() -> None:
+    setting = StepSetting(plan=Plan(paths=2, depth=3), batch=2, context=16, steps=4)
+    found = report(setting)
+    phases = {phase.phase: phase for phase in found.phases}
+    assert list(phases) == ["draft", "forward", "verify", "commit", "step"]
+    parts = sum(phase.seconds for name, phase in phases.items() if name != "step")
+    assert 0 < parts < 1.5 * phases["step"].seconds
+    # Attention 2 x 32 x 32 and 2 x 32 x 16, feed-forward 3 x 32 x 48, two norms; the last norm, and
+    # the output layer.
+    weights = 4 * (3 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 + 32 * 64
+    assert found.weights == 4 * weights
+    cached = 2 * 16 * 4 * 2 * 16 * 4
+    read = (4 * weights + cached) / MACHINE.bandwidth
+    multiply = 2 * 2 * 7 * weights / MACHINE.flops
+    assert phases["forward"].floor == pytest.approx(max(read, multiply))
+    assert phases["step"].floor == pytest.approx(phases["forward"].floor + phases["draft"].floor)
+    assert phases["verify"].floor is None
+    assert found.operations > 100
+    assert 1 <= found.block_efficiency <= 4
+    assert msgspec.json.decode(msgspec.json.encode(found), type=StepReport) == found
+
+
+def test_plain_decoding_has_no_draft() -> None:
+    setting = StepSetting(plan=PLAIN, context=8, steps=2)
+    found = report(setting, torch.bfloat16)
+    assert found.block_efficiency == 1
+    assert next(p.floor for p in found.phases if p.phase == "draft") == 0
+    lines = table(found)
+    assert [line[0] for line in lines] == ["phase", "draft", "forward", "verify", "commit", "step"]
+    assert lines[1][2:] == ["-", "-"]
+    assert lines[2][2] != "-"
+
+
+def test_operations_are_counted() -> None:
+    with OperationCounter() as counter:
+        torch.ones(3).add(1).mul(2)
+    assert counter.count == 3
+
+
+def test_a_machine_is_measured() -> None:
+    machine = measure_machine(torch.float32, CPU, megabytes=1)
+    assert machine.bandwidth > 1e6
+    assert machine.flops > 1e6
+
+
+def test_known_shapes_are_sound() -> None:
+    assert {"tiny", "llama-3.1-8b"} <= set(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 3}, "layers=3"),
+        ({"heads": 3}, "heads=3"),
+        ({"vocab": 0}, "vocab=0"),
+        ({"kv_heads": 4}, "heads=2"),
+    ],
+)
+def test_sizes_that_fit_no_model_are_named(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        msgspec.structs.replace(SMALL, **changes).__post_init__()
+    with pytest.raises(InvalidArgument, match="steps=0"):
+        StepSetting(plan=PLAIN, steps=0)
