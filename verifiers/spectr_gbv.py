@@ -17,7 +17,7 @@ class SpecTrGbvVerifier(StatefulVerifier):
     """Select as otbv does, for the modified target, and verify by the greedy block rule.
 
     The paper's promises kept by a rule that is lossless over any number of steps: the acceptance
-    rule in public code for the paper is not target-preserving for two and more paths.
+    rule of the authors' implementation is not target-preserving for two and more paths.
     """
 
     name: ClassVar[str] = "spectr_gbv"

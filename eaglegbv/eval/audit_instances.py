@@ -20,22 +20,25 @@ EIGHTHS = 8
 NEARNESS = 0.9
 
 
-def _random(rng: np.random.Generator, vocab: int) -> Weights:
+def random_weights(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return a law, all laws being alike."""
     return rng.dirichlet(np.ones(vocab))
 
 
-def _zeros(rng: np.random.Generator, vocab: int) -> Weights:
+def weights_with_zeros(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return weights of which two of five are 0, never all."""
     kept = rng.random(vocab) < 0.6
     kept[rng.integers(vocab)] = True
-    return _random(rng, vocab) * kept
+    return random_weights(rng, vocab) * kept
 
 
-def _ties(rng: np.random.Generator, vocab: int) -> Weights:
-    """Multiples of 1/8: ratios p/q tie exactly, and are often 0, 1 or infinite."""
+def tied_weights(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return multiples of 1/8: ratios p/q tie exactly, and are often 0, 1 or infinite."""
     return rng.multinomial(EIGHTHS, np.full(vocab, 1 / vocab)) / EIGHTHS
 
 
-def _one_hot(rng: np.random.Generator, vocab: int) -> Weights:
+def point_mass(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return all mass on one token."""
     weights = np.zeros(vocab)
     weights[rng.integers(vocab)] = 1.0
     return weights
@@ -43,8 +46,8 @@ def _one_hot(rng: np.random.Generator, vocab: int) -> Weights:
 
 def _disjoint(rng: np.random.Generator, p: Weights) -> Weights:
     """Off the target's support; anywhere if that is the whole vocabulary."""
-    off = _random(rng, len(p)) * (p == 0)
-    return off if off.sum() > 0 else _random(rng, len(p))
+    off = random_weights(rng, len(p)) * (p == 0)
+    return off if off.sum() > 0 else random_weights(rng, len(p))
 
 
 def _equal(rng: np.random.Generator, p: Weights) -> Weights:
@@ -53,23 +56,28 @@ def _equal(rng: np.random.Generator, p: Weights) -> Weights:
 
 
 def _near(rng: np.random.Generator, p: Weights) -> Weights:
-    return NEARNESS * p + (1 - NEARNESS) * _random(rng, len(p))
+    return NEARNESS * p + (1 - NEARNESS) * random_weights(rng, len(p))
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {"random": _random, "zeros": _zeros, "ties": _ties, "one_hot": _one_hot}
+    {
+        "random": random_weights,
+        "zeros": weights_with_zeros,
+        "ties": tied_weights,
+        "one_hot": point_mass,
+    }
 )
 """How a target's law is drawn at a prefix."""
 
 DRAFTS: Mapping[str, Draft] = MappingProxyType(
     {
-        "random": lambda rng, p: _random(rng, len(p)),
-        "zeros": lambda rng, p: _zeros(rng, len(p)),
-        "ties": lambda rng, p: _ties(rng, len(p)),
+        "random": lambda rng, p: random_weights(rng, len(p)),
+        "zeros": lambda rng, p: weights_with_zeros(rng, len(p)),
+        "ties": lambda rng, p: tied_weights(rng, len(p)),
         "equal": _equal,
         "disjoint": _disjoint,
         "near": _near,
-        "one_hot": lambda rng, p: _one_hot(rng, len(p)),
+        "one_hot": lambda rng, p: point_mass(rng, len(p)),
     }
 )
 """How a draft law is drawn, given the target's law at the same prefix."""
@@ -107,7 +115,7 @@ class RandomDraft:
 @lru_cache(maxsize=1 << 14)
 def _target_law(target: RandomTarget, prefix: Prefix) -> Probs:
     rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
-    return _law(TARGETS[target.kind](rng, target.vocab))
+    return as_law(TARGETS[target.kind](rng, target.vocab))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -116,10 +124,11 @@ def _draft_law(draft: RandomDraft, prefix: Prefix) -> Probs:
     p = draft.target(prefix)
     weights = np.array(p, dtype=np.float64)
     q = DRAFTS[draft.kind](rng, weights)
-    return p if q is weights else _law(q)  # dividing again could break p = q
+    return p if q is weights else as_law(q)  # dividing again could break p = q
 
 
-def _law(weights: Weights) -> Probs:
+def as_law(weights: Weights) -> Probs:
+    """Return the law in proportion to ``weights``."""
     return tuple((weights / weights.sum()).tolist())
 
 

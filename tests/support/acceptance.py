@@ -1,8 +1,15 @@
 """Expected acceptance lengths by recursion over prefixes, without walking every branch."""
 
+import itertools
+import math
+from functools import cache
+
+import numpy as np
+
 from eaglegbv.tree import Law
+from eaglegbv.verifiers.reference.convex_selection import convex_selection
 from eaglegbv.verifiers.reference.gbv import skewed_laws
-from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix
+from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, support
 from eaglegbv.verifiers.reference.transport import multiplicity_law, transport
 from eaglegbv.verifiers.reference.tree import ReferenceTree
 
@@ -28,6 +35,49 @@ def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
         return total
 
     return below((), paths, 1)
+
+
+def global_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """E[tau] of exact transport node by node, each token accepted for itself with min(1, p/b)."""
+
+    def below(prefix: Prefix, drafts: int) -> Number:
+        if len(prefix) == length:
+            return 0
+        node = transport(p(prefix), q(prefix), drafts)
+        total: Number = 0
+        for x in node.order:
+            accepted = min(p(prefix)[x], node.law[x])
+            if accepted > 0:
+                inner = sum(
+                    share * below((*prefix, x), m)
+                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    if share > 0
+                )
+                total += accepted * (1 + inner)
+        return total
+
+    return below((), paths)
+
+
+def convex_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """The same with the convex solver's selection, whose drafts are listed."""
+
+    @cache
+    def below(prefix: Prefix, drafts: int) -> Number:
+        if len(prefix) == length:
+            return 0
+        found = convex_selection(np.array(p(prefix)), np.array(q(prefix)), drafts)
+        total: Number = 0
+        for drawn in itertools.product(support(q(prefix)), repeat=drafts):
+            mass = math.prod(q(prefix)[x] for x in drawn)
+            for x, chance in zip(drawn, found.chances(drawn), strict=True):
+                accepted = min(1, p(prefix)[x] / found.law[x]) if chance > 0 else 0
+                if accepted > 0:
+                    inner = below((*prefix, x), drawn.count(x))
+                    total += mass * chance * accepted * (1 + inner)
+        return total
+
+    return below((), paths)
 
 
 def weighted_otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:

@@ -7,6 +7,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from eaglegbv.eval.audit_instances import (
+    as_law,
+    point_mass,
+    random_weights,
+    tied_weights,
+    weights_with_zeros,
+)
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.reference.enumeration import Problem, Shape, draft
 from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, Probs
@@ -15,6 +22,7 @@ from eaglegbv.verifiers.reference.tree import Stop, never
 __all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_law", "constant", "draft", "problem"]
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
+Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
 
 KINDS = ("random", "zeros", "ties", "equal", "disjoint", "one_hot")
 
@@ -47,11 +55,7 @@ class Model:
         return self.cache[prefix]
 
 
-def as_law(weights: np.ndarray) -> Probs:
-    return tuple((weights / weights.sum()).tolist())
-
-
-def logits(noise: float) -> Callable[[np.random.Generator, int], Pair]:
+def logits(noise: float) -> Draw:
     """A language model in small: normal logits, and the drafter's are off by ``noise``."""
 
     def pair(rng: np.random.Generator, vocab: int) -> Pair:
@@ -67,30 +71,16 @@ def _mixed(rng: np.random.Generator, vocab: int) -> Pair:
     return p, (p + q) / 2
 
 
-def _random(rng: np.random.Generator, vocab: int) -> Pair:
-    return rng.dirichlet(np.ones(vocab)), rng.dirichlet(np.ones(vocab))
+def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
+    """Target and draft law of one kind, independent of each other."""
+    return lambda rng, vocab: (weights(rng, vocab), weights(rng, vocab))
 
 
-def _zeros(rng: np.random.Generator, vocab: int) -> Pair:
-    def law() -> np.ndarray:
-        kept = rng.random(vocab) < 0.6
-        kept[rng.integers(vocab)] = True
-        return rng.dirichlet(np.ones(vocab)) * kept
-
-    return law(), law()
-
-
-def _ties(rng: np.random.Generator, vocab: int) -> Pair:
-    """Eighths: ratios p/q tie exactly, and are often 0, 1 or infinite."""
-
-    def law() -> np.ndarray:
-        return np.bincount(rng.integers(vocab, size=8), minlength=vocab) / 8
-
-    return law(), law()
+_random, _zeros = both(random_weights), both(weights_with_zeros)
 
 
 def _equal(rng: np.random.Generator, vocab: int) -> Pair:
-    p = rng.dirichlet(np.ones(vocab))
+    p = random_weights(rng, vocab)
     return p, p
 
 
@@ -102,14 +92,14 @@ def _disjoint(rng: np.random.Generator, vocab: int) -> Pair:
 
 def _one_hot(rng: np.random.Generator, vocab: int) -> Pair:
     p, q = _zeros(rng, vocab)
-    hot = np.eye(vocab)[rng.integers(vocab)]
+    hot = point_mass(rng, vocab)
     return (hot, q) if rng.random() < 0.5 else (p, hot)
 
 
 PAIRS = {
     "random": _random,
     "zeros": _zeros,
-    "ties": _ties,
+    "ties": both(tied_weights),
     "equal": _equal,
     "disjoint": _disjoint,
     "one_hot": _one_hot,

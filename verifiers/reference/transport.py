@@ -109,9 +109,15 @@ class Transport:
         return sum(min(px, bx) for px, bx in zip(p, self.law, strict=True))
 
 
-@lru_cache(maxsize=1 << 16)
 def transport(p: Probs, q: Probs, drafts: int) -> Transport:
     """Return the exact transport for ``drafts`` draws from ``q`` and the target ``p``."""
+    # 0.5 and 1/2 are equal keys of a cache, and must not stand for each other.
+    return _transport(p, q, drafts, type(sum(q)))
+
+
+@lru_cache(maxsize=1 << 16)
+def _transport(p: Probs, q: Probs, drafts: int, kind: type) -> Transport:
+    del kind
     order = ranked(p, q)
     ps, qs = [p[x] for x in order], [q[x] for x in order]
     F = [0, *accumulate(qs)]

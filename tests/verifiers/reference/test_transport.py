@@ -146,3 +146,12 @@ def test_a_token_too_rare_to_move_the_cumulative_law() -> None:
     assert sum(node.law) == pytest.approx(1, abs=1e-15)
     law = multiplicity_law(node, 1)
     assert law[0] == pytest.approx(1, abs=1e-15)
+
+
+def test_fractions_and_floats_are_kept_apart() -> None:
+    """Equal numbers of two kinds: neither is answered by what was worked out for the other."""
+    exact = (Fraction(1, 4), Fraction(3, 4)), (Fraction(5, 8), Fraction(3, 8))
+    rounded = tuple(tuple(float(x) for x in law) for law in exact)
+    assert rounded == exact
+    assert {type(b) for b in transport(*exact, 2).b} == {Fraction}
+    assert {type(b) for b in transport(*rounded, 2).b} == {float}

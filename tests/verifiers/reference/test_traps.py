@@ -155,7 +155,7 @@ def test_a_number_that_rounds_up_to_one_leaves_the_vocabulary() -> None:
 def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
     """p = q up to rounding, and rounding rejects: the answer must be possible for the target.
 
-    Planted: an empty residual that yields token 0.
+    Planted: an empty residual that yields token 0, a uniform draw, or a division by its sum.
     """
     p: Probs = (0.0, 0.3, 0.7)
     assert sum(residual(1, p, p)) == 0
@@ -174,7 +174,18 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
         weights = np.array(residual(1, p, q))
         return int(np.argmax(np.cumsum(weights) > u * weights.sum()))
 
-    assert p[to_token_0(p, p, 0.5)] == 0
+    def uniformly(p: Probs, q: Probs, u: float) -> int:
+        return inverse_cdf([1.0] * len(p), u)
+
+    def by_its_sum(p: Probs, q: Probs, u: float) -> int:
+        weights = np.array(residual(1, p, q))
+        with np.errstate(invalid="ignore"):
+            law = weights / weights.sum()
+        assert np.isnan(law).all()
+        return int(np.argmax(np.cumsum(law) > u))
+
+    for planted in (to_token_0, uniformly, by_its_sum):
+        assert p[planted(p, p, 0.2)] == 0
 
 
 def test_ratio_tests_on_children_that_were_not_drawn() -> None:
