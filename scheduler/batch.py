@@ -36,9 +36,11 @@ class Group:
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
         """Read prompts to their ends; the tree is its root, the prompt's last token."""
-        tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
+        tree = DraftTree.roots(
+            [request.prompt_ids[-1] for request in requests], device=slots[0].device
+        )
         segments = [
-            Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
+            Segment.causal(_ids(r.prompt_ids[r.context :], s), r.slots, s)
             for r, s in zip(requests, slots, strict=True)
         ]
         return cls(requests, tree, segments, slots)
@@ -76,7 +78,7 @@ class Chunk:
     def of(cls, request: Request, slots: Tensor) -> Self:
         """Read as many tokens as there are ``slots``, from the first unread one on."""
         tokens = request.tokens_from(request.context)[: len(slots)]
-        return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
+        return cls(request, Segment.causal(_ids(tokens, slots), request.slots, slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,10 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
         key = (request.plan, request.params.greedy)
         groups.setdefault(key, []).append(request)
     return list(groups.values())
+
+
+def _ids(tokens: Sequence[int], slots: Tensor) -> Tensor:
+    return torch.tensor(tokens, device=slots.device)
 
 
 def _tree_segment(
