@@ -16,6 +16,7 @@ that picks one of the n drafts with law exactly b:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import comb
@@ -112,12 +113,12 @@ class Transport:
 def transport(p: Probs, q: Probs, drafts: int) -> Transport:
     """Return the exact transport for ``drafts`` draws from ``q`` and the target ``p``."""
     # 0.5 and 1/2 are equal keys of a cache, and must not stand for each other.
-    return _transport(p, q, drafts, type(sum(q)))
+    return _transport(p, q, drafts, isinstance(sum(q), Fraction))
 
 
 @lru_cache(maxsize=1 << 16)
-def _transport(p: Probs, q: Probs, drafts: int, kind: type) -> Transport:
-    del kind
+def _transport(p: Probs, q: Probs, drafts: int, exact: bool) -> Transport:
+    del exact
     order = ranked(p, q)
     ps, qs = [p[x] for x in order], [q[x] for x in order]
     F = [0, *accumulate(qs)]
