@@ -179,6 +179,8 @@ class Engine:
             step_slots=largest.tree_slots + self._recall_slots(params, largest),
             drafted=largest.speculative,
             priority=priority,
+            slots=self._target.allocator.allocate(0),
+            borrowed=self._target.allocator.allocate(0),
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
@@ -288,8 +290,9 @@ class Engine:
             for group, layout, judgement in zip(groups, layouts, judgements, strict=True):
                 commits += self._commit(group, layout, judgement, output)
             self._keep_chunks(chunks, output)
-        with watch.phase(Phase.PREFILL):
-            self._end_reading([portion.request for portion in batch.reading])
+        if batch.reading:
+            with watch.phase(Phase.PREFILL):
+                self._end_reading([portion.request for portion in batch.reading])
         share_seconds(batch, watch.seconds, sum(segment.num_new for segment in segments))
         self._planner.observe_step(watch.elapsed)
         self._record(batch, watch, groups, judgements, commits)
