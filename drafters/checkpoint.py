@@ -26,6 +26,7 @@ from eaglegbv.drafters.formats.base import Contents, FormatName
 from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
 from eaglegbv.drafters.formats.names import (
     EMBEDDING,
+    FC_BIAS,
     MEMBERS,
     OFFSETS,
     NamedTensors,
@@ -61,6 +62,7 @@ class Checkpoint:
         layers: EAGLE-3: the layer ids of the file.
         named: The tensors.
         passed_on: Keys of config.json that mean nothing here and something to other engines.
+        verifier: Name of the target, where config.json names one.
         remarks: What was assumed, and what other engines would do otherwise.
     """
 
@@ -72,6 +74,7 @@ class Checkpoint:
     layers: StoredLayers | None
     named: NamedTensors
     passed_on: Mapping[str, Any]
+    verifier: str | None
     remarks: tuple[Remark, ...]
 
     @property
@@ -116,6 +119,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if weights.ignored:
         text = f"{', '.join(weights.ignored)} not read, as {weights.files[0]} is there"
         remarks.append(Remark(RemarkKind.NOTE, text))
+    named = _without_idle_bias(settings.config, named)
     _check_tensors(settings.config, named)
     remarks += _check_vocabulary(settings.config, named)
     return Checkpoint(
@@ -127,6 +131,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         layers=settings.layers,
         named=named,
         passed_on=settings.passed_on,
+        verifier=settings.verifier,
         remarks=tuple(remarks),
     )
 
@@ -231,6 +236,14 @@ def _blank(
     if config.arch is Arch.EAGLE1:
         return Eagle1Head(config, embedding, lm_head)
     return Eagle3Head(config, embedding, draft_to_target)
+
+
+def _without_idle_bias(config: EagleHeadConfig, named: NamedTensors) -> NamedTensors:
+    """Leave aside a bias of zeros, which EAGLE-1 heads without one carry for SGLang."""
+    bias = named.tensors.get(FC_BIAS)
+    if bias is None or config.fc_bias or config.arch is Arch.EAGLE3 or bool(bias.any()):
+        return named
+    return named.without(FC_BIAS, "zeros, and config.json says there is none")
 
 
 def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:

@@ -44,7 +44,8 @@ def export_head(
         checkpoint: What is exported.
         format_name: One of :class:`FormatName`.
         folder: Where to; must not exist or be empty.
-        target: Needed where the format wants the embedding and the checkpoint has none.
+        target: Needed where the format wants the embedding and the checkpoint has none; its name
+            is written where the format has a place for it.
 
     Raises:
         InvalidArgument: There is no such format, or the folder is not empty.
@@ -66,7 +67,7 @@ def export_head(
         layers=layers,
         dtype=tensors["fc.weight"].dtype,
         passed_on=checkpoint.passed_on,
-        verifier=None if target is None else target.name,
+        verifier=checkpoint.verifier if target is None else target.name,
         verifier_architectures=() if target is None else target.architectures,
     )
     write_head(folder, kind, contents, tensors)

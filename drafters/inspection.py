@@ -60,6 +60,8 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> Inspection:
         "embedding": _embedding(checkpoint),
         "captures": _captures(checkpoint, layers),
     }
+    if checkpoint.verifier is not None:
+        facts["made for"] = checkpoint.verifier
     left = [f"{name} ({why})" for name, why in checkpoint.named.left_aside.items()]
     if left:
         facts["left aside"] = _list(left)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.layers import Numbering
@@ -82,6 +83,10 @@ class Format(ABC):
     @abstractmethod
     def config(self, contents: Contents) -> dict[str, Any]:
         """Return a config.json."""
+
+    def added(self, config: EagleHeadConfig) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return tensors that readers need and that change nothing; reading drops them."""
+        return {}
 
     def stored_name(self, name: str, arch: Arch) -> str:
         """Return what a tensor is called in this format."""

@@ -49,10 +49,12 @@ class EagleFormat(Format):
             "model_type": "llama",
             **layer_keys(contents),
             "torch_dtype": dtype_name(contents.dtype),
-            "bias": config.fc_bias,
         }
         if config.arch is Arch.EAGLE1:
-            return stored | {"qkv_bias": config.qkv_bias}
+            # Left out where true, as in the published files: SGLang and vLLM would take a true
+            # one for biases of attention too, and leave those unset.
+            bias = {} if config.fc_bias else {"bias": False}
+            return stored | bias | {"qkv_bias": config.qkv_bias}
         stored["draft_vocab_size"] = config.draft_vocab_size
         if config.hidden_size != config.target_hidden_size:
             stored["target_hidden_size"] = config.target_hidden_size

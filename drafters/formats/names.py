@@ -9,6 +9,7 @@ from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.errors import DrafterMismatch
 
 EMBEDDING = "embed_tokens.weight"
+FC_BIAS = "fc.bias"
 OFFSETS = "d2t"
 """``[draft_vocab]`` int64: target id minus draft id."""
 MEMBERS = "t2d"
@@ -46,6 +47,15 @@ class NamedTensors:
     stored: Mapping[str, str]
     layer_prefix: str
     left_aside: Mapping[str, str]
+
+    def without(self, name: str, reason: str) -> "NamedTensors":
+        """Return these without one, which is left aside."""
+        return NamedTensors(
+            tensors={key: t for key, t in self.tensors.items() if key != name},
+            stored={key: stored for key, stored in self.stored.items() if key != name},
+            layer_prefix=self.layer_prefix,
+            left_aside={**self.left_aside, self.stored[name]: reason},
+        )
 
     def shown(self, name: str) -> str:
         """Return what ``name`` is called, or would be called, in the file."""

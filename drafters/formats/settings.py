@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import Format, FormatName, Sections
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, StoredLayers
-from eaglegbv.drafters.formats.names import NamedTensors
+from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors
 from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.errors import DrafterMismatch
@@ -47,12 +47,14 @@ class Settings:
             that follow from :attr:`layers` and the target; their number is right.
         layers: EAGLE-3: the layer ids of the file.
         passed_on: Keys that mean nothing here and something to other engines.
+        verifier: Name of the target, where the file names one.
         remarks: What was assumed, and what other engines would do otherwise.
     """
 
     config: EagleHeadConfig
     layers: StoredLayers | None
     passed_on: Mapping[str, Any]
+    verifier: str | None
     remarks: tuple[Remark, ...]
 
 
@@ -89,9 +91,10 @@ def read_settings(
         **_attention_variants(sections, kind, named),
         **({} if arch is Arch.EAGLE1 else _norm_variants(sections, kind, named, remarks)),
     )
-    remarks += _disagreements(sections, config, kind)
+    remarks += _disagreements(sections, config, kind, named)
     passed_on = sections.layer.picked(_PASSED_ON)
-    return Settings(config, layers, passed_on, tuple(remarks))
+    verifier = sections.head.inner("speculators_config").inner("verifier").text("name_or_path")
+    return Settings(config, layers, passed_on, verifier, tuple(remarks))
 
 
 def _check_supported(sections: Sections) -> None:
@@ -157,7 +160,7 @@ def _fc_bias(sections: Sections, arch: Arch, named: NamedTensors) -> bool:
     said = sections.head.flag("bias")
     if said is None:
         # EAGLE-1 has one unless its configuration says no.
-        return arch is Arch.EAGLE1 or "fc.bias" in named.tensors
+        return arch is Arch.EAGLE1 or FC_BIAS in named.tensors
     return said
 
 
@@ -167,8 +170,12 @@ def _attention_variants(sections: Sections, kind: Format, named: NamedTensors) -
     has_norms = any(f"layer.self_attn.{n}_norm.weight" in named.tensors for n in "qk")
     if kind.name is FormatName.SPECULATORS:
         biases = bool(layer.flag("attention_bias"))
-        qwen3 = layer.text("model_type") == "qwen3"
-        return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qwen3}
+        kind_of_layer = layer.text("model_type")
+        if kind_of_layer not in (None, "llama", "qwen3"):
+            # Qwen3-Next, say, counts the weights of its norms from zero.
+            raise layer.mismatch("model_type", "'llama' or 'qwen3'")
+        qk_norm = has_norms if kind_of_layer is None else kind_of_layer == "qwen3"
+        return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qk_norm}
     # Configurations copied from a target may say attention_bias, which means the target's.
     said = layer.flag("qkv_bias")
     return {
@@ -207,13 +214,23 @@ def _norm_variants(
     }
 
 
-def _disagreements(sections: Sections, config: EagleHeadConfig, kind: Format) -> list[Remark]:
+def _disagreements(
+    sections: Sections, config: EagleHeadConfig, kind: Format, named: NamedTensors
+) -> list[Remark]:
     """Collect what this file would make other engines do."""
     texts = []
     if config.arch is Arch.EAGLE1 and config.fc_bias:
         texts.append("fc has a bias, which vLLM would not load")
-    if config.arch is Arch.EAGLE1 and not config.fc_bias:
-        texts.append("fc has no bias; SGLang builds one all the same and leaves it as it starts")
+    if config.arch is Arch.EAGLE1 and FC_BIAS not in named.tensors:
+        texts.append(
+            "fc has no bias; SGLang builds one all the same and leaves it as it starts (exports "
+            "to sglang carry zeros)"
+        )
+    if sections.head.flag("bias"):
+        texts.append(
+            "bias is true, which SGLang and vLLM take for biases of attention too; these they "
+            "leave unset"
+        )
     if config.arch is Arch.EAGLE3 and config.fc_bias:
         texts.append("fc has a bias, which EAGLE and vLLM would not load")
     if sections.layer.flag("tie_word_embeddings") and config.arch is Arch.EAGLE3:

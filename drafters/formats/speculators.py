@@ -51,10 +51,13 @@ class SpeculatorsFormat(Format):
         return Sections(layer=whole.inner(LAYER_SECTION), head=whole)
 
     def check_holds(self, config: EagleHeadConfig) -> None:
-        """See :meth:`Format.check_holds`; one key says whether all of attention has biases."""
+        """See :meth:`Format.check_holds`; some variants go together, some exclude each other."""
         super().check_holds(config)
         if config.qkv_bias != config.o_bias:
             expected = "a format that tells biases of q, k, v from one of o, as this head needs"
+            raise DrafterMismatch("format", str(self.name), expected)
+        if config.norm_before_fc and config.fc_norm:
+            expected = "a format that has both norm_before_fc and fc_norm, as this head needs"
             raise DrafterMismatch("format", str(self.name), expected)
 
     def config(self, contents: Contents) -> dict[str, Any]:

@@ -20,14 +20,19 @@ def write_head(
         folder: Made where it is missing.
         kind: The format.
         contents: What config.json is to say.
-        tensors: By the names inside this package; written bit by bit as they are.
+        tensors: By the names inside this package; written bit by bit as they are, with what the
+            format adds (:meth:`Format.added`).
 
     Raises:
         DrafterMismatch: The format cannot express the head.
     """
     kind.check_holds(contents.config)
     arch = contents.config.arch
-    stored = {kind.stored_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
+    added = {name: t.to(contents.dtype) for name, t in kind.added(contents.config).items()}
+    stored = {
+        kind.stored_name(name, arch): tensor.contiguous()
+        for name, tensor in {**tensors, **added}.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / SAFETENSORS, metadata={"format": "pt"})
     text = json.dumps(kind.config(contents), indent=2)

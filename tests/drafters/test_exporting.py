@@ -105,9 +105,9 @@ def test_variants_each_format_holds(tmp_path: Path) -> None:
         for form in FormatName:
             if holds(form, source):
                 kept[form].add(name)
-    eagle1 = {"eagle1_vicuna", "eagle1_llama3", "eagle1_qwen2", "sglang_eagle1"}
+    eagle1 = {name for name in PUBLISHED if "eagle1" in name}
     normed = {"speculators_residual", "speculators_norms", "speculators_qwen3"}
-    own = {"sglang_eagle31", "sglang_aux_norms"}
+    own = {"sglang_eagle31", "sglang_aux_norms"} | {n for n in PUBLISHED if "norm_before_fc" in n}
     assert kept[FormatName.EAGLE] == set(PUBLISHED) - normed - own - {"speculators_biases"}
     assert kept[FormatName.SGLANG] == set(PUBLISHED) - normed - {"speculators_biases"}
     assert kept[FormatName.SPECULATORS] == set(PUBLISHED) - eagle1
@@ -131,6 +131,38 @@ def test_what_sglang_reads(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert (config["bias"], config["rope_theta"]) == (False, 500000.0)
     assert "layers.0.self_attn.q_proj.weight" in tensors
+    # SGLang gives fc a bias always, and a random one where the file has none.
+    assert tensors["fc.bias"].tolist() == [0.0] * HIDDEN
+    assert tensors["fc.bias"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("form", ["eagle", "sglang"])
+def test_true_bias_is_left_to_the_default(form: str, tmp_path: Path) -> None:
+    source = read_checkpoint(PUBLISHED["eagle1_qwen2"]().write(tmp_path / "source"))
+    export_head(source, form, tmp_path / "there")
+    config, tensors = stored(tmp_path / "there")
+    assert "bias" not in config  # SGLang takes a true one for biases of attention
+    assert config["qkv_bias"] is True
+    assert tensors["fc.bias"].any()
+    if form == "sglang":
+        assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
+        assert config["model_type"] == "qwen2"
+
+
+def test_two_norms_before_fc_are_too_many_for_speculators(tmp_path: Path) -> None:
+    head = PUBLISHED["sglang_eagle31"]()
+    head.config["norm_before_fc"] = True
+    head.tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+    source = read_checkpoint(head.write(tmp_path / "source"))
+    with pytest.raises(DrafterMismatch, match="both norm_before_fc and fc_norm"):
+        export_head(source, "speculators", tmp_path / "there", TARGET)
+
+
+def test_speculators_heads_keep_the_name_of_their_target(tmp_path: Path) -> None:
+    source = read_checkpoint(speculators_residual().write(tmp_path / "source"))
+    assert source.verifier == "meta-llama/Llama-3.1-8B-Instruct"
+    export_head(source, "speculators", tmp_path / "there")
+    assert read_checkpoint(tmp_path / "there").verifier == source.verifier
 
 
 def speculators_without_variants(folder: Path) -> Path:

@@ -351,12 +351,31 @@ def speculators_residual() -> Published:
 
 
 def speculators_norms() -> Published:
-    """All of its norms, and the target's own tensors that older files carry."""
-    more = _EMBEDDING | _FC_NORM | {"input_norm.weight": (3 * HIDDEN,)}
+    """EAGLE-3.1 by speculators, and the target's own tensors that older files carry."""
+    more = _EMBEDDING | _FC_NORM
     more |= {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags = ("norm_before_residual", "fc_norm", "norm_output")
     config = _speculators(**dict.fromkeys(flags, True))
     return Published(config, _eagle3("layers.0.", more=more))
+
+
+def speculators_norm_before_fc() -> Published:
+    """Features normed together, as for gpt-oss."""
+    more = _EMBEDDING | {"input_norm.weight": (3 * HIDDEN,)}
+    return Published(_speculators(norm_before_fc=True), _eagle3("layers.0.", more=more))
+
+
+def sglang_norm_before_fc() -> Published:
+    """The same for SGLang, the key inside ``eagle_config``."""
+    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, eagle_config={"norm_before_fc": True})
+    return Published(config, _eagle3(more={"input_norm.weight": (3 * HIDDEN,)}))
+
+
+def sglang_eagle1_zeros() -> Published:
+    """EAGLE-1 without a bias, and zeros in its place for SGLang, which builds one always."""
+    head = sglang_eagle1()
+    head.tensors["fc.bias"] = torch.zeros(HIDDEN, dtype=torch.float16)
+    return head
 
 
 def speculators_qwen3() -> Published:
@@ -389,11 +408,14 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
         sglang_eagle3,
         sglang_eagle31,
         sglang_aux_norms,
+        sglang_norm_before_fc,
+        sglang_eagle1_zeros,
         specforge_sglang,
         specforge_hf,
         speculators_plain,
         speculators_residual,
         speculators_norms,
+        speculators_norm_before_fc,
         speculators_qwen3,
         speculators_biases,
     )

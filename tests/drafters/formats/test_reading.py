@@ -26,9 +26,12 @@ from support.published_heads import (
     eagle3_llama31,
     eagle3_narrow,
     sglang_aux_norms,
+    sglang_eagle1_zeros,
     sglang_eagle3,
     sglang_eagle31,
+    sglang_norm_before_fc,
     specforge_sglang,
+    speculators_norm_before_fc,
     speculators_norms,
     speculators_plain,
     speculators_qwen3,
@@ -56,6 +59,11 @@ def load(head: Published, folder: Path, dtype: torch.dtype = torch.float32) -> E
     )
 
 
+def idle(stored: str, tensor: Tensor) -> bool:
+    """Whether a tensor is known and not needed: the target's, or zeros that SGLang asks for."""
+    return stored.startswith("verifier_") or (stored == "fc.bias" and not bool(tensor.any()))
+
+
 def our_name(stored: str) -> str:
     for prefix in ("midlayer.", "layers.0."):
         stored = stored.replace(prefix, "layer.")
@@ -72,7 +80,7 @@ def test_every_tensor_lands_where_it_belongs(name: str, tmp_path: Path) -> None:
     weights = {
         our_name(stored): tensor
         for stored, tensor in head.tensors.items()
-        if stored not in not_weights and not stored.startswith("verifier_")
+        if stored not in not_weights and not idle(stored, tensor)
     }
     state = loaded.state_dict()
     assert set(state) == set(weights)
@@ -101,8 +109,11 @@ def test_every_tensor_lands_where_it_belongs(name: str, tmp_path: Path) -> None:
             speculators_norms,
             FormatName.SPECULATORS,
             Arch.EAGLE3,
-            {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"},
+            {"norm_before_residual", "fc_norm", "norm_output"},
         ),
+        (speculators_norm_before_fc, FormatName.SPECULATORS, Arch.EAGLE3, {"norm_before_fc"}),
+        (sglang_norm_before_fc, FormatName.SGLANG, Arch.EAGLE3, {"norm_before_fc"}),
+        (sglang_eagle1_zeros, FormatName.SGLANG, Arch.EAGLE1, set()),
         (speculators_qwen3, FormatName.SPECULATORS, Arch.EAGLE3, {"qk_norm"}),
     ],
 )
@@ -217,10 +228,10 @@ def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     complete = PUBLISHED[name]()
-    optional = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-    if complete.config.get("target_hidden_size"):
-        optional.remove("embed_tokens.weight")
-    for missing in sorted(set(complete.tensors) - optional):
+    narrow = complete.config.get("target_hidden_size") is not None
+    optional = set() if narrow else {"embed_tokens.weight"}
+    needed = {key for key, tensor in complete.tensors.items() if not idle(key, tensor)}
+    for missing in sorted(needed - optional):
         head = PUBLISHED[name]()
         head.tensors = {key: t for key, t in complete.tensors.items() if key != missing}
         with pytest.raises(DrafterMismatch) as caught:
@@ -313,7 +324,8 @@ def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
         (eagle1_llama3, {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
         (sglang_eagle31, {"fc_norm": False}, "fc_norm.0.weight"),
         (sglang_eagle3, {"fc_norm": True}, "fc_norm.0.weight"),
-        (speculators_norms, {"norm_before_fc": False}, "input_norm.weight"),
+        (speculators_norm_before_fc, {"norm_before_fc": False}, "input_norm.weight"),
+        (sglang_eagle1_zeros, {"bias": None, "qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
         (speculators_plain, {"norm_before_fc": True}, "input_norm.weight"),
         (sglang_eagle3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     ],
@@ -331,6 +343,7 @@ def test_keys_and_tensors_agree(
     ("layer", "shown"),
     [
         ({"model_type": "qwen3"}, "q_norm"),
+        ({"model_type": "qwen3_next"}, "transformer_layer_config.model_type"),
         ({"attention_bias": True}, "proj.bias"),
         ({"hidden_size": None}, "transformer_layer_config.hidden_size"),
     ],
@@ -435,6 +448,19 @@ def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:
     assert found.config.norm_before_residual is False
     [remark] = [r for r in found.remarks if "norm_before_residual" in r.text]
     assert remark.kind is RemarkKind.ASSUMED
+
+
+def test_layer_of_speculators_without_a_type_goes_by_its_tensors(tmp_path: Path) -> None:
+    for i, head in enumerate((speculators_plain(), speculators_qwen3())):
+        del head.config["transformer_layer_config"]["model_type"]
+        assert read_checkpoint(head.write(tmp_path / str(i))).config.qk_norm is bool(i)
+
+
+def test_true_key_bias_is_warned_of(tmp_path: Path) -> None:
+    head = eagle1_vicuna()
+    assert "biases of attention" not in str(read_checkpoint(head.write(tmp_path)).remarks)
+    head.config["bias"] = True
+    assert "biases of attention" in str(read_checkpoint(head.write(tmp_path)).remarks)
 
 
 def test_a_map_that_reorders_a_full_vocabulary_is_said(tmp_path: Path) -> None:
