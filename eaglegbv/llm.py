@@ -102,6 +102,7 @@ class LLM:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
+        compiled: bool = False,
         backend: str = "local",
     ) -> None:
         """Load the models.
@@ -121,6 +122,8 @@ class LLM:
             dtype: float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
+            compiled: Have ``torch.compile`` compile the target, which takes a minute or more at
+                the start and again when shapes are new, and makes forwards somewhat faster.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -156,7 +159,14 @@ class LLM:
         self.drafter_name = None if drafter is None else str(drafter)
         config = engine or EngineConfig()
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
-        pair = load_pair(model, drafter, slots=size, dtype=dtype, device=device)
+        pair = load_pair(
+            model,
+            drafter,
+            slots=size,
+            dtype=dtype,
+            device=device,
+            compile_backend="inductor" if compiled else None,
+        )
         self._engine = Engine(pair.target, pair.drafter, config)
         self._engine.check_plan(self.plan)
         self._open: dict[int, _Answer] = {}

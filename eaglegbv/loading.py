@@ -48,6 +48,7 @@ def load_pair(
     slots: int | PoolSize,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    compile_backend: str | None = None,
 ) -> Pair:
     """Open a target, and what drafts for it.
 
@@ -59,6 +60,7 @@ def load_pair(
         slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
+        compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
 
     Raises:
         InvalidArgument: There is no such model or drafter.
@@ -68,7 +70,7 @@ def load_pair(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
-    opened = _Opening(model, size=size, dtype=dtype, device=place)
+    opened = _Opening(model, size=size, dtype=dtype, device=place, compile_backend=compile_backend)
     if drafter is None:
         return Pair(opened.target(FeatureSpec.none()), None)
     if drafter == NGRAM:
@@ -89,12 +91,19 @@ class _Opening:
     """Opens a target together with whatever drafts for it."""
 
     def __init__(
-        self, model: str | Path, *, size: PoolSize, dtype: torch.dtype, device: torch.device
+        self,
+        model: str | Path,
+        *,
+        size: PoolSize,
+        dtype: torch.dtype,
+        device: torch.device,
+        compile_backend: str | None,
     ) -> None:
         self._model = model
         self._size = size
         self._dtype = dtype
         self._device = device
+        self._compile_backend = compile_backend
 
     def target(self, features: FeatureSpec, *, beside: int = 0) -> HFTarget:
         """Open the target; a slot takes ``beside`` bytes in the drafter's pool."""
@@ -138,6 +147,7 @@ class _Opening:
             device=self._device,
             max_slots=size,
             features=features,
+            compile_backend=self._compile_backend,
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import (
+    Compiled,
     Device,
     Drafter,
     Dtype,
@@ -55,6 +56,7 @@ def batch(
     drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
+    compiled: Compiled = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say which plans auto used, and why.")
     ] = False,
@@ -80,7 +82,7 @@ def batch(
         repeats=repeats,
         seed=seed,
     )
-    fleet = _Fleet(model, drafter, device, dtype, verifier)
+    fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled)
     wanted = names("ways", ways)
     chosen = [fleet.way(name) for name in wanted]
     if assistant is not None:
@@ -115,11 +117,14 @@ class _Fleet:
         device: str | None,
         dtype: str | None,
         verifier: str,
+        *,
+        compiled: bool,
     ) -> None:
         from eaglegbv.config import PLAIN
 
         self._names = model, drafter, device, dtype
         self._verifier = verifier
+        self._compiled = compiled
         # Plain decoding has an engine of its own, which need not keep anything for a drafter.
         self.plain = self._load(PLAIN)
         self._drafting: LLM | None = None
@@ -191,7 +196,7 @@ class _Fleet:
         model, drafter, device, dtype = self._names
         # Prompts come again in every repeat, and every way has to read them.
         config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
-        return load_llm(model, drafter, plan, device, dtype, engine=config)
+        return load_llm(model, drafter, plan, device, dtype, engine=config, compiled=self._compiled)
 
     def _hf(self) -> "PreTrainedModel":
         """Return a model for transformers' own loop; every way has one, with its settings."""

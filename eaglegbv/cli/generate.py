@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import (
+    Compiled,
     Device,
     Drafter,
     DraftTemperature,
@@ -85,6 +86,7 @@ def generate(
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    compiled: Compiled = False,
 ) -> None:
     """Answer a prompt; the text follows the target's law, whatever the drafter and verifier."""
     message = _prompt(prompt, prompt_file)
@@ -106,7 +108,7 @@ def generate(
         seed=seed,
     )
     plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
-    llm = load_llm(model, drafter, plan, device, dtype)
+    llm = load_llm(model, drafter, plan, device, dtype, compiled=compiled)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace):
         if as_json:

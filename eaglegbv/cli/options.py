@@ -29,6 +29,10 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", show_default="by device"),
 ]
+Compiled = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the target first, which takes a minute or more."),
+]
 LawName = Annotated[
     str | None,
     typer.Option(
@@ -70,6 +74,7 @@ def load_llm(
     dtype: str | None,
     *,
     engine: "EngineConfig | None" = None,
+    compiled: bool = False,
 ) -> "LLM":
     """Load models as the options say."""
     from transformers.utils.logging import disable_progress_bar
@@ -84,6 +89,7 @@ def load_llm(
         device=device,
         dtype=None if dtype is None else _dtype_of(dtype),
         engine=engine,
+        compiled=compiled,
     )
 
 

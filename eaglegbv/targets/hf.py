@@ -31,6 +31,7 @@ from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 
 _NAME = "eaglegbv_paged"
+_OPAQUE_NAME = "eaglegbv_paged_opaque"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class HFTarget(Target):
         features: FeatureSpec | None = None,
         max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = paged_attention,
+        compile_backend: str | None = None,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -102,11 +104,14 @@ class HFTarget(Target):
             features: What :meth:`forward` captures; None for nothing.
             max_slots: Tokens the KV pool holds, all requests together, or what that follows from.
             attention: Makes the attention over a pool.
+            compile_backend: Compile the model between its attentions by this backend of
+                ``torch.compile``, such as ``"inductor"``; None runs it as it is. The check of the
+                target is the first to run it, and waits for the compiler.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
-            InvalidArgument: ``features`` names a layer the model lacks, or ``max_slots`` is too
-                small.
+            InvalidArgument: ``features`` names a layer the model lacks, ``max_slots`` is too
+                small, or there is no such backend.
         """
         name = type(model).__name__
         size = max_slots if isinstance(max_slots, PoolSize) else PoolSize(slots=max_slots)
@@ -118,6 +123,7 @@ class HFTarget(Target):
             )
         config = model.config.get_text_config(decoder=True)
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
+        self._call: Callable[..., Any] = self.model
         lay_out_for_few_rows(self.model)
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
@@ -146,6 +152,8 @@ class HFTarget(Target):
         self.allocator = SlotAllocator(slots, device=self.device)
         self.pool = KVPool(self.num_layers, slots, kv_heads, head_dim, self.dtype, self.device)
         self.attention = attention(self.pool)
+        if compile_backend is not None:
+            self._call = _compiled(model, compile_backend)
         check_forward(name, self, expected)
 
     @classmethod
@@ -158,6 +166,7 @@ class HFTarget(Target):
         features: FeatureSpec | None = None,
         max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = paged_attention,
+        compile_backend: str | None = None,
     ) -> Self:
         """Load a model folder, or a model of the Hugging Face hub (or its local cache).
 
@@ -167,7 +176,13 @@ class HFTarget(Target):
         """
         loaded = _load_weights(model, load_config(model), dtype)
         nn.Module.to(loaded, torch.device(device))
-        return cls(loaded, features=features, max_slots=max_slots, attention=attention)
+        return cls(
+            loaded,
+            features=features,
+            max_slots=max_slots,
+            attention=attention,
+            compile_backend=compile_backend,
+        )
 
     def forward(
         self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
@@ -179,7 +194,7 @@ class HFTarget(Target):
         self, batch: PackedBatch, attention: PagedAttention, logit_rows: Tensor | None
     ) -> TargetOutput:
         with torch.no_grad():
-            out = self.model(
+            out = self._call(
                 input_ids=batch.token_ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
                 attention_mask=None,
@@ -203,6 +218,21 @@ class HFTarget(Target):
     def output_embeddings(self) -> Tensor:
         """See :meth:`Target.output_embeddings`."""
         return _weight(self.model.get_output_embeddings())
+
+
+def _compiled(model: PreTrainedModel, backend: str) -> Callable[..., Any]:
+    """Return ``model`` compiled for any number of rows, its attention left as it is.
+
+    The attention plans a batch on the host, which no graph can hold, so graphs end before it and
+    begin behind it; those of all layers are the same.
+    """
+    known = torch.compiler.list_backends(exclude_tags=None)
+    if backend not in known:
+        raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
+    AttentionInterface.register(_OPAQUE_NAME, torch.compiler.disable(_attend_paged))
+    model.set_attn_implementation(_OPAQUE_NAME)
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=True)
+    return compiled
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:

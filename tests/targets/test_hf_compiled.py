@@ -1,0 +1,54 @@
+"""A compiled target computes what the plain one does, for any number of rows.
+
+The compiler's front end is what can go wrong here (graphs around the attention, shapes that vary);
+so the graphs it finds are run as they are, without the minutes its code generator takes.
+"""
+
+import pytest
+import torch
+from support.packed_trees import Text, random_parents, scattered
+from support.tiny_models import VOCAB, tiny_model
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.targets.base import FeatureSpec, TargetOutput
+from eaglegbv.targets.hf import HFTarget
+
+
+def outputs(target: HFTarget) -> list[TargetOutput]:
+    """Two prompts, then trees of several sizes behind them, in one forward each."""
+    generator = torch.Generator().manual_seed(3)
+    texts = [
+        Text(torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in (7, 3)
+    ]
+    segments = [
+        text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
+    ]
+    found = [target.forward(segments)]
+    for nodes in (1, 5, 9, 2):
+        segments = []
+        for text in texts:
+            tokens = torch.randint(VOCAB, (nodes,), generator=generator).tolist()
+            parents = random_parents(nodes, generator)
+            segments.append(
+                text.tree(tokens, parents, scattered(target.allocator, nodes, generator))
+            )
+        found.append(target.forward(segments, logit_rows=torch.arange(2 * nodes)))
+        for text in texts:
+            text.commit(nodes - 1, target.allocator)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compiled_forwards_equal_plain_ones(name: str) -> None:
+    features = FeatureSpec.layer_inputs([1, 3])
+    plain = HFTarget(tiny_model(name), features=features, max_slots=256)
+    compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
+    for ours, expected in zip(outputs(compiled), outputs(plain), strict=True):
+        torch.testing.assert_close(ours.logits, expected.logits)
+        torch.testing.assert_close(ours.features, expected.features)
+
+
+def test_an_unknown_compiler_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"compile='fast'.*inductor"):
+        HFTarget(tiny_model("llama"), max_slots=256, compile_backend="fast")
