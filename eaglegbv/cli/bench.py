@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.batches import batch
+from eaglegbv.cli.compare import compare
 from eaglegbv.cli.drafters import drafters
 from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
@@ -23,6 +24,7 @@ from eaglegbv.cli.options import (
     names,
     numbers,
 )
+from eaglegbv.cli.plot import plot
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
 
@@ -34,6 +36,8 @@ app.command()(solvers)
 app.command()(drafters)
 app.command()(batch)
 app.command()(step)
+app.command()(compare)
+app.command()(plot)
 
 
 @app.callback()
@@ -71,6 +75,9 @@ def mt_bench(
     out: Annotated[
         Path, typer.Option(help="Folder for results.json and results.md; resumes its own run.")
     ] = Path("runs/mt-bench"),
+    plots: Annotated[
+        bool, typer.Option("--plots", help="Draw pictures too, in the folder's plots/.")
+    ] = False,
 ) -> None:
     """Hold two-turn conversations in every setting, in turns, and report figures.
 
@@ -79,7 +86,9 @@ def mt_bench(
     where it stopped when the same command is given again.
     """
     from eaglegbv.config import EngineConfig
+    from eaglegbv.eval.audit_picture import check_matplotlib
     from eaglegbv.eval.grid import grid
+    from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import RunSettings, describe_environment
     from eaglegbv.eval.report import plain_text, table, write_markdown
@@ -87,6 +96,8 @@ def mt_bench(
     from eaglegbv.eval.store import RunFolder, write_results
     from eaglegbv.eval.summary import summarise
 
+    if plots:
+        check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
     settings = RunSettings(
         suite=chosen.suite,
@@ -129,6 +140,8 @@ def mt_bench(
     results = folder.results()
     summaries = summarise(results)
     written = [write_results(out, results, summaries), write_markdown(out, results, summaries)]
+    if plots:
+        written += draw_all(results, out / "plots")
     typer.echo(plain_text(table(summaries)))
     report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.summary import Summary
 
@@ -13,24 +14,28 @@ HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill
 def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[str]]:
     """Return the main table, headings first: one row a setting, with or without intervals."""
 
-    def figure(estimate: Estimate | None) -> str:
+    def figure(estimate: Estimate | None, digits: int = 2) -> str:
         if estimate is None:
             return "-"
-        if not intervals:
-            return f"{estimate.value:.2f}"
-        return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+        return with_interval(estimate, digits) if intervals else f"{estimate.value:.{digits}f}"
 
     rows = [
         [
             s.setting,
             figure(s.block_efficiency),
-            f"{s.tokens_per_second:.1f}",
+            figure(s.tokens_per_second, 1),
             figure(s.speedup),
             figure(s.wall_speedup),
         ]
         for s in summaries
     ]
     return [list(HEADINGS), *rows]
+
+
+def with_interval(estimate: Estimate, digits: int = 2) -> str:
+    """Return a figure and its interval."""
+    low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"
+    return f"{estimate.value:.{digits}f} [{low}, {high}]"
 
 
 def plain_text(rows: Sequence[Sequence[str]]) -> str:
@@ -51,10 +56,11 @@ def markdown(results: Results, summaries: Sequence[Summary]) -> str:
         f"# {results.settings.suite}",
         _facts(results),
         _markdown_table(table(summaries)),
+        "## What the figures mean",
         _DEFINITIONS,
         "## Acceptance by depth",
         _acceptance(summaries),
-        "## Milliseconds per token, by phase",
+        "## Milliseconds per token of the answers, by phase (prefill counted)",
         _phases(summaries),
         *_errors(results),
     ]
@@ -68,14 +74,15 @@ def write_markdown(folder: Path, results: Results, summaries: Sequence[Summary])
     return path
 
 
-_DEFINITIONS = """\
-Block efficiency: tokens committed per decoding forward of the target (accepted tokens plus one),
-pooled over all conversations, with a 95% bootstrap interval over questions. Tokens/s: committed
-tokens per second of decoding at batch size 1, prefill and the first token excluded; the median over
-repeats. Speed-up: tokens/s over that of `none` (plain decoding by the same engine, in the same
-process, question by question in turns), the median over repeats with a 95% bootstrap interval over
-questions. With prefill: the same with the prompt's own forward, templates and (de)tokenisation in
-the time."""
+_DEFINITIONS = "\n".join(
+    [f"- {figure.name}: {figure.definition}." for figure in FIGURES.values()]
+    + [
+        "- speed-up: tokens/s over that of `none`, plain decoding by the same engine in the same "
+        "process, question by question in turns; with prefill: the same of tokens/s with prefill.",
+        "- Batch size 1. Sums are pooled before they are divided; speeds are medians over repeats; "
+        "intervals are 95% bootstrap intervals over questions.",
+    ]
+)
 
 
 def _facts(results: Results) -> str:

@@ -55,6 +55,7 @@ class RunFolder:
             )
         self.environment = run.environment
         self.records = self._read_records()
+        _check_names(path, settings, self.records)
 
     def _read_records(self) -> list[Record]:
         if not self._records_file.is_file():
@@ -99,9 +100,55 @@ def read_results(path: Path) -> Results:
         InvalidArgument: The file cannot be read or is not one.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Results)
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
     except (OSError, msgspec.DecodeError) as error:
         raise InvalidArgument("results", str(path), f"a results.json ({error})") from error
+    _check_names(path, results.settings, results.records)
+    return results
+
+
+def load_results(path: Path) -> Results:
+    """Read a run from its folder, finished or not, or from a ``results.json``.
+
+    Raises:
+        InvalidArgument: There is no run.
+    """
+    header = path / "run.json"
+    if not header.is_file():
+        return read_results(path / "results.json" if path.is_dir() else path)
+    run = _read_header(header)
+    lines = path / "records.jsonl"
+    try:
+        whole = lines.read_bytes().rpartition(b"\n")[0] if lines.is_file() else b""
+        records = [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("results", str(path), f"records of a run ({error})") from error
+    _check_names(path, run.settings, records)
+    return Results(settings=run.settings, environment=run.environment, records=records)
+
+
+def _check_names(path: Path, settings: RunSettings, records: Sequence[Record]) -> None:
+    """Raise unless every record belongs to a setting of the run.
+
+    A setting's name leaves out what is the default, so a version with other defaults names the
+    settings of an older run differently; their records must not be dropped in silence.
+    """
+    known = {setting.name for setting in settings.settings}
+    strange = sorted({record.setting for record in records} - known)
+    if strange:
+        raise InvalidArgument(
+            "results",
+            str(path),
+            f"records of {', '.join(sorted(known))}, not of {', '.join(strange)}: "
+            "another version, with other defaults, has measured it",
+        )
+
+
+def _read_header(header: Path) -> _Run:
+    try:
+        return msgspec.json.decode(header.read_bytes(), type=_Run)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("results", str(header), f"the head of a run ({error})") from error
 
 
 def _pretty(content: object) -> bytes:

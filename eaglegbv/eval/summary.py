@@ -5,12 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from eaglegbv.eval.estimates import (
-    Estimate,
-    bootstrap_ratio,
-    bootstrap_ratio_of_ratios,
-    median_or_zero,
-    ratio_of_sums,
+from eaglegbv.eval.estimates import Estimate, bootstrap_ratio_of_ratios, median_or_zero
+from eaglegbv.eval.figures import (
+    ACCEPTANCE_LENGTH,
+    BLOCK_EFFICIENCY,
+    TOKENS_PER_SECOND,
+    WALL_TOKENS_PER_SECOND,
+    Figure,
+    Sums,
+    whole,
 )
 from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.metrics import Phase
@@ -32,7 +35,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         block_efficiency: Committed tokens per target forward.
         acceptance_by_depth: Share of the forwards offering a node at each depth that accepted one.
         tokens_per_second: Committed tokens per second of decoding, prefill excluded; the median
-            over repeats.
+            over repeats with a bootstrap interval over questions.
         wall_tokens_per_second: Tokens of the answers per second, prefill included; likewise.
         speedup: ``tokens_per_second`` over that of plain decoding on the same questions; the
             median over repeats with a bootstrap interval over questions. None without plain
@@ -49,22 +52,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     acceptance_length: float
     block_efficiency: Estimate
     acceptance_by_depth: list[float]
-    tokens_per_second: float
-    wall_tokens_per_second: float
+    tokens_per_second: Estimate
+    wall_tokens_per_second: Estimate
     speedup: Estimate | None
     wall_speedup: Estimate | None
     milliseconds_by_phase: dict[str, float]
-
-
-class _Pace(msgspec.Struct, frozen=True):
-    """Tokens and seconds of one conversation."""
-
-    tokens: int
-    seconds: float
-
-
-_Paces = Mapping[tuple[int, str], _Pace]
-"""By repeat and question."""
 
 
 def summarise(results: Results) -> list[Summary]:
@@ -90,36 +82,24 @@ def _plain(
 
 
 def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Record]) -> Summary:
-    whole = [record for record in records if record.error is None]
-    metrics = [turn.metrics for record in whole for turn in record.turns]
-    by_question = defaultdict(list)
-    for record in whole:
-        by_question[record.question_id].append(record)
-    committed = [sum(_committed(r) for r in rs) for rs in by_question.values()]
-    forwards = [sum(_forwards(r) for r in rs) for rs in by_question.values()]
+    counted = whole(records)
+    metrics = [turn.metrics for record in counted for turn in record.turns]
+    accepted = ACCEPTANCE_LENGTH.by_question(counted).values()
     return Summary(
         setting=setting.name,
-        conversations=len(whole),
-        errors=len(records) - len(whole),
-        committed_tokens=sum(committed),
-        target_forwards=sum(forwards),
-        acceptance_length=ratio_of_sums([m.accepted_tokens for m in metrics], forwards),
-        block_efficiency=bootstrap_ratio(committed, forwards),
-        acceptance_by_depth=_acceptance_by_depth(whole),
-        tokens_per_second=_median_rate(_decode_paces(whole)),
-        wall_tokens_per_second=_median_rate(_wall_paces(whole)),
-        speedup=_speedup(_decode_paces(whole), _decode_paces(plain)),
-        wall_speedup=_speedup(_wall_paces(whole), _wall_paces(plain)),
-        milliseconds_by_phase=_milliseconds_by_phase(whole),
+        conversations=len(counted),
+        errors=len(records) - len(counted),
+        committed_tokens=sum(m.committed_tokens for m in metrics),
+        target_forwards=sum(m.target_forwards for m in metrics),
+        acceptance_length=sum(accepted, start=Sums(0.0, 0.0)).ratio,
+        block_efficiency=BLOCK_EFFICIENCY.pooled(counted),
+        acceptance_by_depth=_acceptance_by_depth(counted),
+        tokens_per_second=_rate(TOKENS_PER_SECOND, counted),
+        wall_tokens_per_second=_rate(WALL_TOKENS_PER_SECOND, counted),
+        speedup=_speedup(TOKENS_PER_SECOND, counted, plain),
+        wall_speedup=_speedup(WALL_TOKENS_PER_SECOND, counted, plain),
+        milliseconds_by_phase=_milliseconds_by_phase(counted),
     )
-
-
-def _committed(record: Record) -> int:
-    return sum(turn.metrics.committed_tokens for turn in record.turns)
-
-
-def _forwards(record: Record) -> int:
-    return sum(turn.metrics.target_forwards for turn in record.turns)
 
 
 def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
@@ -133,61 +113,40 @@ def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
     return [accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth]]
 
 
-def _decode_paces(records: Iterable[Record]) -> _Paces:
-    return {
-        (r.repeat, r.question_id): _Pace(_committed(r), sum(t.decode_seconds for t in r.turns))
-        for r in records
-        if r.error is None
-    }
+def _rate(figure: Figure, records: Sequence[Record]) -> Estimate:
+    pooled = figure.pooled(records)
+    rates = [sums.ratio for sums in figure.by_repeat(records).values()]
+    return Estimate(median_or_zero(rates), pooled.low, pooled.high)
 
 
-def _wall_paces(records: Iterable[Record]) -> _Paces:
-    return {
-        (r.repeat, r.question_id): _Pace(
-            sum(t.completion_tokens for t in r.turns), sum(t.wall_seconds for t in r.turns)
-        )
-        for r in records
-        if r.error is None
-    }
-
-
-def _by_repeat(paces: _Paces) -> dict[int, list[_Pace]]:
-    groups: defaultdict[int, list[_Pace]] = defaultdict(list)
-    for (repeat, _), pace in paces.items():
-        groups[repeat].append(pace)
-    return groups
-
-
-def _rate(paces: Sequence[_Pace]) -> float:
-    return ratio_of_sums([p.tokens for p in paces], [p.seconds for p in paces])
-
-
-def _median_rate(paces: _Paces) -> float:
-    return median_or_zero([_rate(group) for group in _by_repeat(paces).values()])
-
-
-def _speedup(paces: _Paces, plain: _Paces) -> Estimate | None:
-    shared = sorted(paces.keys() & plain.keys())
+def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
+    ours = {(r.repeat, r.question_id): r for r in whole(records)}
+    theirs = {(r.repeat, r.question_id): r for r in whole(plain)}
+    shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         return None
-    ours = {key: paces[key] for key in shared}
-    theirs = {key: plain[key] for key in shared}
-    base = {repeat: _rate(group) for repeat, group in _by_repeat(theirs).items()}
+    paired = [ours[key] for key in shared]
+    base = [theirs[key] for key in shared]
+    bases = figure.by_repeat(base)
     ratios = [
-        _rate(group) / base[repeat] for repeat, group in _by_repeat(ours).items() if base[repeat]
+        sums.ratio / bases[repeat].ratio
+        for repeat, sums in figure.by_repeat(paired).items()
+        if bases[repeat].ratio
     ]
-    pooled = bootstrap_ratio_of_ratios(*_pooled(ours), *_pooled(theirs))
+    pooled = paired_ratio(figure, paired, base)
     return Estimate(median_or_zero(ratios), pooled.low, pooled.high)
 
 
-def _pooled(paces: _Paces) -> tuple[list[float], list[float]]:
-    """Tokens and seconds by question, repeats added up."""
-    tokens: defaultdict[str, float] = defaultdict(float)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for (_, question), pace in paces.items():
-        tokens[question] += pace.tokens
-        seconds[question] += pace.seconds
-    return list(tokens.values()), list(seconds.values())
+def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
+    """Return a figure over that of ``base``, repeats pooled, on the questions both answered."""
+    ours, theirs = figure.by_question(records), figure.by_question(base)
+    shared = sorted(ours.keys() & theirs.keys())
+    return bootstrap_ratio_of_ratios(
+        [ours[question].above for question in shared],
+        [ours[question].below for question in shared],
+        [theirs[question].above for question in shared],
+        [theirs[question].below for question in shared],
+    )
 
 
 def _milliseconds_by_phase(records: Iterable[Record]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from eaglegbv.eval import audit_picture
 from eaglegbv.eval.store import read_results
 from eaglegbv.eval.summary import Summary
 
@@ -33,7 +34,7 @@ def test_writes_results_and_a_report(cli, pair, tmp_path: Path) -> None:
     assert none.speedup.value == 1
     assert otbv.block_efficiency.value >= 1
     assert len(otbv.acceptance_by_depth) == 3
-    assert otbv.tokens_per_second > 0
+    assert otbv.tokens_per_second.value > 0
     report = (tmp_path / "results.md").read_text(encoding="utf-8")
     for name in names:
         assert name in report
@@ -108,3 +109,53 @@ def test_without_any_source_the_error_says_where_it_looked(cli, pair, tmp_path: 
     assert result.status == 2
     for place in ("--data FILE", "EAGLEGBV_DATA", "cache/eaglegbv", "Hugging Face hub"):
         assert place in result.err
+
+
+def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "run"
+    verifiers = ["--verifiers", "none,otbv", "--paths", "1,2", "--depth", "2"]
+    result = bench(cli, pair, *QUICK, *verifiers, "--plots", "--out", str(out))
+    assert result.status == 0, result.err
+    pictures = {path.name for path in (out / "plots").iterdir()}
+    assert {"block_efficiency_by_paths.png", "tokens_per_second.svg"} <= pictures
+    again = cli("bench", "plot", str(out / "results.json"), "--out", str(tmp_path / "plots"))
+    assert again.status == 0, again.err
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == pictures
+
+    both = cli("bench", "compare", str(out), str(out), "--out", str(tmp_path / "c.json"))
+    assert both.status == 0, both.err
+    assert "A: otbv K2 L2   B: otbv K2 L2   questions: 2" in both.out
+    assert "two sittings" in both.out
+    content = json.loads((tmp_path / "c.json").read_bytes())
+    assert len(content) == 3
+    assert all(
+        d["ratio"] is None or d["ratio"] == {"value": 1, "low": 1, "high": 1}
+        for comparison in content
+        for d in comparison["differences"]
+    )
+
+    names = ["--setting-a", "otbv K1 L2", "--setting-b", "otbv K2 L2"]
+    within = cli("bench", "compare", str(out), *names)
+    assert within.status == 0, within.err
+    assert "A: otbv K1 L2   B: otbv K2 L2" in within.out
+    assert "two sittings" not in within.out
+    for arguments, message in (
+        ([str(out)], "b=None"),
+        ([str(out), "--setting-a", "otbv K1 L2"], "b=None"),
+        ([str(out), *names[:2], "--setting-b", "nope"], "setting='nope'"),
+        ([str(tmp_path / "nowhere"), str(out)], "results="),
+    ):
+        refused = cli("bench", "compare", *arguments)
+        assert refused.status == 2
+        assert message in refused.err
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_runs(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_picture, "find_spec", lambda name: None)
+    result = bench(cli, pair, *QUICK, "--plots", "--out", str(tmp_path / "run"))
+    assert result.status == 2
+    assert "pip install 'eaglegbv[bench]'" in result.err
+    assert not (tmp_path / "run").exists()

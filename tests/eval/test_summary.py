@@ -42,15 +42,15 @@ def test_rates_and_speedups_are_medians_over_repeats() -> None:
                 record(OTBV, question, repeat, forwards=4, committed=12, decode_seconds=12 * ours),
             ]
     none, otbv = summarise(results(*records, repeats=3))
-    assert none.tokens_per_second == pytest.approx(2)
-    assert otbv.tokens_per_second == pytest.approx(4)
+    assert none.tokens_per_second.value == pytest.approx(2)
+    assert otbv.tokens_per_second.value == pytest.approx(4)
     assert none.speedup is not None
     assert none.speedup.value == pytest.approx(1)
     assert otbv.speedup is not None
     assert otbv.speedup.value == pytest.approx(2)  # median of 2, 3, 1
     # With prefill: 26 tokens in 2 s of prefill and 24 / rate of decoding a repeat.
     walls = [(26 / 14, 26 / 8), (26 / 26, 26 / 10), (26 / 8, 26 / 8)]
-    assert none.wall_tokens_per_second == pytest.approx(sorted(w for w, _ in walls)[1])
+    assert none.wall_tokens_per_second.value == pytest.approx(sorted(w for w, _ in walls)[1])
     assert otbv.wall_speedup is not None
     assert otbv.wall_speedup.value == pytest.approx(sorted(b / a for a, b in walls)[1])
 
@@ -62,7 +62,7 @@ def test_figures_pool_sums_rather_than_average_ratios() -> None:
     ]
     [summary] = summarise(results(*records))
     assert summary.block_efficiency.value == pytest.approx(2.5)
-    assert summary.tokens_per_second == pytest.approx(5.0)
+    assert summary.tokens_per_second.value == pytest.approx(5.0)
     assert summary.block_efficiency.low == pytest.approx(1.0)
     assert summary.block_efficiency.high == pytest.approx(4.0)
     assert summary.speedup is None
@@ -87,7 +87,7 @@ def test_a_setting_with_nothing_but_errors_has_no_figures() -> None:
     [summary] = summarise(run)
     assert (summary.conversations, summary.errors) == (0, 1)
     assert summary.block_efficiency.value == 0
-    assert summary.tokens_per_second == 0
+    assert summary.tokens_per_second.value == 0
     assert summary.speedup is None
     assert "too long" in markdown(run, [summary])
 

@@ -1,0 +1,356 @@
+"""Pictures of a run, as PNG and SVG; they need matplotlib, of the extra ``bench``."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.audit_picture import COLOURS, check_matplotlib
+from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.records import Results, Setting
+from eaglegbv.eval.summary import Summary, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+FORMATS = ("png", "svg")
+DPI = 150
+PANELS_A_ROW = 3
+SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
+PLAIN_COLOUR = "#8a8a8a"
+LINE_STYLES = ("-", "--", ":", "-.")
+PHASE_COLOURS: Mapping[str, str] = {
+    "prefill": "#b9c6d2",
+    "draft": "#e08e1b",
+    "forward": "#0b5fa5",
+    "verify": "#d1495b",
+    "commit": "#66a182",
+    "other": "#d9d9d9",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A setting and its figures."""
+
+    setting: Setting
+    summary: Summary
+
+    @property
+    def paths(self) -> int:
+        """Number of drafted paths."""
+        return self.setting.plan.paths
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature."""
+        return self.setting.temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one line of a panel shows.
+
+    Attributes:
+        label: Its name in the legend.
+        verifier: What its colour stands for.
+        points: From x to figure, x ascending.
+        constant: Whether it has one point and stands for all x: a verifier of one path.
+    """
+
+    label: str
+    verifier: str
+    points: tuple[tuple[float, Estimate], ...]
+    constant: bool = False
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Write every picture of a run into ``folder``, each as PNG and SVG; return their paths.
+
+    Raises:
+        InvalidArgument: matplotlib is missing, nothing was measured, or a file cannot be written.
+    """
+    check_matplotlib()
+    import matplotlib
+
+    measured = measured_of(results)
+    pictures: Mapping[str, Callable[[Sequence[Measured]], Canvas]] = {
+        "block_efficiency_by_paths": block_efficiency_by_paths,
+        "block_efficiency_by_temperature": block_efficiency_by_temperature,
+        "acceptance_by_depth": acceptance_by_depth,
+        "tokens_per_second": tokens_per_second,
+        "seconds_by_phase": seconds_by_phase,
+    }
+    drafted = any(one.setting.plan.speculative for one in measured)
+    chosen = pictures if drafted else {n: pictures[n] for n in list(pictures)[3:]}
+    written = []
+    # Text stays text, and the same figures give the same file.
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "eaglegbv", "font.size": 9}
+    ):
+        for name, draw in chosen.items():
+            canvas = draw(measured)
+            canvas.supxlabel(_caption(results), fontsize=7, color="#555555")
+            written += _save(canvas, folder, name)
+    return written
+
+
+def measured_of(results: Results) -> list[Measured]:
+    """Return the settings of a run that have figures.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
+    settings = {setting.name: setting for setting in results.settings.settings}
+    found = [Measured(settings[s.setting], s) for s in summarise(results) if s.conversations]
+    if not found:
+        raise InvalidArgument("results", results.settings.suite, "a run with whole conversations")
+    return found
+
+
+def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
+    """Draw a panel a temperature: block efficiency against the number of paths."""
+    drafted = _drafted(measured)
+    canvas, panels = _panels(sorted({one.temperature for one in drafted}))
+    for temperature, axes in panels.items():
+        here = [one for one in drafted if one.temperature == temperature]
+        lines = _lines(here, lambda one: float(one.paths), dropped="KT", alike=_without_paths)
+        widest = max(x for line in lines for x, _ in line.points)
+        _draw_lines(axes, [_held(line, widest) for line in lines])
+        axes.set_title(f"temperature {temperature:g}", fontsize=9)
+        axes.set_xlabel("paths K")
+        axes.set_xticks(sorted({one.paths for one in here}))
+    _label_left(panels.values(), "block efficiency (tokens per target forward)")
+    return canvas
+
+
+def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
+    """Draw a panel a number of paths: block efficiency against temperature.
+
+    Verifiers that ran with one path alone stand, dashed, in every panel.
+    """
+    drafted = _drafted(measured)
+    single = _single_path(drafted)
+    several = sorted({one.paths for one in drafted if one.setting.plan.verifier not in single})
+    canvas, panels = _panels(several or [1])
+    for paths, axes in panels.items():
+        here = [one for one in drafted if one.paths == paths or one.setting.plan.verifier in single]
+        lines = _lines(
+            here, lambda one: one.temperature, dropped="KT", alike=lambda one: one.setting.plan
+        )
+        _draw_lines(axes, lines, dashed=single if paths > 1 else frozenset())
+        axes.set_title(f"K = {paths}", fontsize=9)
+        axes.set_xlabel("temperature")
+    _label_left(panels.values(), "block efficiency (tokens per target forward)")
+    return canvas
+
+
+def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
+    """Draw a panel a temperature: share of the forwards that accept a token at each depth."""
+    drafted = _drafted(measured)
+    canvas, panels = _panels(sorted({one.temperature for one in drafted}))
+    for temperature, axes in panels.items():
+        here = [one for one in drafted if one.temperature == temperature]
+        labels = _labels(here, "T")
+        lines = [
+            Line(
+                labels[one.setting.name],
+                one.setting.plan.verifier,
+                tuple(
+                    (float(depth), Estimate(share, share, share))
+                    for depth, share in enumerate(one.summary.acceptance_by_depth, start=1)
+                ),
+            )
+            for one in here
+        ]
+        _draw_lines(axes, lines)
+        axes.set_title(f"temperature {temperature:g}", fontsize=9)
+        axes.set_xlabel("depth")
+        axes.set_ylim(0, 1)
+    _label_left(panels.values(), "share of forwards that accept so deep")
+    return canvas
+
+
+def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
+    """Draw a bar a setting: tokens per second of decoding, with intervals."""
+    canvas, axes = _bars_canvas(measured)
+    rates = [one.summary.tokens_per_second for one in measured]
+    axes.barh(
+        range(len(measured)),
+        [rate.value for rate in rates],
+        xerr=_whiskers(rates),
+        color=[_colour(one.setting.plan.verifier) for one in measured],
+        error_kw={"elinewidth": 0.8, "capsize": 2},
+    )
+    axes.set_xlabel("tokens/s, prefill not counted (95% interval over questions)")
+    return canvas
+
+
+def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
+    """Draw a bar a setting: where the milliseconds of a token go, prefill included."""
+    canvas, axes = _bars_canvas(measured)
+    starts = [0.0] * len(measured)
+    for phase, colour in PHASE_COLOURS.items():
+        widths = [one.summary.milliseconds_by_phase.get(phase, 0.0) for one in measured]
+        axes.barh(range(len(measured)), widths, left=starts, color=colour, label=phase)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set_xlabel("milliseconds per token of the answers, prefill counted")
+    axes.legend(frameon=False, fontsize=8)
+    return canvas
+
+
+def _drafted(measured: Sequence[Measured]) -> list[Measured]:
+    return [one for one in measured if one.setting.plan.speculative]
+
+
+def _without_paths(one: Measured) -> object:
+    return msgspec.structs.replace(one.setting.plan, paths=1)
+
+
+def _single_path(measured: Sequence[Measured]) -> frozenset[str]:
+    """Verifiers with one path in every setting."""
+    most: dict[str, int] = {}
+    for one in measured:
+        verifier = one.setting.plan.verifier
+        most[verifier] = max(one.paths, most.get(verifier, 1))
+    return frozenset(verifier for verifier, paths in most.items() if paths == 1)
+
+
+def _lines(
+    measured: Sequence[Measured],
+    x: Callable[[Measured], float],
+    *,
+    dropped: str,
+    alike: Callable[[Measured], object],
+) -> list[Line]:
+    """Join settings that are alike but for x; labels leave out entries named in ``dropped``."""
+    labels = _labels(measured, dropped)
+    groups: dict[object, list[Measured]] = {}
+    for one in measured:
+        groups.setdefault(alike(one), []).append(one)
+    return [
+        Line(
+            labels[group[0].setting.name],
+            group[0].setting.plan.verifier,
+            tuple(sorted((x(one), one.summary.block_efficiency) for one in group)),
+        )
+        for group in groups.values()
+    ]
+
+
+def _held(line: Line, widest: float) -> Line:
+    """Let a line of one path stand for every number of paths."""
+    (first, figure), *more = line.points
+    if more or first == widest:
+        return line
+    return Line(line.label, line.verifier, ((first, figure), (widest, figure)), constant=True)
+
+
+def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
+    """Return settings' names without what is in ``dropped`` or the same in all of them."""
+    words = {one.setting.name: one.setting.name.split() for one in measured}
+    common = set.intersection(*(set(entries[1:]) for entries in words.values()))
+    if len(words) == 1:
+        common = set()
+    return {
+        name: " ".join(
+            [entries[0], *(e for e in entries[1:] if e[0] not in dropped and e not in common)]
+        )
+        for name, entries in words.items()
+    }
+
+
+def _draw_lines(axes: "Axes", lines: Sequence[Line], dashed: frozenset[str] = frozenset()) -> None:
+    styles: dict[str, Iterable[str]] = {}
+    for line in lines:
+        style = next(iter(styles.setdefault(line.verifier, cycle(LINE_STYLES))))
+        figures = [figure for _, figure in line.points]
+        axes.errorbar(
+            [x for x, _ in line.points],
+            [figure.value for figure in figures],
+            yerr=_whiskers(figures),
+            label=line.label,
+            color=_colour(line.verifier),
+            linestyle="--" if line.constant or line.verifier in dashed else style,
+            linewidth=2.2 if line.verifier == "otbv" else 1.2,
+            elinewidth=0.6,
+            marker="o",
+            markersize=3,
+        )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=7)
+
+
+def _whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
+    # The median over repeats may lie outside the pooled interval; whiskers cannot be negative.
+    return [
+        [max(0.0, figure.value - figure.low) for figure in figures],
+        [max(0.0, figure.high - figure.value) for figure in figures],
+    ]
+
+
+def _colour(verifier: str) -> str:
+    if verifier == "none":
+        return PLAIN_COLOUR
+    known = COLOURS.get(verifier)
+    return known or SPARE_COLOURS[sum(verifier.encode()) % len(SPARE_COLOURS)]
+
+
+def _panels(values: Sequence[float]) -> "tuple[Canvas, dict[float, Axes]]":
+    from matplotlib.figure import Figure as Canvas
+
+    columns = min(PANELS_A_ROW, len(values))
+    rows = ceil(len(values) / columns)
+    canvas = Canvas(figsize=(max(5.0, 3.6 * columns), 3.6 * rows), layout="constrained")
+    axes = canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    for unused in axes[len(values) :]:
+        unused.set_visible(False)
+    return canvas, dict(zip(values, axes[: len(values)], strict=True))
+
+
+def _label_left(panels: Iterable["Axes"], label: str) -> None:
+    for number, axes in enumerate(panels):
+        if number % PANELS_A_ROW == 0:
+            axes.set_ylabel(label)
+
+
+def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7.5, 1.4 + 0.3 * len(measured)), layout="constrained")
+    axes = canvas.subplots()
+    axes.set_yticks(range(len(measured)), [one.setting.name for one in measured])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    return canvas, axes
+
+
+def _caption(results: Results) -> str:
+    settings, where = results.settings, results.environment
+    return (
+        f"{settings.suite}, {len(settings.question_ids)} questions, {settings.max_tokens} tokens, "
+        f"{settings.model} + {settings.drafter or 'no drafter'}; {where.processor}, "
+        f"{where.threads} threads; {where.started[:10]}"
+    )
+
+
+def _save(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
+    paths = [folder / f"{name}.{suffix}" for suffix in FORMATS]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            canvas.savefig(path, dpi=DPI, metadata=metadata)
+    except OSError as error:
+        raise InvalidArgument("out", str(folder), f"a folder for pictures ({error})") from error
+    return paths
