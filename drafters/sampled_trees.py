@@ -107,7 +107,7 @@ class IidTree(SampledTree):
         ending: dict[int, list[int]] = {node: [] for node in frontier}
         for k, path in enumerate(self._paths):
             ending.get(path[-1] if path else 0, []).append(k)
-        new = []
+        new: list[int] = []
         for parent, paths in ending.items():
             children: dict[int, int] = {}
             chosen = pick_many(self._draft_probs[parent], uniforms[paths])

@@ -109,7 +109,9 @@ class LLM:
 
         Args:
             model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
-            drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
+            drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
+                of a table; ``"ngram"`` for prompt lookup; of the tiny pair also ``"eagle3"`` or
+                ``"eagle1"``.
             verifier: See :class:`Plan` for this and the next five. Where none of the first four is
                 given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.

@@ -20,7 +20,10 @@ Model = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."),
+    typer.Option(
+        help="Folder of an EAGLE head, of a small language model or of a table; 'ngram'; 'eagle1' or "
+        "'eagle3' of the tiny model."
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda.", show_default="cuda or cpu")
