@@ -21,7 +21,7 @@ Model = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Folder of an EAGLE head, of a small language model or of a table; 'ngram'; 'eagle1' or "
+        help="Folder of an EAGLE head, a small language model or a table; 'ngram'; 'eagle1' or "
         "'eagle3' of the tiny model."
     ),
 ]
