@@ -77,6 +77,7 @@ class Acceptance:
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     _hazards: Array | None = None
+    _stale: bool = False
 
     def observe(self, evidence: Evidence, *, paths: int, offered: int, accepted: int) -> None:
         """Learn from a decided step of one request.
@@ -88,7 +89,9 @@ class Acceptance:
             accepted: Accepted drafts, at most ``offered``.
         """
         tried = min(accepted + 1, offered)
-        expected = self.hazards[paths - 1, :tried]
+        # Those of the latest choice are near enough: to estimate them takes longer than this.
+        known = self.hazards if self._hazards is None else self._hazards
+        expected = known[paths - 1, :tried]
         evidence.age()
         evidence.score += accepted - float(expected.sum())
         evidence.information += float((expected * (1 - expected)).sum())
@@ -97,13 +100,13 @@ class Acceptance:
         self.successes[paths - 1, row] *= _MEMORY
         self.trials[paths - 1, row] += 1
         self.successes[paths - 1, :accepted] += 1
-        self._hazards = None
+        self._stale = True
 
     @property
     def hazards(self) -> Array:
         """``[MAX_PATHS, MAX_DEPTH]`` float64, the kind's chances."""
-        if self._hazards is None:
-            self._hazards = self._estimate()
+        if self._hazards is None or self._stale:
+            self._hazards, self._stale = self._estimate(), False
         return self._hazards
 
     def expected_tokens(self, shifts: Array, limits: Ints, paths: Ints, depths: Ints) -> Array:

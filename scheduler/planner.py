@@ -29,8 +29,8 @@ from eaglegbv.scheduler.acceptance import Acceptance, Evidence, kind_of
 from eaglegbv.scheduler.choice import Choice, Options, Outlook
 from eaglegbv.scheduler.costs import Array, Cell, StepCosts, StepShape, size_class
 
-_HOLD = 8
-"""Steps between two choices for the same requests."""
+_HOLD, _LONGEST_HOLD = 8, 32
+"""Steps between two choices for the same requests: at first, and after many that were the same."""
 
 _KNOWN = 2
 """Steps after which a plan counts as tried at a batch size."""
@@ -64,11 +64,13 @@ class _Held:
     Attributes:
         numbers: The requests it was made for.
         choice: It.
-        steps: How many steps more.
+        length: How many steps it holds.
+        steps: How many of them are left.
     """
 
     numbers: list[int]
     choice: Choice
+    length: int
     steps: int
 
 
@@ -194,14 +196,15 @@ class Planner:
         choice = _choose(book, outlook, size_class(batch))
         if choice.reason is PlanReason.BEST:
             book.present = choice.plan
-        steps = _HOLD - 1 if choice.reason is PlanReason.BEST else 0
-        self._held[auto] = _Held([request.number for request in members], choice, steps)
+        numbers = [request.number for request in members]
+        length = _hold(self._held.get(auto), numbers, choice)
+        self._held[auto] = _Held(numbers, choice, length, length - 1)
         for place, request in enumerate(members):
             drafts = place in choice.drafting
             request.plan = choice.plan if drafts else PLAIN
             request.plan_reason = choice.reason
             if not drafts:
-                _evidence(request).age(steps + 1)
+                _evidence(request).age(length)
         return choice
 
     def _outlook(
@@ -262,6 +265,15 @@ class Planner:
             depth=plan.depth if drafting else 0,
         )
         self._timed = book, shape
+
+
+def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
+    """Return for how many steps a choice holds."""
+    if choice.reason is not PlanReason.BEST:
+        return 1
+    if before is None or before.numbers != numbers or before.choice.plan != choice.plan:
+        return _HOLD
+    return min(_LONGEST_HOLD, 2 * before.length)
 
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
