@@ -1,4 +1,4 @@
-"""Optimal transport at every node of a tree of independent paths, by four solvers.
+"""Optimal transport at every node of a tree of independent paths, by five solvers.
 
 At a node with n drafts one of them is selected and accepted with min(1, p/b), b the law of the
 selection; the residual is (p - b)+. The exact solver is the transport of
@@ -72,8 +72,16 @@ class ConvexResolutionVerifier(HostSolver):
     """The convex programme, with an error bound and a counted fall-back to K-SEQ."""
 
     name: ClassVar[str] = "global_resolution_convex"
-    cost: ClassVar[str] = "O(W) an evaluation on the host, some hundred a node, for comparison only"
     solver: ClassVar[Solver] = Solver.CONVEX
+
+
+class RaceResolutionVerifier(HostSolver):
+    """The convex programme for weights of drafts, which needs no list of draft sets."""
+
+    name: ClassVar[str] = "global_resolution_race"
+    source: ClassVar[str] = "eaglegbv: a variant of Global Resolution (2511.15898)"
+    cost: ClassVar[str] = "O(W) an evaluation on the host, some hundred a node, for comparison only"
+    solver: ClassVar[Solver] = Solver.RACE
 
 
 class MaxFlowResolutionVerifier(HostSolver):

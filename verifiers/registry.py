@@ -12,6 +12,7 @@ from eaglegbv.verifiers.global_resolution import (
     GlobalResolutionVerifier,
     LinearResolutionVerifier,
     MaxFlowResolutionVerifier,
+    RaceResolutionVerifier,
 )
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier
@@ -38,6 +39,7 @@ _CLASSES: tuple[type[Verifier], ...] = (
     TraversalVerifier,
     GlobalResolutionVerifier,
     ConvexResolutionVerifier,
+    RaceResolutionVerifier,
     MaxFlowResolutionVerifier,
     LinearResolutionVerifier,
     TargetOnlyVerifier,

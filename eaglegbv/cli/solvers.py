@@ -25,7 +25,9 @@ def solvers(
     width: Annotated[
         str, typer.Option(help="Tokens that draft laws keep; 'all' is the whole vocabulary.")
     ] = "all,64",
-    solver: Annotated[str, typer.Option(help="Solvers to compare.")] = "exact,convex,max_flow,lp",
+    solver: Annotated[
+        str, typer.Option(help="Solvers to compare.")
+    ] = "exact,convex,race,max_flow,lp",
     instances: Annotated[int, typer.Option(help="Random nodes of each size.")] = 10,
     time_limit: Annotated[
         float, typer.Option(help="Milliseconds of processor time above which a node is not solved.")

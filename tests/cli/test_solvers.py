@@ -29,7 +29,7 @@ def test_one_json_object(cli) -> None:
     assert report["seed"] == 3
     assert report["time_limit_ms"] == 60_000
     rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
-    assert len(rows) == len(report["rows"]) == 4 * 4
+    assert len(rows) == len(report["rows"]) == 4 * 5
     for (vocab, width, solver), row in rows.items():
         assert row.keys() == FIGURES
         refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0

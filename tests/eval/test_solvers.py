@@ -17,9 +17,11 @@ from eaglegbv.eval.solvers import (
     standard_settings,
 )
 from eaglegbv.verifiers.reference import convex_selection as convex
+from eaglegbv.verifiers.reference import race_selection as race
 from eaglegbv.verifiers.reference.convex_selection import convex_selection
 from eaglegbv.verifiers.reference.global_resolution import MOST_SETS, Solver, count_draft_sets
 from eaglegbv.verifiers.reference.oracles import alpha_iid, draft_sets_iid
+from eaglegbv.verifiers.reference.race_selection import race_selection
 
 TINY = Setting(vocab=4, drafts=3, width=4)
 SIZES = [s for s in standard_settings() if s.vocab <= 1000 or s.width <= 64]
@@ -49,7 +51,7 @@ def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exact(node).deviation(node) > 1e-3
 
 
-@pytest.mark.parametrize("solver", [Solver.CONVEX, Solver.MAX_FLOW, Solver.LP])
+@pytest.mark.parametrize("solver", [Solver.CONVEX, Solver.RACE, Solver.MAX_FLOW, Solver.LP])
 @pytest.mark.parametrize("drafts", [2, 3])
 def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) -> None:
     for node in nodes(Setting(vocab=10, drafts=drafts, width=10), 4, 1):
@@ -61,17 +63,41 @@ def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) ->
         assert -1e-12 <= lost <= answer.shortfall + 1e-12
 
 
+@pytest.mark.parametrize(("width", "drafts", "limit"), [(4, 3, 12), (6, 2, 8), (5, 3, 10**6)])
+def test_a_convex_selection_has_the_law_it_says(
+    monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, limit: int
+) -> None:
+    """Over all draws, with and without truncation; its shortfall is what it loses."""
+    monkeypatch.setattr(convex, "MOST_MULTISETS", limit)
+    for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
+        found = convex_selection(node.wanted, node.draft, drafts)
+        assert found.kept.all() == (limit == 10**6)
+        law = np.zeros(width)
+        for drawn in itertools.product(range(width), repeat=drafts):
+            mass = node.draft[list(drawn)].prod()
+            for x, chance in zip(drawn, found.chances(drawn), strict=True):
+                law[x] += mass * chance
+        np.testing.assert_allclose(found.law, law, atol=1e-14)
+        lost = optimal_acceptance(node) - np.minimum(node.wanted, law).sum()
+        assert found.shortfall == pytest.approx(lost, abs=1e-13)
+        gradient = convex.GRADIENT_TOLERANCE * width
+        if found.truncated == 0:
+            assert found.shortfall <= gradient
+        kept_violations = np.where(found.low, node.wanted - law, law - node.wanted)[found.kept]
+        assert found.shortfall <= np.maximum(kept_violations, 0).sum() + found.truncated + 1e-13
+
+
 @pytest.mark.parametrize(
     ("width", "drafts", "truncated"), [(4, 3, 0.6), (6, 2, 0.5), (5, 3, 0.0), (3, 5, 0.0)]
 )
-def test_a_convex_selection_has_the_law_it_says(
+def test_a_race_has_the_law_it_says(
     monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, truncated: float
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
-    monkeypatch.setattr(convex, "TRUNCATED", truncated)
+    monkeypatch.setattr(race, "TRUNCATED", truncated)
     cut = 0
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
-        found = convex_selection(node.wanted, node.draft, drafts)
+        found = race_selection(node.wanted, node.draft, drafts)
         cut += found.truncated > 0
         law = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
@@ -81,15 +107,15 @@ def test_a_convex_selection_has_the_law_it_says(
         np.testing.assert_allclose(found.law, law, atol=1e-14)
         lost = optimal_acceptance(node) - np.minimum(node.wanted, law).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
-        gradient = convex.GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
+        gradient = race.GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
         assert found.shortfall <= 1.5 * gradient + found.truncated
     assert bool(cut) == bool(truncated)
 
 
 @pytest.mark.parametrize("drafts", [2, 3, 4])
-def test_the_convex_solver_takes_supports_of_thousands_of_tokens(drafts: int) -> None:
+def test_a_race_takes_supports_of_thousands_of_tokens(drafts: int) -> None:
     node = next(nodes(Setting(vocab=4000, drafts=drafts, width=4000), 1, 0))
-    answer = planned(node, Solver.CONVEX, 1e-3)
+    answer = planned(node, Solver.RACE, 1e-3)
     assert answer is not None
     assert answer.shortfall is not None
     assert answer.deviation(node) < 1e-12
@@ -106,7 +132,7 @@ def test_weights_of_a_race_with_tokens_at_its_edges() -> None:
         ([0.0, 0.0, 0.0], [0.2, 0.3, 0.5]),
     ]
     for p, q in cases:
-        found = convex_selection(np.array(p), np.array(q), 3)
+        found = race_selection(np.array(p), np.array(q), 3)
         assert found.law.sum() == pytest.approx(1, abs=1e-14)
         assert found.shortfall < 1e-5
 

@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 
 from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.convex_selection import convex_selection
 from eaglegbv.verifiers.reference.gbv import skewed_laws
 from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, support
+from eaglegbv.verifiers.reference.race_selection import race_selection
 from eaglegbv.verifiers.reference.transport import multiplicity_law, transport
 from eaglegbv.verifiers.reference.tree import ReferenceTree
 
@@ -59,14 +59,14 @@ def global_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Num
     return below((), paths)
 
 
-def convex_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
-    """The same with the convex solver's selection, whose drafts are listed."""
+def race_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+    """The same with the selection by a race."""
 
     @cache
     def below(prefix: Prefix, drafts: int) -> Number:
         if len(prefix) == length:
             return 0
-        found = convex_selection(np.array(p(prefix)), np.array(q(prefix)), drafts)
+        found = race_selection(np.array(p(prefix)), np.array(q(prefix)), drafts)
         total: Number = 0
         for drawn in itertools.product(support(q(prefix)), repeat=drafts):
             mass = math.prod(q(prefix)[x] for x in drawn)

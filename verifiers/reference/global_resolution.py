@@ -1,4 +1,4 @@
-"""Optimal transport at every node of an iid tree, by four solvers (Thomas & Pal, 2511.15898).
+"""Optimal transport at every node of an iid tree, by five solvers (Thomas & Pal, 2511.15898).
 
 At a node with n drafts select one of them and accept it with min(1, p/b), b the law of the
 selection; the residual is (p - b)+. Every solver proposes a selection *plan*; b is then the law of
@@ -8,6 +8,8 @@ losslessness.
 * ``exact``: the transport of :mod:`~eaglegbv.verifiers.reference.transport`; no tolerance.
 * ``convex``: weights found by a truncated convex programme, with a bound on the acceptance lost
   (:mod:`~eaglegbv.verifiers.reference.convex_selection`).
+* ``race``: likewise, with weights of drafts in place of those of their different tokens
+  (:mod:`~eaglegbv.verifiers.reference.race_selection`).
 * ``max_flow``: the linear program as an integer flow, capacities in units of 2^-30.
 * ``lp``: the linear program, solved with HiGHS.
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from math import comb
+from types import MappingProxyType
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -28,7 +31,11 @@ from scipy.sparse.csgraph import maximum_flow
 
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.reference.chooser import Chooser, selection_index
-from eaglegbv.verifiers.reference.convex_selection import convex_selection
+from eaglegbv.verifiers.reference.convex_selection import (
+    ConvexSelection,
+    Floats,
+    convex_selection,
+)
 from eaglegbv.verifiers.reference.oracles import DraftSets, draft_sets_iid, transport_plan
 from eaglegbv.verifiers.reference.probs import (
     Number,
@@ -38,6 +45,7 @@ from eaglegbv.verifiers.reference.probs import (
     residual_or_target,
     support,
 )
+from eaglegbv.verifiers.reference.race_selection import RaceSelection, race_selection
 from eaglegbv.verifiers.reference.spectr import k_seq
 from eaglegbv.verifiers.reference.transport import select, transport
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
@@ -57,8 +65,14 @@ class Solver(StrEnum):
 
     EXACT = "exact"
     CONVEX = "convex"
+    RACE = "race"
     MAX_FLOW = "max_flow"
     LP = "lp"
+
+
+_WEIGHING: Mapping[Solver, Callable[[Floats, Floats, int], ConvexSelection | RaceSelection]] = (
+    MappingProxyType({Solver.CONVEX: convex_selection, Solver.RACE: race_selection})
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +148,8 @@ def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
     """
     if solver is Solver.EXACT:
         raise ValueError("the exact transport needs no plan over draft sets")
-    if solver is Solver.CONVEX:
-        found = convex_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
+    if solver in _WEIGHING:
+        found = _WEIGHING[solver](np.array(p, np.float64), np.array(q, np.float64), drafts)
         return Plan(found.chances, tuple(found.law.tolist()), found.shortfall)
     if count_draft_sets(len(support(q)), drafts) > MOST_SETS:
         return None

@@ -72,6 +72,7 @@ REFERENCES: Mapping[str, Reference] = MappingProxyType(
         "traversal": _plain(traversal, Law.IID, Law.WOR),
         "global_resolution": _plain(_solved_by(Solver.EXACT), Law.IID),
         "global_resolution_convex": _plain(_solved_by(Solver.CONVEX), Law.IID),
+        "global_resolution_race": _plain(_solved_by(Solver.RACE), Law.IID),
         "global_resolution_max_flow": _plain(_solved_by(Solver.MAX_FLOW), Law.IID),
         "global_resolution_lp": _plain(_solved_by(Solver.LP), Law.IID),
         "spectr_gbv": _stateful(spectr_gbv, Law.IID),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from support.acceptance import (
     claimed_length,
-    convex_resolution_length,
     gbv_length,
     global_resolution_length,
     ideal_length,
     otbv_length,
+    race_resolution_length,
     spectr_gbv_length,
     weighted_otbv_length,
 )
@@ -162,7 +162,8 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
         ]
         for name, law in attained:
             assert length(name, cases[law]) == pytest.approx(optimum[law], abs=1e-9), name
-        for name in ("global_resolution_convex", "global_resolution_max_flow"):
+        for solver in ("convex", "race", "max_flow"):
+            name = f"global_resolution_{solver}"
             assert length(name, cases[Law.IID]) == pytest.approx(optimum[Law.IID], abs=1e-3), name
         assert length("global_resolution_lp", cases[Law.IID]) == pytest.approx(
             optimum[Law.IID], abs=1e-8
@@ -236,8 +237,8 @@ def test_lengths_by_recursion_equal_enumeration() -> None:
             assert length("gbv", case) == pytest.approx(gbv_length(*sizes), abs=1e-12)
             exact = global_resolution_length(*sizes)
             assert length("global_resolution", case) == pytest.approx(exact, abs=1e-12)
-            convex = convex_resolution_length(*sizes)
-            assert length("global_resolution_convex", case) == pytest.approx(convex, abs=1e-12)
+            race = race_resolution_length(*sizes)
+            assert length("global_resolution_race", case) == pytest.approx(race, abs=1e-12)
             ours = spectr_gbv_length(*sizes)
             assert length("spectr_gbv", case) == pytest.approx(ours, abs=1e-12)
 
@@ -292,8 +293,8 @@ def test_otbv_is_close_to_the_optimum_on_average(
     """Block efficiency: 98% of the linear program's mean, and no other rule's mean is above.
 
     Above: by more than the 95% interval of the difference. Where the drafter mixes the target with
-    noise, the share is about 97%, and with K = 3 the convex solver's choice among the optimal
-    selections, which keeps more drafts, is 1e-3 better.
+    noise, the share is about 97%, and with K = 3 the choice of a race among the optimal selections,
+    which keeps more drafts, is 1e-3 better.
     """
     rivals = ("spectr", "specinfer", "traversal", "target_only")
     table: dict[str, list[float]] = {}
@@ -307,7 +308,7 @@ def test_otbv_is_close_to_the_optimum_on_average(
             "gbv": gbv_length(*sizes),
             "block": otbv_length(model.p, model.q, 1, 2),
             "global_resolution": global_resolution_length(*sizes),
-            "global_resolution_convex": convex_resolution_length(*sizes),
+            "global_resolution_race": race_resolution_length(*sizes),
         }
         if seed < TREES // (2 if paths == 2 else 8):
             row |= {name: float(length(name, case)) for name in rivals}
@@ -371,7 +372,7 @@ def test_more_paths_accept_more_under_spectr_gbv() -> None:
         assert two <= three + 1e-12
 
 
-@pytest.mark.parametrize("solver", ["convex", "max_flow", "lp"])
+@pytest.mark.parametrize("solver", ["convex", "race", "max_flow", "lp"])
 def test_a_solver_that_fails_falls_back_to_k_seq_and_counts_it(solver: str) -> None:
     """No solver is within a negative tolerance: every node with two drafts falls back."""
     case = problem(Law.IID, Model(3, "random", 1), Shape(3, 1, 2))
