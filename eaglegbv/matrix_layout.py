@@ -51,7 +51,8 @@ class SideBySide:
         """Return each layer's output on ``x`` ``[..., in_features]``."""
         if self._weight is None:
             return tuple(layer(x) for layer in self._layers)
-        return functional.linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+        joint: Tensor = functional.linear(x, self._weight, self._bias)
+        return torch.split(joint, self._sizes, dim=-1)
 
 
 def _for_few_rows(weight: Tensor) -> Tensor:

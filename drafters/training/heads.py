@@ -267,8 +267,9 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
 
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
     target = model.config.get_text_config()
+    initial = None if config.initial is None else _loaded(config.initial, model)
     eagle3 = config.arch is Arch.EAGLE3
-    draft_vocab = (config.draft_vocab or target.vocab_size) if eagle3 else target.vocab_size
+    chosen = _drafted_tokens(config, initial, training, target.vocab_size)
     head_config = EagleHeadConfig(
         arch=config.arch,
         hidden_size=target.hidden_size,
@@ -278,20 +279,54 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
         num_kv_heads=target.num_key_value_heads,
         head_dim=target.head_dim,
         vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab,
+        draft_vocab_size=len(chosen),
         feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
         rms_norm_eps=target.rms_norm_eps,
         rope_parameters=dict(target.rope_parameters),
     )
     embedding, lm_head = _embeddings(model)
-    if config.initial is not None:
-        return _loaded(config.initial, model).requires_grad_(True)
     if not eagle3:
-        return Eagle1Head(head_config, embedding, lm_head)
-    chosen = frequent_tokens(training, target.vocab_size, draft_vocab)
+        return _taking_over(initial, Eagle1Head(head_config, embedding, lm_head))
     head = Eagle3Head(head_config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[chosen])
+    return _taking_over(initial, head)
+
+
+def _drafted_tokens(
+    config: EagleTrainingConfig, initial: EagleHead | None, training: Corpus, vocab: int
+) -> Tensor:
+    """Return the draft vocabulary: an initial head's, where no other size is asked for."""
+    if config.arch is Arch.EAGLE1:
+        return torch.arange(vocab)
+    if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
+        return initial.draft_to_target.cpu()
+    return frequent_tokens(training, vocab, config.draft_vocab or vocab)
+
+
+def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
+    """Give ``head`` the weights of ``initial``; of its output layer those of the shared tokens.
+
+    Features may come from other layers: a head goes on to a target that has grown.
+
+    Raises:
+        InvalidArgument: The heads are of different kinds or sizes.
+    """
+    if initial is None:
+        return head
+    theirs = dict(initial.named_parameters())
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if name == "lm_head.weight":
+                continue
+            if name not in theirs or theirs[name].shape != weight.shape:
+                raise InvalidArgument("initial", name, "a head of the same kind and sizes")
+            weight.copy_(theirs[name])
+        if isinstance(head, Eagle3Head):
+            shared = torch.isin(head.draft_to_target, initial.draft_to_target)
+            tokens = head.draft_to_target[shared]
+            places = torch.searchsorted(initial.draft_to_target, tokens)
+            head.lm_head.weight[shared] = theirs["lm_head.weight"][places]
     return head
 
 

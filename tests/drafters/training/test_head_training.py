@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from eaglegbv.drafters.checkpoint import load_head
@@ -117,6 +118,41 @@ def test_training_goes_on_from_a_trained_head(
     # One step at hardly any rate: the head is the first one, rounded to bfloat16 when saved. Its
     # draft vocabulary comes with it.
     assert scores(second)[-1] == pytest.approx(min(scores(first)), abs=0.02)
+
+
+def test_a_head_goes_on_with_a_larger_draft_vocabulary(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    samples = ("--samples", str(tmp_path / "samples.pt"))
+    train(arguments("eagle3", target, chats, first, "--draft-vocab", "20", *samples))
+    train(
+        arguments(
+            "eagle3", target, chats, second, "--initial", str(first), *samples,
+            "--draft-vocab", "40", "--steps", "1", "--learning-rate", "1e-9",
+        )
+    )  # fmt: skip
+    small, large = (load_file(folder / "model.safetensors") for folder in (first, second))
+    tokens, more = (torch.arange(len(h["d2t"])) + h["d2t"] for h in (small, large))
+    assert len(more) == 40
+    shared = torch.isin(more, tokens)
+    assert torch.equal(more[shared], tokens)
+    assert torch.equal(large["lm_head.weight"][shared], small["lm_head.weight"])
+    assert torch.equal(large["fc.weight"], small["fc.weight"])
+
+
+def test_a_head_of_another_kind_is_no_beginning(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    first = tmp_path / "first"
+    samples = ("--samples", str(tmp_path / "samples.pt"))
+    train(arguments("eagle3", target, chats, first, *samples, "--steps", "1"))
+    with pytest.raises(InvalidArgument, match=r"^initial="):
+        train(
+            arguments(
+                "eagle1", target, chats, tmp_path / "second", "--initial", str(first), *samples
+            )
+        )
 
 
 def test_answers_continue_prompts_of_the_data(target: Path) -> None:
