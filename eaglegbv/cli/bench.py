@@ -27,6 +27,7 @@ from eaglegbv.cli.options import (
 from eaglegbv.cli.plot import plot
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
+from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from eaglegbv.eval.records import Record
@@ -51,9 +52,15 @@ def mt_bench(
         int | None,
         typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
     ] = None,
-    questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
+    questions_set: Annotated[
+        str,
+        typer.Option(
+            help="mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm, mbpp, eagle-gsm8k, "
+            "eagle-humaneval, builtin, or a file of JSON lines."
+        ),
+    ] = "mt-bench",
     data: Annotated[
-        Path | None, typer.Option(help="JSON lines of questions instead of the usual sources.")
+        Path | None, typer.Option(help="File or folder to read them from; see below for others.")
     ] = None,
     verifiers: Annotated[
         str, typer.Option(help="Verifiers to compare; 'none' is plain decoding.")
@@ -73,18 +80,24 @@ def mt_bench(
     device: Device = None,
     dtype: Dtype = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for results.json and results.md; resumes its own run.")
-    ] = Path("runs/mt-bench"),
+        Path | None,
+        typer.Option(
+            help="Folder for results.json and results.md; resumes its own run.",
+            show_default="runs/ and the set's name",
+        ),
+    ] = None,
     plots: Annotated[
         bool, typer.Option("--plots", help="Draw pictures too, in the folder's plots/.")
     ] = False,
 ) -> None:
-    """Hold two-turn conversations in every setting, in turns, and report figures.
+    """Hold conversations of MT-Bench, or of another set, in every setting, in turns.
 
     Questions come from --data, else the folder named by EAGLEGBV_DATA, else the local cache, else
     the Hugging Face hub; --questions-set builtin is packaged. A run that was interrupted goes on
     where it stopped when the same command is given again.
     """
+    import msgspec
+
     from eaglegbv.config import EngineConfig
     from eaglegbv.eval.audit_picture import check_matplotlib
     from eaglegbv.eval.grid import grid
@@ -117,12 +130,23 @@ def mt_bench(
         max_tokens=max_tokens,
         seed=seed,
         repeats=repeats,
+        questions_sha256=chosen.sha256,
     )
+    out = out or Path("runs") / chosen.suite
     plans = [setting.plan for setting in settings.settings]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
     # Every setting and repeat answers the same prompts, and reads them itself.
     engine = EngineConfig(prefix_cache=False)
     llm = load_llm(model, drafter, widest, device, dtype, engine=engine)
+    if llm.tokenizer.chat_template is None:
+        raise InvalidArgument(
+            "model", settings.model, "a model whose tokenizer has a chat template"
+        )
+    settings = msgspec.structs.replace(
+        settings,
+        template=_template(llm.tokenizer.chat_template),
+        dtype=str(llm.dtype).removeprefix("torch."),
+    )
     folder = RunFolder(out, settings, describe_environment(str(llm.device)))
     with progress(settings, len(folder.records)) as show:
 
@@ -145,3 +169,8 @@ def mt_bench(
     typer.echo(plain_text(table(summaries)))
     report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
+
+
+def _template(template: str | dict[str, str]) -> str:
+    """Return a chat template as the tokenizer applies it; some have several, by name."""
+    return template if isinstance(template, str) else template["default"]

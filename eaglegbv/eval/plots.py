@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from math import ceil
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 DPI = 150
+CHARACTERS_AN_INCH = 16
+"""Of the caption."""
 PANELS_A_ROW = 3
 SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
 PLAIN_COLOUR = "#8a8a8a"
@@ -96,7 +99,9 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     ):
         for name, draw in chosen.items():
             canvas = draw(measured)
-            canvas.supxlabel(_caption(results), fontsize=7, color="#555555")
+            width = int(CHARACTERS_AN_INCH * canvas.get_figwidth())
+            caption = "\n".join(wrap(_caption(results), width))
+            canvas.supxlabel(caption, fontsize=7, color="#555555")
             written += _save(canvas, folder, name)
     return written
 
@@ -172,6 +177,7 @@ def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
         _draw_lines(axes, lines)
         axes.set_title(f"temperature {temperature:g}", fontsize=9)
         axes.set_xlabel("depth")
+        axes.set_xticks(range(1, 1 + max(len(one.summary.acceptance_by_depth) for one in here)))
         axes.set_ylim(0, 1)
     _label_left(panels.values(), "share of forwards that accept so deep")
     return canvas

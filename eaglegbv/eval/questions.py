@@ -1,6 +1,7 @@
 """Where a benchmark's questions come from."""
 
 import gzip
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,13 +49,15 @@ class Suite:
         name: What users call it.
         file: File name inside the ``prompts`` folder of a data folder, and in the cache.
         packaged: Whether the package itself holds the file.
-        hub: Where the hub has it, if it does.
+        hub: Where the hub has it as JSON lines, if it does.
+        upstream: Where else its authors publish it as JSON lines that can be read as they are.
     """
 
     name: str
     file: str
     packaged: bool = False
     hub: HubFile | None = None
+    upstream: str | None = None
 
 
 SUITES: Mapping[str, Suite] = {
@@ -69,6 +72,44 @@ SUITES: Mapping[str, Suite] = {
                 "raw/question.jsonl",
                 "b60d01a44377daa2d9434e50a91a9e4169a090d5",
             ),
+        ),
+        Suite(
+            "spec-bench",
+            "spec_bench.jsonl",
+            upstream="github.com/hemingkx/Spec-Bench: data/spec_bench/question.jsonl",
+        ),
+        Suite(
+            "gsm8k",
+            "gsm8k_test.jsonl",
+            upstream="github.com/openai/grade-school-math: grade_school_math/data/test.jsonl",
+        ),
+        Suite(
+            "humaneval",
+            "humaneval.jsonl",
+            upstream="github.com/openai/human-eval: data/HumanEval.jsonl.gz",
+        ),
+        Suite(
+            "math-500",
+            "math500.jsonl",
+            hub=HubFile(
+                "HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
+            ),
+        ),
+        Suite("mgsm", "mgsm.jsonl.gz"),
+        Suite(
+            "mbpp",
+            "mbpp_test.jsonl",
+            upstream="github.com/google-research/google-research: mbpp/mbpp.jsonl",
+        ),
+        Suite(
+            "eagle-gsm8k",
+            "eagle_gsm8k.jsonl",
+            upstream="github.com/SafeAILab/EAGLE: eagle/data/gsm8k/question.jsonl",
+        ),
+        Suite(
+            "eagle-humaneval",
+            "eagle_humaneval.jsonl",
+            upstream="github.com/SafeAILab/EAGLE: eagle/data/humaneval/question.jsonl",
         ),
     )
 }
@@ -96,22 +137,40 @@ class QuestionSet:
         chosen = tuple(self.questions[i * total // count] for i in range(count))
         return QuestionSet(self.suite, self.origin, chosen)
 
+    @property
+    def sha256(self) -> str:
+        """Hash of the questions themselves: ids, categories and all turns, in order."""
+        return hashlib.sha256(msgspec.json.encode(self.questions)).hexdigest()
+
 
 def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
-    """Return the questions of a suite.
+    """Return the questions of a suite, or of a file of JSON lines.
 
-    The first of these that is there is read: ``data``; the folder ``$EAGLEGBV_DATA``; the local
-    cache; the Hugging Face hub, which fills the cache. A suite that the package holds is read from
-    the package unless ``data`` is given.
+    The first of these that is there is read: ``data``, a file or a folder that has the suite's file
+    (by itself or in ``prompts/``); the folder ``$EAGLEGBV_DATA``; the local cache; the Hugging Face
+    hub, which fills the cache. A suite that the package holds is read from the package unless
+    ``data`` is given.
+
+    Args:
+        suite_name: Name of a suite, or the path of a file.
+        data: Where to read a suite from.
 
     Raises:
         InvalidArgument: No such suite, no source has it, or a file is not as it should be.
     """
     suite = SUITES.get(suite_name)
     if suite is None:
-        raise InvalidArgument("questions-set", suite_name, f"one of {sorted(SUITES)}")
+        path = Path(suite_name)
+        if not path.is_file():
+            expected = f"one of {sorted(SUITES)}, or a file of JSON lines"
+            raise InvalidArgument("questions-set", suite_name, expected)
+        if data is not None:
+            raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")
+        name = path.name.partition(".")[0]
+        return QuestionSet(name, str(path), read_questions(path, name))
     if data is not None:
-        return QuestionSet(suite.name, str(data), read_questions(data, suite.name))
+        path = _inside(data, suite) if data.is_dir() else data
+        return QuestionSet(suite.name, str(path), read_questions(path, suite.name))
     if suite.packaged:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:
@@ -122,12 +181,21 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
     return _from_hub(suite)
 
 
+def _inside(folder: Path, suite: Suite) -> Path:
+    candidates = (folder / "prompts" / suite.file, folder / suite.file)
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise InvalidArgument("data", str(folder), f"a folder with {suite.file} or prompts/ of it")
+    return found
+
+
 def read_questions(path: Path, source: str) -> tuple[Question, ...]:
     """Read JSON lines, gzipped where the name ends in ``.gz``.
 
-    A row has ``turns`` (or ``prompt``, as on the hub: a string or a list of them); its id is
-    ``id``, ``question_id`` or ``prompt_id``, else its line number; ``category`` and ``source`` may
-    be missing.
+    A row has ``turns``, or what the authors of a suite call the one turn: ``prompt`` (a string or a
+    list of them), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its id is
+    ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, else its line number; its
+    category ``category`` or ``subject``, which may be missing, as may ``source``.
 
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
@@ -150,15 +218,34 @@ def read_questions(path: Path, source: str) -> tuple[Question, ...]:
 
 
 class _Row(msgspec.Struct):
-    """A row as this project, FastChat or the hub writes it."""
+    """A row as this project, FastChat, the hub or a suite's authors write it."""
 
     id: str | int | None = None
     question_id: str | int | None = None
     prompt_id: str | int | None = None
+    task_id: str | int | None = None
+    unique_id: str | int | None = None
     category: str | None = None
+    subject: str | None = None
     turns: list[str] | None = None
     prompt: str | list[str] | None = None
+    question: str | None = None
+    problem: str | None = None
+    text: str | None = None
+    test_list: list[str] | None = None
     source: str | None = None
+
+    def user_turns(self) -> list[str]:
+        """Return what the user says, nothing where the row does not tell."""
+        if self.turns is not None:
+            return self.turns
+        if isinstance(self.prompt, list):
+            return self.prompt
+        if self.text is not None and self.test_list is not None:
+            tests = "\n".join(self.test_list)
+            return [f"{self.text}\nYour code should pass these tests:\n\n{tests}"]
+        single = (self.prompt, self.question, self.problem, self.text)
+        return [turn for turn in single if turn is not None][:1]
 
 
 def _question(line: str, place: str, number: str, source: str) -> Question:
@@ -166,15 +253,13 @@ def _question(line: str, place: str, number: str, source: str) -> Question:
         row = msgspec.json.decode(line, type=_Row)
     except msgspec.DecodeError as error:
         raise InvalidArgument("data", place, f"a JSON object of a question ({error})") from error
-    turns = row.turns if row.turns is not None else row.prompt
-    if isinstance(turns, str):
-        turns = [turns]
+    turns = row.user_turns()
     if not turns or not all(turn.strip() for turn in turns):
         raise InvalidArgument("data", place, "'turns': a list of non-empty strings")
-    given = (i for i in (row.id, row.question_id, row.prompt_id) if i is not None)
+    ids = (row.id, row.question_id, row.prompt_id, row.task_id, row.unique_id)
     return Question(
-        id=str(next(given, number)),
-        category=row.category or "none",
+        id=str(next((i for i in ids if i is not None), number)),
+        category=row.category or row.subject or "none",
         turns=tuple(turns),
         source=row.source or source,
     )
@@ -202,7 +287,8 @@ def _from_hub(suite: Suite) -> QuestionSet:
         f"{cache_folder()}"
     )
     if suite.hub is None:
-        raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}")
+        known = f"; published as {suite.upstream}" if suite.upstream else ""
+        raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}{known}")
     try:
         fetched = hf_hub_download(
             suite.hub.repository, suite.hub.path, repo_type="dataset", revision=suite.hub.revision

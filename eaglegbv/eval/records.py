@@ -71,6 +71,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         model: Name or folder of the target.
         drafter: Name or folder of the drafter, or None.
         system: System prompt before every conversation, or None.
+        template: The chat template, whole; None in results that did not record it.
+        questions_sha256: Hash of the questions; empty in results that did not record it.
+        dtype: Type the target computes in; empty likewise.
         settings: What is compared.
         max_tokens: Most tokens of an answer.
         seed: Seed every request's seed derives from.
@@ -87,6 +90,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     seed: int
     repeats: int
+    template: str | None = None
+    questions_sha256: str = ""
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("repeats", self.repeats)):

@@ -1,5 +1,6 @@
 """Figures as text: the table on the terminal and ``results.md``."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,8 +91,9 @@ def _facts(results: Results) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in where.versions.items())
     facts = {
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
-        "Target": settings.model,
+        "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
         "Drafter": settings.drafter or "none",
+        "Chat template": _template(settings.template),
         "System prompt": settings.system or "none",
         "Most tokens an answer": str(settings.max_tokens),
         "Repeats, seed": f"{settings.repeats}, {settings.seed}",
@@ -101,6 +103,13 @@ def _facts(results: Results) -> str:
         "Started": where.started,
     }
     return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
+
+
+def _template(template: str | None) -> str:
+    if template is None:
+        return "not recorded"
+    digest = hashlib.sha256(template.encode()).hexdigest()
+    return f"{len(template)} characters, SHA-256 {digest[:16]}; whole in results.json"
 
 
 def _acceptance(summaries: Sequence[Summary]) -> str:

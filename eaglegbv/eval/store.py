@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Environment, Record, Results, RunSettings
 
 
@@ -80,12 +81,17 @@ class RunFolder:
 
 
 def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Struct]) -> Path:
-    """Write ``results.json`` into ``folder``: settings, environment, summary, records."""
+    """Write ``results.json`` into ``folder``.
+
+    It has the settings, the environment, what the figures mean (and whether prefill counts in
+    them), the summary and the records.
+    """
     path = folder / "results.json"
     content = {
         "format": results.format,
         "settings": results.settings,
         "environment": results.environment,
+        "definitions": {name: figure.definition for name, figure in FIGURES.items()},
         "summary": summary,
         "records": results.records,
     }

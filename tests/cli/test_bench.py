@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -159,3 +160,63 @@ def test_pictures_without_matplotlib_are_refused_before_anything_runs(
     assert result.status == 2
     assert "pip install 'eaglegbv[bench]'" in result.err
     assert not (tmp_path / "run").exists()
+
+
+def test_any_set_runs_and_what_determines_it_is_recorded(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data" / "prompts" / "gsm8k_test.jsonl"
+    data.parent.mkdir(parents=True)
+    data.write_text(json.dumps({"question": "How many?", "answer": "#### 3"}), encoding="utf-8")
+    monkeypatch.setenv("EAGLEGBV_DATA", str(tmp_path / "data"))
+    options = [
+        "--verifiers",
+        "none",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--system",
+        "Be brief.",
+    ]
+    result = bench(cli, pair, *options, "--questions-set", "gsm8k")
+    assert result.status == 0, result.err
+    folder = tmp_path / "runs" / "gsm8k"
+    results = read_results(folder / "results.json")
+    settings = results.settings
+    assert (settings.suite, settings.origin) == ("gsm8k", str(data))
+    assert (settings.model, settings.drafter) == (pair[1], pair[3])
+    assert (settings.system, settings.max_tokens, settings.dtype) == ("Be brief.", 4, "float32")
+    assert settings.template == (Path(pair[1]) / "chat_template.jinja").read_text(encoding="utf-8")
+    assert len(settings.questions_sha256) == 64
+    [record] = results.records
+    assert len(record.turns) == 1
+    report = (folder / "results.md").read_text(encoding="utf-8")
+    for expected in ("# gsm8k", "- System prompt: Be brief.", "(float32)", "- Chat template: "):
+        assert expected in report
+    definitions = json.loads((folder / "results.json").read_bytes())["definitions"]
+    assert "prefill is not counted" in definitions["tokens/s"]
+    assert "are counted" in definitions["tokens/s with prefill"]
+
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(json.dumps({"prompt": "Hello?"}), encoding="utf-8")
+    result = bench(cli, pair, *options, "--questions-set", str(mine))
+    assert result.status == 0, result.err
+    assert read_results(tmp_path / "runs/mine/results.json").settings.origin == str(mine)
+    # The same folder does not go on with other questions under the same ids.
+    mine.write_text(json.dumps({"prompt": "Good-bye?"}), encoding="utf-8")
+    result = bench(cli, pair, *options, "--questions-set", str(mine))
+    assert result.status == 2
+    assert "with the same questions_sha256" in result.err
+
+
+def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair[1], target)
+    (target / "chat_template.jinja").unlink()
+    named = ["--model", str(target), *pair[2:]]
+    result = cli("bench", "mt-bench", *named, *QUICK, "--out", str(tmp_path / "out"))
+    assert result.status == 2
+    assert "tokenizer has a chat template" in result.err
+    assert not (tmp_path / "out").exists()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.data import MT_BENCH
+from support.data import MT_BENCH, data_file
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.questions import DATA_VARIABLE, load_questions, read_questions
+from eaglegbv.eval.questions import DATA_VARIABLE, SUITES, load_questions, read_questions
 
 CATEGORIES = {
     "writing",
@@ -154,3 +154,154 @@ def test_reads_the_real_mt_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_questions("mt-bench")
     assert Counter(q.category for q in found.questions) == dict.fromkeys(CATEGORIES, 10)
     assert {q.category for q in found.first(8).questions} == CATEGORIES
+
+
+# One row as the authors of each suite publish it, shortened, and what is asked for it.
+UPSTREAM = {
+    "spec-bench": (
+        {"question_id": 241, "category": "translation", "turns": ["Translate."], "reference": []},
+        ("241", "translation", "Translate."),
+    ),
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, ("1", "none", "How many?")),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f():",
+            "entry_point": "f",
+            "canonical_solution": "    pass",
+            "test": "def check(f): ...",
+        },
+        ("HumanEval/0", "none", "def f():"),
+    ),
+    "math-500": (
+        {
+            "problem": "Find $x$.",
+            "solution": "$1$",
+            "answer": "1",
+            "subject": "Algebra",
+            "level": 2,
+            "unique_id": "test/algebra/1.json",
+        },
+        ("test/algebra/1.json", "Algebra", "Find $x$."),
+    ),
+    "mbpp": (
+        {
+            "text": "Write f.",
+            "code": "def f(): ...",
+            "task_id": 11,
+            "test_setup_code": "",
+            "test_list": ["assert f(1)", "assert f(2)"],
+            "challenge_test_list": [],
+        },
+        (
+            "11",
+            "none",
+            "Write f.\nYour code should pass these tests:\n\nassert f(1)\nassert f(2)",
+        ),
+    ),
+    "mgsm": (
+        {"id": "mgsm_de/0", "category": "mgsm_de", "turns": ["Wie viele?"], "source": "mgsm"},
+        ("mgsm_de/0", "mgsm_de", "Wie viele?"),
+    ),
+    "eagle-gsm8k": (
+        {"question_id": 0, "category": "math", "turns": ["How many?"]},
+        ("0", "math", "How many?"),
+    ),
+    "eagle-humaneval": (
+        {"question_id": 0, "category": "code", "turns": ["Complete."]},
+        ("0", "code", "Complete."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UPSTREAM))
+def test_every_suite_is_read_as_its_authors_publish_it(
+    name: str, isolated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, expected = UPSTREAM[name]
+    content = (json.dumps(row) + "\n").encode()
+    file = SUITES[name].file
+    for folder in ("data/prompts", "cache/eaglegbv/prompts"):
+        path = isolated / folder / file
+        path.parent.mkdir(parents=True)
+        path.write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
+    monkeypatch.setenv(DATA_VARIABLE, str(isolated / "data"))
+    for data in (None, isolated / "data", isolated / "data/prompts", path):
+        [question] = load_questions(name, data).questions
+        assert (question.id, question.category, question.turns) == (*expected[:2], expected[2:])
+    monkeypatch.delenv(DATA_VARIABLE)
+    assert load_questions(name).origin == str(path)
+
+
+def test_every_suite_has_a_case_above() -> None:
+    assert set(UPSTREAM) | {"builtin", "mt-bench"} == set(SUITES)
+
+
+@pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
+def test_a_suite_that_is_nowhere_says_where_it_looked(
+    name: str, isolated: Path, no_hub: None
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"questions-set='{name}'.*--data FILE") as caught:
+        load_questions(name)
+    assert SUITES[name].file in str(caught.value)
+    if SUITES[name].upstream is not None:
+        assert SUITES[name].upstream in str(caught.value)
+    (isolated / "empty").mkdir()
+    with pytest.raises(InvalidArgument, match=f"a folder with {SUITES[name].file}"):
+        load_questions(name, isolated / "empty")
+
+
+def test_math_500_comes_from_the_hub_and_stays(
+    isolated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, expected = UPSTREAM["math-500"]
+    asked = []
+
+    def download(repository: str, path: str, **kwargs: object) -> str:
+        asked.append((repository, path))
+        return str(write(isolated / "test.jsonl", row))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    first = load_questions("math-500")
+    assert first.origin.startswith("hub: HuggingFaceH4/MATH-500@")
+    again = load_questions("math-500")
+    assert again.questions == first.questions
+    assert (again.questions[0].id, again.questions[0].turns) == (expected[0], expected[2:])
+    assert asked == [("HuggingFaceH4/MATH-500", "test.jsonl")]
+
+
+def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
+    path = write(isolated / "mine.v2.jsonl", {"prompt": "One?"}, {"prompt": "Two?"})
+    found = load_questions(str(path))
+    assert (found.suite, found.origin) == ("mine", str(path))
+    assert [q.turns for q in found.questions] == [("One?",), ("Two?",)]
+    with pytest.raises(InvalidArgument, match="nothing where --questions-set is a file"):
+        load_questions(str(path), path)
+
+
+def test_the_hash_tells_questions_apart(isolated: Path) -> None:
+    one = load_questions(str(write(isolated / "a.jsonl", row("x"), row("y"))))
+    same = load_questions(str(write(isolated / "b.jsonl", row("x"), row("y"))))
+    assert one.first(1).sha256 != one.sha256
+    assert same.sha256 == one.sha256
+    other = load_questions(str(write(isolated / "c.jsonl", row("x"), {**row("y"), "turns": ["?"]})))
+    assert other.sha256 != one.sha256
+
+
+@pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
+def test_reads_the_real_sets(name: str) -> None:
+    path = data_file(f"prompts/{SUITES[name].file}")
+    if path is None:
+        pytest.skip("the data folder is not on this machine")
+    counts = {
+        "mt-bench": 80,
+        "spec-bench": 480,
+        "gsm8k": 1319,
+        "humaneval": 164,
+        "math-500": 500,
+        "mgsm": 2750,
+        "mbpp": 500,
+        "eagle-gsm8k": 80,
+        "eagle-humaneval": 80,
+    }
+    assert len(load_questions(name, path.parents[1]).questions) == counts[name]
