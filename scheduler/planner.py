@@ -44,7 +44,7 @@ _BETTER = 1.02
 _BUDGET = 0.01
 """Share of the time that probes may lose."""
 
-_PROBE_EVERY = 16
+_PROBE_EVERY = 24
 """Least number of steps from one probe to the next."""
 
 _PLAIN_EVERY = 48

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import msgspec
 import torch
@@ -178,10 +179,20 @@ class Collector:
 class OperationCounter(TorchDispatchMode):
     """Counts the tensor operations dispatched within it; views count too."""
 
-    count = 0
+    def __init__(self) -> None:
+        parent: Any = super()
+        parent.__init__()
+        self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Count and run an operation."""
+        del types
         self.count += 1
         return func(*args, **(kwargs or {}))
 
