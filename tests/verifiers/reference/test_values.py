@@ -282,6 +282,7 @@ TREES = int(os.environ.get("EAGLEGBV_TREES", "16"))
 """Random trees of the comparison of means; 200 for the full one."""
 
 
+@pytest.mark.timeout(300 + 10 * TREES)
 @pytest.mark.parametrize(
     ("drafter", "share", "behind"),
     [("weak", 0.98, 0.0), ("middling", 0.98, 0.0), ("good", 0.98, 0.0), ("mixed", 0.965, 2e-3)],
