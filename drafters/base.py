@@ -67,8 +67,8 @@ class Drafter(ABC):
         return 0
 
 
-class RecallingDrafter(Drafter):
-    """A drafter that can say what an earlier step would have drawn after other tokens.
+class Recaller(ABC):
+    """Says what an earlier step would have drawn after other tokens.
 
     Rules that keep state over steps need the laws of the *very step* that a debt comes from. They
     are not the current ones: by now the drafter knows true features where that step went on from
@@ -107,3 +107,7 @@ class RecallingDrafter(Drafter):
 
         Laws of a smaller support than others are padded with probability 0.
         """
+
+
+class RecallingDrafter(Drafter, Recaller):
+    """A drafter that can say what its earlier steps would have drawn."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eaglegbv.attention.kv_pool import SlotAllocator
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.base import Recaller
 from eaglegbv.request import Debt, DraftSnapshot, Request
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
@@ -62,7 +62,7 @@ def settle(
     requests: Sequence[Request],
     tree: DraftTree,
     target: TargetLaw,
-    drafter: RecallingDrafter,
+    drafter: Recaller,
     allocator: SlotAllocator,
 ) -> Settlement:
     """Judge the drafts of ``requests`` under their debts, and return those they have then."""
@@ -118,7 +118,7 @@ class RecalledLaws:
     """The draft laws of debts, along the paths that a verifier selects."""
 
     def __init__(
-        self, drafter: RecallingDrafter, trails: Sequence[Trail], slots: Tensor, *, batch: int
+        self, drafter: Recaller, trails: Sequence[Trail], slots: Tensor, *, batch: int
     ) -> None:
         """Lead the trails to the current roots.
 
@@ -206,7 +206,7 @@ def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
 
 
 def _owed(
-    requests: Sequence[Request], layers: Layers, drafter: RecallingDrafter
+    requests: Sequence[Request], layers: Layers, drafter: Recaller
 ) -> list[tuple[Debt, ...]]:
     """Return what each request owes by ``layers``, whose last column is the step just done."""
     owed = []

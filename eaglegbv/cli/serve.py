@@ -27,12 +27,13 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Serve MODEL by SGLang; options it knows itself (--port, --tp, ...) are handed on to it."""
-    from eaglegbv.backends.sglang.guard import check_version
+    from eaglegbv.backends.sglang.guard import check_plugin, check_version
     from eaglegbv.backends.sglang.serving import launch
     from eaglegbv.backends.sglang.settings import Settings
 
     if not dry_run:
         check_version()
+        check_plugin()
     settings = Settings(
         verifier=verifier,
         draft_width=draft_width,

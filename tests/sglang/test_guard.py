@@ -1,6 +1,7 @@
 """Another SGLang is refused, and the message says what is other."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,18 @@ def test_a_point_that_has_changed_is_named(
         OverridePoint(HERE, name, parameters).check()
     assert f"{HERE}.{name}" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = SimpleNamespace(name="eaglegbv"), SimpleNamespace(name="other")
+    monkeypatch.setattr(guard, "entry_points", lambda group: [ours, other])
+    guard.check_plugin()
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    with pytest.raises(InvalidArgument, match="SGLANG_PLUGINS='other'"):
+        guard.check_plugin()
+    monkeypatch.setattr(guard, "entry_points", lambda group: [other])
+    with pytest.raises(InvalidArgument, match="install eaglegbv again"):
+        guard.check_plugin()
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

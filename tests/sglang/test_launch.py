@@ -47,6 +47,10 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "page_size": 1,
+        "tp_size": 1,
+        "kv_cache_dtype": "auto",
+        "speculative_draft_kv_cache_dtype": None,
+        "speculative_draft_window_size": None,
     }
     return SimpleNamespace(**(own | changes))
 
@@ -140,6 +144,17 @@ def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -
     target, _ = save_pair(tmp_path)
     with pytest.raises(EagleGBVError, match="vocab_size=16"):
         settle(arguments(pair, model_path=str(target)))
+
+
+@pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
+def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> None:
+    own = arguments(pair, speculative_eagle_topk=1)
+    settle(own, verifier)
+    assert own.disable_overlap_schedule
+    for option, value in (("tp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
+        with pytest.raises(NotServed, match="use a verifier without debts"):
+            settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
+        settle(arguments(pair, **{option: value}), "otbv")
 
 
 def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:

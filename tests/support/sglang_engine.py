@@ -8,7 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from support.sglang_pair import SGLangPair
+
 STAND_IN = Path(__file__).parents[1] / "sglang" / "stand_in"
+
+PROMPT = [3, 7, 5, 11, 4]
+PROMPTS = [PROMPT, [9, 2], [4] * 30, [*PROMPT, 6, 12, 0, 13], [15, 14, 13, 12, 11, 10]]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
 
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -72,3 +79,31 @@ def sglang_engine(settings: Mapping[str, str] | None = None, **arguments: object
             yield engine
         finally:
             engine.shutdown()
+
+
+def token_ids(answers: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of answers."""
+    return [answer["output_ids"] for answer in answers]
+
+
+def pair_arguments(pair: SGLangPair, head: str, K: int, L: int) -> dict[str, object]:
+    """Return the arguments that serve the pair with one of its heads."""
+    return {
+        "model_path": str(pair.target),
+        "skip_tokenizer_init": True,
+        "context_length": 256,
+        "speculative_algorithm": "EAGLEGBV3" if head == "eagle3" else "EAGLEGBV",
+        "speculative_draft_model_path": str(getattr(pair, head)),
+        "speculative_num_steps": L,
+        "speculative_eagle_topk": K,
+    }
+
+
+def plain_greedy_texts(pair: SGLangPair) -> list[list[int]]:
+    """Return what SGLang answers greedily to :data:`PROMPTS` without speculation.
+
+    Stopping an engine ends all child processes, those of others too: one at a time.
+    """
+    arguments = {"model_path": str(pair.target), "skip_tokenizer_init": True}
+    with sglang_engine(**arguments, context_length=256) as engine:
+        return token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY))

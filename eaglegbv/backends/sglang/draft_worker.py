@@ -20,8 +20,9 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.backends.sglang.recall import RoundStart
+from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.streams import Streams
 from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree, sglang_tree
 from eaglegbv.errors import ModelNotSupported
 
@@ -66,6 +67,9 @@ class RoundInputs:
         return torch.where(self.greedy[:batch], likely, drawn)
 
 
+Redraw = Callable[[ScheduleBatch, Tensor], bool]
+
+
 class Listener:
     """A callable in place of another that keeps the last result."""
 
@@ -94,10 +98,18 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self.draft_runner.forward = self._forward
         self._replay: Listener | None = None
 
-    def configure(self, settings: Settings, streams: Streams) -> None:
-        """Take the settings and random numbers; to be called before memory is allocated."""
+    def configure(self, settings: Settings, book: RequestBook, redraw: Redraw) -> None:
+        """Take what the worker shares; to be called before memory is allocated.
+
+        Args:
+            settings: Of the drafts.
+            book: Where the random numbers come from.
+            redraw: Draws the tokens after prompts again where they are not the target's alone;
+                returns whether it changed any of the token ids ``[batch]``, in place.
+        """
         self._settings = settings
-        self._streams = streams
+        self._book = book
+        self._redraw = redraw
 
     def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
         """Allocate SGLang's pools, and what is kept by request slot and by row."""
@@ -114,22 +126,28 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         )
 
     def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
-        """Draft a tree for each request; it rides on the verify input as ``numbered``."""
+        """Draft a tree for each request.
+
+        It rides on the verify input as ``numbered``, and where it started as ``start``.
+        """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
-        K, L = self.topk, self.speculative_num_steps
         sampling = batch.sampling_info
         self._inputs.load(
-            self._streams.draft_uniforms(batch.reqs, paths=K, length=L),
-            sampling.temperatures * self._settings.draft_temperature,
+            self._book.draft_uniforms(batch.reqs),
+            self._temperatures(batch),
             (sampling.top_ks == 1).view(-1, 1),
         )
         roots = ShortLaws.unpack(self._root_laws[batch.req_pool_indices])
         draft_input: EagleDraftInput = batch.spec_info
-        draft_input.topk_index = self._inputs.choose(_for_each_path(roots, K), 0)
+        start = RoundStart(
+            batch.seq_lens, draft_input.hidden_states, roots, self._temperatures(batch)
+        )
+        draft_input.topk_index = self._inputs.choose(_for_each_path(roots, self.topk), 0)
         draft_input.topk_p = torch.ones_like(draft_input.topk_index, dtype=torch.float32)
         verify_input = super().draft(batch, with_topology=with_topology)
         verify_input.numbered = self._tree(verify_input, roots)
+        verify_input.start = start
         return verify_input
 
     def draft_forward(
@@ -161,7 +179,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             forward_batch.positions.add_(1)
             if self.draft_runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions.add_(1)
-            laws = self._laws(output.next_token_logits, temperatures)
+            laws = self.short_laws(output.next_token_logits, temperatures)
             laws = laws.of_branches(paths.standing[-1])
             packed.append(laws.pack())
             paths.grow(self._inputs.choose(laws, step + 1))
@@ -172,11 +190,23 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         return tree.parents, tree.numbers, tree.tokens, laws_after
 
     def _draft_extend_for_prefill(
-        self, batch: ScheduleBatch, *arguments: object, **named: object
+        self,
+        batch: ScheduleBatch,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        *arguments: object,
+        **named: object,
     ) -> EagleDraftInput:
-        next_input = super()._draft_extend_for_prefill(batch, *arguments, **named)
-        if not batch.forward_mode.is_idle():
-            self._keep_roots(batch, self._forward.heard.logits_output)
+        extend = super()._draft_extend_for_prefill
+        input_ids = batch.input_ids
+        next_input = extend(batch, target_hidden_states, next_token_ids, *arguments, **named)
+        if batch.forward_mode.is_idle():
+            return next_input
+        if self._redraw(batch, next_token_ids):
+            # The head has read the token that was drawn first: once more, from the start.
+            batch.input_ids = input_ids
+            next_input = extend(batch, target_hidden_states, next_token_ids, *arguments, **named)
+        self._keep_roots(batch, self._forward.heard.logits_output)
         return next_input
 
     def _draft_extend_for_decode(
@@ -202,17 +232,21 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
 
     def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
         """Keep the laws of the next round's roots; ``output`` holds one row per request."""
-        temperatures = batch.sampling_info.temperatures * self._settings.draft_temperature
-        laws = self._laws(output.next_token_logits, temperatures)
+        laws = self.short_laws(output.next_token_logits, self._temperatures(batch))
         self._root_laws[batch.req_pool_indices] = laws.pack()
 
-    def _laws(self, logits: Tensor, temperatures: Tensor) -> ShortLaws:
+    def short_laws(self, logits: Tensor, temperatures: Tensor) -> ShortLaws:
+        """Turn the head's logits ``[rows, draft_vocab]`` into the laws that drafts follow."""
         return ShortLaws.of_logits(
             logits,
             temperatures,
             width=self._root_laws.shape[-1],
             target_ids=self.hot_token_id,
         )
+
+    def _temperatures(self, batch: ScheduleBatch) -> Tensor:
+        temperatures: Tensor = batch.sampling_info.temperatures
+        return temperatures * self._settings.draft_temperature
 
     def _tree(self, verify_input: EagleVerifyInput, roots: ShortLaws) -> NumberedTree:
         K, L = self.topk, self.speculative_num_steps

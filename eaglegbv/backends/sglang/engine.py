@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eaglegbv.backends.sglang.guard import check_version
+from eaglegbv.backends.sglang.guard import check_plugin, check_version
 from eaglegbv.backends.sglang.heads import served_head
 from eaglegbv.backends.sglang.settings import Settings
 
@@ -62,6 +62,7 @@ def engine(
             message names the argument and the remedy.
     """
     check_version()
+    check_plugin()
     import sglang
 
     named = server_arguments(model, drafter, paths=paths, depth=depth)

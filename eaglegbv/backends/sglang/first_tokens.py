@@ -16,7 +16,7 @@ from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
 from eaglegbv.backends.sglang.renormalisation import keep_min_p
-from eaglegbv.backends.sglang.streams import Streams
+from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.verifiers.categorical import draw
 
 _requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens", default=None)
@@ -44,11 +44,16 @@ def warped(probs: Tensor, sampling: SamplingBatchInfo) -> Tensor:
 
 
 class FirstTokens:
-    """In place of a sampler's draw; tokens that are none of ours it draws as before."""
+    """In place of a sampler's draw; tokens that are none of ours it draws as before.
 
-    def __init__(self, draw_as_before: Callable[..., Any], streams: Streams) -> None:
+    Attributes:
+        laws: ``[batch, vocab]``, what the last tokens were drawn from; None before the first.
+    """
+
+    def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
         self._draw_as_before = draw_as_before
-        self._streams = streams
+        self._book = book
+        self.laws: Tensor | None = None
 
     def __call__(
         self,
@@ -64,8 +69,8 @@ class FirstTokens:
                 "tuple[Tensor, Any]",
                 self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
             )
-        uniforms = self._streams.token_uniforms(requests).to(probs.device, non_blocking=True)
-        laws = warped(probs, sampling_info)
-        likely = laws.argmax(dim=1)
-        drawn = draw(laws.to(torch.float64), uniforms)
+        uniforms = self._book.token_uniforms(requests).to(probs.device, non_blocking=True)
+        self.laws = warped(probs, sampling_info)
+        likely = self.laws.argmax(dim=1)
+        drawn = draw(self.laws.to(torch.float64), uniforms)
         return torch.where(sampling_info.top_ks == 1, likely, drawn), None

@@ -1,14 +1,18 @@
 """Is this the SGLang we know? Checked when a server starts, before anything is overridden."""
 
 import inspect
+import os
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 
 SUPPORTED = ("0.5.23",)
 """Versions of SGLang whose override points are known."""
+
+PLUGIN = "eaglegbv"
+"""Name of our entry point."""
 
 
 class OverridePointChanged(EagleGBVError):
@@ -112,6 +116,18 @@ def check_version() -> None:
     if installed not in SUPPORTED:
         known = " or ".join(f"sglang=={number}" for number in SUPPORTED)
         raise InvalidArgument("sglang", installed, f"{known}, whose override points are known")
+
+
+def check_plugin() -> None:
+    """Raise :class:`InvalidArgument` unless SGLang's processes will find our plug-in."""
+    group = "sglang.srt.plugins"
+    names = sorted(point.name for point in entry_points(group=group))
+    if PLUGIN not in names:
+        expected = f"{PLUGIN!r} among them; install eaglegbv again: pip install 'eaglegbv[sglang]'"
+        raise InvalidArgument(f"entry points {group}", names, expected)
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]
+    if any(allowed) and PLUGIN not in allowed:
+        raise InvalidArgument("SGLANG_PLUGINS", ",".join(allowed), f"{PLUGIN!r} among them")
 
 
 def check_override_points() -> None:

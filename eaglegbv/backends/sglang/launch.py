@@ -14,7 +14,7 @@ from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.tree import Law
-from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_verifier
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,34 @@ UNSERVED = (
 )
 """Options that are refused rather than ignored."""
 
+UNSERVED_WITH_DEBTS = (
+    Unserved(
+        "tp_size",
+        (1,),
+        "every rank would keep debts of its own, by laws that differ in their last bits",
+        "use a verifier without debts, such as otbv",
+    ),
+    Unserved(
+        "speculative_draft_window_size",
+        (None,),
+        "earlier draft laws are recalled over the whole text",
+        "leave it out, or use a verifier without debts, such as otbv",
+    ),
+    Unserved(
+        "speculative_draft_kv_cache_dtype",
+        (None, "auto"),
+        "earlier draft laws are recalled from entries of the model's own type",
+        "leave it out, or use a verifier without debts, such as otbv",
+    ),
+    Unserved(
+        "kv_cache_dtype",
+        ("auto",),
+        "earlier draft laws are recalled from entries of the model's own type",
+        "leave it out, or use a verifier without debts, such as otbv",
+    ),
+)
+"""Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
+
 
 def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> None:
     """Check SGLang's arguments and fill in what depends on K and L.
@@ -133,7 +161,9 @@ def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> N
     for unserved in UNSERVED:
         unserved.check(server_args)
     _settle_shape(server_args)
-    _check_verifier(settings.verifier, server_args.speculative_eagle_topk)
+    make_any_verifier(settings.verifier).check_law(Law.IID, server_args.speculative_eagle_topk)
+    if settings.verifier in STATEFUL_VERIFIERS:
+        _settle_debts(server_args)
     _check_attention(server_args)
     _settle_head(server_args, eagle3=eagle3)
     if server_args.max_running_requests is None:
@@ -182,16 +212,13 @@ def _settle_head(server_args: Any, *, eagle3: bool) -> None:
     server_args.speculative_draft_model_path = str(head.folder)
 
 
-def _check_verifier(name: str, paths: int) -> None:
-    if name in STATEFUL_VERIFIERS:
-        raise InvalidArgument(
-            "EAGLEGBV_VERIFIER",
-            name,
-            "a verifier without state: what this one owes to later rounds takes the draft laws of "
-            "the round before along other tokens, which SGLang's EAGLE workers cannot recall. "
-            "'otbv' selects paths in the same way",
-        )
-    make_verifier(name).check_law(Law.IID, paths)
+def _settle_debts(server_args: Any) -> None:
+    """Settle what a verifier with debts needs beside the others."""
+    for unserved in UNSERVED_WITH_DEBTS:
+        unserved.check(server_args)
+    if not server_args.disable_overlap_schedule:
+        server_args.disable_overlap_schedule = True
+        logger.warning("overlap scheduling is off: debts depend on the round before")
 
 
 def _check_attention(server_args: Any) -> None:

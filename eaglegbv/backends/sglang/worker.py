@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
@@ -13,12 +14,16 @@ from torch import Tensor
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.first_tokens import FirstTokens, first_tokens_of
 from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_law, walk_greedily
+from eaglegbv.backends.sglang.referees import DebtReferee, PlainReferee, Referee
 from eaglegbv.backends.sglang.renormalisation import keep_min_p
+from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.streams import Streams
-from eaglegbv.backends.sglang.topology import NumberedTree
 from eaglegbv.backends.sglang.tree_kernels import judging
-from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.config import Plan
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.modified_target import StatefulVerifier
+from eaglegbv.verifiers.registry import make_any_verifier
 
 
 class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
@@ -28,50 +33,88 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         with _draft_worker_class(SampledDraftWorker):
             super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
-        self._streams = Streams(settings.seed)
-        self._verifier = make_verifier(settings.verifier)
-        self._draft_worker.configure(settings, self._streams)
+        plan = Plan(
+            verifier=settings.verifier,
+            paths=self.topk,
+            depth=self.speculative_num_steps,
+            draft_width=settings.draft_width,
+            draft_temperature=settings.draft_temperature,
+        )
+        self._book = RequestBook(plan, settings.seed)
+        self._referee = _referee(settings.verifier, self._book, self._draft_worker)
+        self._draft_worker.configure(settings, self._book, self._redraw)
         sampler = self.target_worker.model_runner.sampler
-        sampler._sample_from_probs = FirstTokens(sampler._sample_from_probs, self._streams)
+        self._first_tokens = FirstTokens(sampler._sample_from_probs, self._book)
+        sampler._sample_from_probs = self._first_tokens
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
         """Judge the trees of a round by the target's forward; every row moves on by a step."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
-        numbered: NumberedTree = batch.spec_info.numbered
+        drafted = batch.spec_info
 
         def judge(target_probs: Tensor) -> Acceptance:
-            return self._judge(batch, numbered, target_probs)
+            return self._judge(batch, drafted, target_probs)
 
         with judging(judge):
             result = super().verify(batch, *arguments, **named)
-        self._streams.advance(batch.reqs)
+        self._book.advance(batch.reqs)
         return result
 
-    def _judge(
-        self, batch: ScheduleBatch, numbered: NumberedTree, target_probs: Tensor
-    ) -> Acceptance:
-        sampling, tree = batch.sampling_info, numbered.tree
+    def _judge(self, batch: ScheduleBatch, drafted: Any, target_probs: Tensor) -> Acceptance:
+        sampling, numbered = batch.sampling_info, drafted.numbered
         if sampling.need_min_p_sampling:
-            edges = sampling.min_ps.repeat_interleave(tree.nodes, dim=0)
+            edges = sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
             target_probs = keep_min_p(target_probs.flatten(0, 1), edges).view_as(target_probs)
         law = target_law(target_probs, numbered)
-        uniforms = self._streams.verify_uniforms(
-            batch.reqs, paths=tree.paths, length=tree.length, device=law.logits.device
+        verdict = self._referee.judge(
+            batch.reqs, batch.req_pool_indices, numbered.tree, law, drafted.start, _greedy(batch)
         )
-        verdict = self._verifier.verify(tree, law, uniforms)
         verdict = walk_greedily(numbered, law, verdict, sampling.top_ks == 1)
         return acceptance(verdict, numbered)
 
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> Any:
-        requests = list(batch.reqs)
-        with first_tokens_of(requests):
+        with first_tokens_of(list(batch.reqs)):
             result = super()._forward_prefill_batch(batch, *arguments, **named)
         # A prompt read in parts yields its token with the last of them.
-        self._streams.advance([r for r in requests if r is not batch.chunked_req])
+        self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
+
+    def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
+        """Draw the tokens of retracted requests with debts from what the debts leave.
+
+        Their texts have been read again, by the head too, so that it can recall.
+        """
+        requests = list(batch.reqs)
+        rows = [r for r in self._referee.owing(requests) if requests[r] is not batch.chunked_req]
+        if not rows or self._first_tokens.laws is None:
+            return False
+        owing = [requests[row] for row in rows]
+        law = self._first_tokens.laws[rows].log()
+        at = torch.arange(len(rows), device=law.device).unsqueeze(1)
+        verdict = self._referee.judge(
+            owing,
+            batch.req_pool_indices[rows],
+            DraftTree.roots([r.output_ids[-1] for r in owing], device=law.device),
+            TargetLaw.of_logits(law, at),
+            None,
+            [False] * len(rows),
+        )
+        token_ids[rows] = verdict.token_ids.to(token_ids.dtype)
+        return True
+
+
+def _greedy(batch: ScheduleBatch) -> list[bool]:
+    return [request.sampling_params.top_k == 1 for request in batch.reqs]
+
+
+def _referee(name: str, book: RequestBook, draft_worker: SampledDraftWorker) -> Referee:
+    verifier = make_any_verifier(name)
+    if isinstance(verifier, StatefulVerifier):
+        return DebtReferee(verifier, book, draft_worker)
+    return PlainReferee(verifier, book)
 
 
 @contextmanager

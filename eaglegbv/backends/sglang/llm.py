@@ -1,0 +1,281 @@
+"""``LLM(..., backend="sglang")``: the same ``generate`` and ``stream``, served by SGLang."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eaglegbv.auto_plan import PlanName, Planning
+from eaglegbv.backends.sglang.engine import engine as start_engine
+from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt
+from eaglegbv.loading import TINY, TINY_DRAFTERS, TINY_TARGET
+from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason
+from eaglegbv.scheduler.planner import Estimate
+from eaglegbv.tree import Law
+
+TORCH_TO_SGLANG = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+class SGLangLLM(LLM):
+    """An :class:`LLM` whose engine is SGLang's; see there for the arguments.
+
+    One plan serves every request: SGLang fixes the number and length of paths when it starts.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        drafter: str | Path | None = None,
+        *,
+        verifier: str | None = None,
+        paths: int | None = None,
+        depth: int | None = None,
+        law: Law | str | None = None,
+        draft_width: int = 256,
+        draft_temperature: float = 1.0,
+        plan: Planning | PlanName | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        engine: EngineConfig | None = None,
+        backend: str = "sglang",
+        **arguments: object,
+    ) -> None:
+        """Start SGLang.
+
+        Args:
+            model: See :class:`LLM` for this and the next twelve; here ``law`` is None or ``iid``,
+                and ``plan`` is none that the engine chooses.
+            drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
+            verifier: A verifier that accepts independently drawn paths.
+            paths: Number of drafted paths.
+            depth: Length of a drafted path.
+            law: How a tree's children arise.
+            draft_width: Candidates a draft law keeps.
+            draft_temperature: Draft temperature as a multiple of the request's.
+            plan: Instead of those six.
+            dtype: Of weights and activations; SGLang's choice by default.
+            device: ``cuda`` or ``cpu``; SGLang's choice by default.
+            engine: Sizes and seed.
+            backend: ``"sglang"``.
+            arguments: Anything else SGLang's engine takes.
+
+        Raises:
+            EagleGBVError: Something cannot be served; the message names it and the remedy.
+        """
+        del backend
+        if model is None:
+            model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
+        own: dict[str, Any] = {"verifier": verifier, "paths": paths, "depth": depth, "law": law}
+        own |= {"draft_width": draft_width, "draft_temperature": draft_temperature}
+        chosen = {name: value for name, value in own.items() if value is not None}
+        self._plan = _served_plan(plan or Plan(**chosen))
+        self.plan = self._plan
+        if not self._plan.speculative:
+            drafter = None
+        elif drafter is None:
+            raise InvalidArgument("drafter", None, f"a drafter, for {self._plan.verifier!r}")
+        self.model_name = str(model)
+        self.drafter_name = None if drafter is None else str(drafter)
+        sizes = engine or EngineConfig()
+        self._sglang = start_engine(
+            model,
+            TINY / str(drafter) if drafter in TINY_DRAFTERS else drafter,
+            paths=self._plan.paths,
+            depth=self._plan.depth,
+            settings=_settings(self._plan, sizes.seed),
+            **(_engine_arguments(sizes, dtype, device) | arguments),
+        )
+        self.device = torch.device(self._sglang.server_args.device)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """SGLang counts for itself: see its ``/metrics``."""
+        raise _not_local("metrics")
+
+    def observe(self, observer: StepObserver) -> None:
+        """Refuse: SGLang's steps are its own."""
+        raise _not_local("observer", observer)
+
+    def explain_plans(self) -> list[Estimate]:
+        """Refuse: one plan serves every request."""
+        raise _not_local("explain_plans")
+
+    def shutdown(self) -> None:
+        """Stop SGLang's processes."""
+        self._sglang.shutdown()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; see :meth:`LLM.stream`."""
+        self._check_plan(plan)
+        _check_priority(priority)
+        prompt_ids, answer = self.encode(prompt), {"text": "", "output_ids": []}
+        params = to_sglang(sampling_params or SamplingParams())
+        pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
+        for whole in pieces:
+            text = whole["text"][len(answer["text"]) :]
+            token_ids = whole["output_ids"][len(answer["output_ids"]) :]
+            answer = whole
+            yield Delta(text=text, token_ids=token_ids)
+        yield Delta(text="", token_ids=[], completion=self._completion(prompt_ids, answer))
+
+    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+        if plan is not None and plan != self.plan:
+            raise InvalidArgument("plan", plan, f"None or the plan SGLang runs, {self.plan}")
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        plan: Planning | PlanName | None,
+        priority: int,
+        *,
+        progress: bool,
+    ) -> list[Completion | EagleGBVError]:
+        self._check_plan(plan)
+        _check_priority(priority)
+        params = per_prompt(sampling_params, len(prompts))
+        with tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
+
+            async def answer(prompt: Prompt, own: SamplingParams) -> Completion | EagleGBVError:
+                completion = await self._answer(prompt, own)
+                bar.update()
+                return completion
+
+            async def answer_all() -> list[Completion | EagleGBVError]:
+                pairs = zip(prompts, params, strict=True)
+                return await asyncio.gather(*(answer(p, s) for p, s in pairs))
+
+            return cast(
+                "list[Completion | EagleGBVError]",
+                self._sglang.loop.run_until_complete(answer_all()),
+            )
+
+    async def _answer(self, prompt: Prompt, params: SamplingParams) -> Completion | EagleGBVError:
+        try:
+            prompt_ids = self.encode(prompt)
+            answer = await self._sglang.async_generate(
+                input_ids=prompt_ids, sampling_params=to_sglang(params)
+            )
+        except EagleGBVError as error:
+            return error
+        except ValueError as error:  # what SGLang says of requests it does not take
+            return InvalidArgument("prompt", f"{len(prompt)} long", str(error))
+        return self._completion(prompt_ids, answer)
+
+    def _completion(self, prompt_ids: list[int], answer: dict[str, Any]) -> Completion:
+        about = answer["meta_info"]
+        reason = about["finish_reason"]
+        aborted = reason["type"] == "abort"
+        return Completion(
+            text=answer["text"],
+            token_ids=list(answer["output_ids"]),
+            prompt_token_ids=prompt_ids,
+            finish_reason=FinishReason.ERROR if aborted else FinishReason(reason["type"]),
+            error=reason.get("message") if aborted else None,
+            metrics=self._metrics(len(prompt_ids), about),
+        )
+
+    def _metrics(self, prompt_tokens: int, about: dict[str, Any]) -> RequestMetrics:
+        histogram: list[int] = about.get("spec_correct_drafts_histogram") or []
+        forwards, plan = sum(histogram), self._plan
+        return RequestMetrics(
+            prompt_tokens=prompt_tokens,
+            target_forwards=forwards if plan.speculative else about["completion_tokens"] - 1,
+            committed_tokens=about["completion_tokens"] - 1,
+            accepted_tokens=sum(i * count for i, count in enumerate(histogram)),
+            drafted_nodes=forwards * plan.paths * plan.depth,
+            offered_by_depth=[forwards] * plan.depth if forwards else [],
+            accepted_by_depth=(
+                [sum(histogram[depth + 1 :]) for depth in range(plan.depth)] if forwards else []
+            ),
+        )
+
+
+def _served_plan(plan: Planning | PlanName) -> Plan:
+    if not isinstance(plan, Plan):
+        expected = "a Plan: SGLang fixes the number and length of paths when it starts"
+        raise InvalidArgument("plan", plan, expected)
+    if plan.law not in (None, Law.IID):
+        expected = "'iid': SGLang's trees are independently drawn paths"
+        raise InvalidArgument("law", str(plan.law), expected)
+    return plan
+
+
+def _settings(plan: Plan, seed: int) -> Settings:
+    if not plan.speculative:
+        return Settings(seed=seed)
+    return Settings(
+        verifier=plan.verifier,
+        draft_width=plan.draft_width,
+        draft_temperature=plan.draft_temperature,
+        seed=seed,
+    )
+
+
+def _not_local(name: str, value: object = None) -> InvalidArgument:
+    return InvalidArgument(name, value, 'something else of LLM(..., backend="sglang")')
+
+
+def _check_priority(priority: int) -> None:
+    if priority != 0:
+        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
+
+
+def to_sglang(params: SamplingParams) -> dict[str, Any]:
+    """Return the same settings by SGLang's names."""
+    settings: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": -1 if params.top_k is None else params.top_k,
+        "min_p": params.min_p,
+        "max_new_tokens": params.max_tokens,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+    }
+    if params.seed is not None:
+        # SGLang's seeds are signed; the same 64 bits.
+        settings["sampling_seed"] = (params.seed + 2**63) % 2**64 - 2**63
+    return settings
+
+
+def _engine_arguments(
+    sizes: EngineConfig, dtype: torch.dtype | None, device: torch.device | str | None
+) -> dict[str, object]:
+    arguments: dict[str, object] = {
+        "max_running_requests": sizes.max_batch,
+        "max_total_tokens": sizes.kv_slots,
+        "random_seed": sizes.seed % 2**31,
+        "log_level": "warning",
+    }
+    if dtype is not None:
+        if dtype not in TORCH_TO_SGLANG:
+            raise InvalidArgument("dtype", str(dtype), f"one of {sorted(TORCH_TO_SGLANG.values())}")
+        arguments["dtype"] = TORCH_TO_SGLANG[dtype]
+    if device is not None:
+        arguments["device"] = torch.device(device).type
+    return arguments

@@ -1,0 +1,259 @@
+"""What an earlier round's head would have drawn after other tokens.
+
+A debt (:mod:`eaglegbv.verifiers.modified_target`) needs the draft laws of its own round along
+tokens committed later. The round's root, its head's hidden state there and the settings of its laws
+are remembered; the head is run on from there along the tokens, on its own features, one row each.
+Its keys before the root are SGLang's, final once written; those from the root on are kept here, for
+SGLang's own have been written again from the target's features.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.spec_utils import draft_tp_context
+from torch import Tensor
+
+from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.drafters.base import Recaller
+from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.request import DraftSnapshot, Request
+
+if TYPE_CHECKING:
+    from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
+
+Entries = tuple[Tensor, Tensor]
+"""Keys and values, ``[entries, heads, dim]`` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """Where a round's drafting began, one row per request.
+
+    Attributes:
+        lengths: ``[batch]`` int64, entries of the head's KV cache up to the root.
+        hidden: ``[batch, hidden]``, the head's state at the root.
+        laws: ``[batch, width]``, the laws at the root.
+        temperatures: ``[batch, 1]`` of the round's draft laws.
+    """
+
+    lengths: Tensor
+    hidden: Tensor
+    laws: ShortLaws
+    temperatures: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSnapshot(DraftSnapshot):
+    """A round's head after tokens that need not be those it drafted.
+
+    Attributes:
+        context: Entries of SGLang's KV cache to read: those before the round's root.
+        entries: The head's own entries from the root on, by layer.
+        hidden: ``[hidden]``, its state.
+        law: ``[width]``, what it draws the next token from.
+        temperature: ``[1]``, of its laws.
+    """
+
+    context: int
+    entries: Mapping[int, Entries]
+    hidden: Tensor
+    law: ShortLaws
+    temperature: Tensor
+
+    @property
+    def position(self) -> int:
+        """Where the next entry goes."""
+        own = next(iter(self.entries.values()), None)
+        return self.context + (0 if own is None else len(own[0]))
+
+
+class HeadRecall(Recaller):
+    """Recalls for the requests of one batch."""
+
+    def __init__(
+        self,
+        worker: "SampledDraftWorker",
+        requests: Sequence[Request],
+        pool_indices: Tensor,
+        start: RoundStart | None,
+    ) -> None:
+        """Take the batch.
+
+        Args:
+            worker: Runs the head.
+            requests: The requests of the batch.
+            pool_indices: ``[batch]``, where SGLang keeps their slots.
+            start: Where the round began; None where nothing was drafted.
+        """
+        self._worker = worker
+        self._rows = {request.number: row for row, request in enumerate(requests)}
+        self._pool_indices = pool_indices
+        self._start = start
+
+    def snapshot(self, request: Request) -> HeadSnapshot:
+        """See :meth:`Recaller.snapshot`."""
+        if self._start is None:
+            raise RuntimeError(f"request {request.number} has drafted nothing to be recalled")
+        row, start = self._rows[request.number], self._start
+        return HeadSnapshot(
+            context=int(start.lengths[row]),
+            entries={},
+            hidden=start.hidden[row].clone(),
+            law=ShortLaws(start.laws.ids[row].clone(), start.laws.probs[row].clone()),
+            temperature=start.temperatures[row].clone(),
+        )
+
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row of the head each; see :meth:`Recaller.advance`."""
+        del slots  # entries are few and short-lived, and kept beside the pool
+        own = _heads(snapshots)
+        rows = [self._rows[request.number] for request in requests]
+        attention = RecallAttention(self._worker, self._pool_indices[rows], own)
+        output = self._run(attention, own, tokens)
+        laws = self._worker.short_laws(
+            output.next_token_logits, torch.stack([s.temperature for s in own])
+        )
+        return [
+            replace(
+                snapshot,
+                entries=attention.entries_of(i),
+                hidden=output.hidden_states[i],
+                law=ShortLaws(laws.ids[i], laws.probs[i]),
+            )
+            for i, snapshot in enumerate(own)
+        ]
+
+    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
+        """See :meth:`Recaller.laws_at`."""
+        own = _heads(snapshots)
+        return DraftLaws(
+            torch.stack([s.law.ids for s in own]), torch.stack([s.law.probs for s in own])
+        )
+
+    def _run(
+        self, attention: "RecallAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
+    ) -> Any:
+        runner, device = self._worker.draft_runner, tokens.device
+        positions = torch.tensor([s.position for s in snapshots], device=device)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(snapshots),
+            input_ids=tokens,
+            req_pool_indices=attention.pool_indices,
+            seq_lens=positions + 1,
+            out_cache_loc=torch.zeros_like(tokens),
+            seq_lens_sum=0,
+            positions=positions,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=EagleDraftInput(
+                hidden_states=torch.stack([s.hidden for s in snapshots]),
+                capture_hidden_mode=CaptureHiddenMode.LAST,
+            ),
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+        )
+        with ExitStack() as contexts:
+            contexts.enter_context(draft_tp_context(self._worker.parallel_layout))
+            context = ForwardContext(attn_backend=attention)
+            contexts.enter_context(forward_context(context, forward_batch=batch))
+            return runner.model.forward(tokens, positions, batch)
+
+
+class RecallAttention(AttentionBackend):  # type: ignore[misc]
+    """Attention of single rows over SGLang's entries and over entries of their own."""
+
+    def __init__(
+        self,
+        worker: "SampledDraftWorker",
+        pool_indices: Tensor,
+        snapshots: Sequence[HeadSnapshot],
+    ) -> None:
+        """Look up what each row reads."""
+        super().__init__()
+        self.token_to_kv_pool = worker.draft_runner.token_to_kv_pool
+        self.pool_indices = pool_indices
+        self._snapshots = snapshots
+        device = pool_indices.device
+        contexts = torch.tensor([s.context for s in snapshots], device=device).unsqueeze(1)
+        longest = max(s.context for s in snapshots)
+        table = worker.req_to_token_pool.req_to_token[pool_indices.long(), :longest]
+        self._real = torch.arange(longest, device=device) < contexts
+        self._slots = torch.where(self._real, table.long(), 0)
+        self._new: dict[int, Entries] = {}
+
+    def entries_of(self, row: int) -> dict[int, Entries]:
+        """Return a row's own entries by layer, the one just written last."""
+        return {
+            layer: (self._extended(row, layer, 0), self._extended(row, layer, 1))
+            for layer in self._new
+        }
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **others: object,
+    ) -> Tensor:
+        """Return ``[rows, heads * dim]``; nothing is written to SGLang's pool."""
+        del forward_batch, save_kv_cache
+        if others:
+            raise NotImplementedError(f"attention with {', '.join(others)}")
+        self._new[layer.layer_id] = (k, v)
+        keys, values = (self._all(layer, part) for part in range(2))
+        heads = layer.tp_q_head_num
+        query = q.view(-1, heads, layer.qk_head_dim).float()
+        groups = heads // keys.shape[2]
+        keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
+        scores = torch.einsum("rhd,rshd->rhs", query, keys) * layer.scaling
+        if layer.logit_cap > 0:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        scores = scores.masked_fill(~self._mask().unsqueeze(1), -torch.inf)
+        out = torch.einsum("rhs,rshd->rhd", scores.softmax(dim=2), values)
+        return out.flatten(1).to(q.dtype)
+
+    def _all(self, layer: Any, part: int) -> Tensor:
+        """Return keys or values ``[rows, entries, heads, dim]``: SGLang's, then their own."""
+        pool = self.token_to_kv_pool
+        buffer = pool.get_value_buffer if part else pool.get_key_buffer
+        before = buffer(layer.layer_id)[self._slots]
+        own = [self._extended(row, layer.layer_id, part) for row in range(len(self._snapshots))]
+        return torch.cat(
+            (before, torch.nn.utils.rnn.pad_sequence(own, batch_first=True)), 1
+        ).float()
+
+    def _extended(self, row: int, layer: int, part: int) -> Tensor:
+        new = self._new[layer][part][row : row + 1]
+        before = self._snapshots[row].entries.get(layer)
+        return new if before is None else torch.cat((before[part], new))
+
+    def _mask(self) -> Tensor:
+        counts = torch.tensor([s.position - s.context + 1 for s in self._snapshots])
+        own = torch.arange(int(counts.max())) < counts.unsqueeze(1)
+        return torch.cat((self._real, own.to(self._real.device)), dim=1)
+
+
+def _heads(snapshots: Sequence[DraftSnapshot]) -> list[HeadSnapshot]:
+    own = [s for s in snapshots if isinstance(s, HeadSnapshot)]
+    if len(own) != len(snapshots):
+        raise TypeError("a snapshot of another drafter")
+    return own

@@ -1,0 +1,132 @@
+"""Who decides about a round's trees: a verifier without state, or one with debts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.backends.sglang.recall import HeadRecall, RoundStart
+from eaglegbv.backends.sglang.requests import RequestBook
+from eaglegbv.debts import recall_slots, settle
+from eaglegbv.errors import ModelNotSupported
+from eaglegbv.request import Request
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.modified_target import StatefulVerifier
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
+
+
+class Referee(ABC):
+    """Judges trees of a batch."""
+
+    @abstractmethod
+    def judge(
+        self,
+        requests: Sequence["Req"],
+        pool_indices: Tensor,
+        tree: DraftTree,
+        target: TargetLaw,
+        start: RoundStart | None,
+        greedy: Sequence[bool],
+    ) -> Verdict:
+        """Judge, and remember what later rounds need.
+
+        Args:
+            requests: SGLang's requests.
+            pool_indices: ``[batch]``, where SGLang keeps their slots.
+            tree: Their trees.
+            target: The target's laws.
+            start: Where the round's drafting began; None for trees of a root alone.
+            greedy: Which requests are greedy: others decide about them, and they owe nothing.
+        """
+
+    @abstractmethod
+    def owing(self, requests: Sequence["Req"]) -> list[int]:
+        """Return the rows of the requests that have debts."""
+
+
+class PlainReferee(Referee):
+    """A verifier whose rounds are lossless by themselves."""
+
+    def __init__(self, verifier: Verifier, book: RequestBook) -> None:
+        self._verifier = verifier
+        self._book = book
+
+    def judge(
+        self,
+        requests: Sequence["Req"],
+        pool_indices: Tensor,
+        tree: DraftTree,
+        target: TargetLaw,
+        start: RoundStart | None,
+        greedy: Sequence[bool],
+    ) -> Verdict:
+        """See :meth:`Referee.judge`."""
+        del pool_indices, start, greedy
+        own = self._book.of(requests)
+        uniforms = VerifyUniforms.draw(
+            [request.stream for request in own],
+            [request.step for request in own],
+            paths=tree.paths,
+            length=tree.length,
+            device=tree.token_ids.device,
+        )
+        return self._verifier.verify(tree, target, uniforms)
+
+    def owing(self, requests: Sequence["Req"]) -> list[int]:
+        """None has any."""
+        del requests
+        return []
+
+
+class DebtReferee(Referee):
+    """A verifier whose rounds leave a modified target to the next."""
+
+    def __init__(
+        self, verifier: StatefulVerifier, book: RequestBook, worker: "SampledDraftWorker"
+    ) -> None:
+        if worker.draft_runner.use_mla_backend:
+            raise ModelNotSupported(
+                "speculative_draft_model_path",
+                worker.server_args.speculative_draft_model_path,
+                f"a head without latent attention, for verifier {verifier.name!r}",
+            )
+        self._verifier = verifier
+        self._book = book
+        self._worker = worker
+
+    def judge(
+        self,
+        requests: Sequence["Req"],
+        pool_indices: Tensor,
+        tree: DraftTree,
+        target: TargetLaw,
+        start: RoundStart | None,
+        greedy: Sequence[bool],
+    ) -> Verdict:
+        """See :meth:`Referee.judge`."""
+        own = self._records(requests)
+        recall = HeadRecall(self._worker, own, pool_indices, start)
+        # Recalled entries lie beside SGLang's pool: these slots are counted, and stand for none.
+        slots = SlotAllocator(1 + len(own) * recall_slots(own[0].plan))
+        settled = settle(self._verifier, own, tree, target, recall, slots)
+        for request, debts, exempt in zip(own, settled.debts, greedy, strict=True):
+            request.debts = () if exempt else debts
+        return settled.verdict
+
+    def owing(self, requests: Sequence["Req"]) -> list[int]:
+        """See :meth:`Referee.owing`."""
+        return [row for row, own in enumerate(self._book.of(requests)) if own.debts]
+
+    def _records(self, requests: Sequence["Req"]) -> list[Request]:
+        own = self._book.of(requests)
+        for record, request in zip(own, requests, strict=True):
+            record.token_ids = list(request.output_ids)
+        return own

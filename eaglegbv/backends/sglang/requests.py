@@ -1,0 +1,78 @@
+"""What we remember about SGLang's requests: random numbers, steps, debts.
+
+A request has one stream and one step counter for all its life, over retraction and whatever batch
+it is in. Every rank of a tensor-parallel group sees the same requests in the same order, so all of
+them draw the same numbers.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.uniforms import Purpose, Stream, request_seed
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class RequestBook:
+    """Our records of the requests alive; those SGLang has dropped are forgotten with them."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        """Open it.
+
+        Args:
+            plan: How all requests speculate.
+            seed: Seed of the requests that name none.
+        """
+        self._plan = plan
+        self._seed = seed
+        self._seen = 0
+        self._records: WeakKeyDictionary[Req, Request] = WeakKeyDictionary()
+
+    def of(self, requests: Sequence["Req"]) -> list[Request]:
+        """Return the records of SGLang's requests."""
+        return [self._of(request) for request in requests]
+
+    def draft_uniforms(self, requests: Sequence["Req"]) -> Tensor:
+        """Return ``[batch, paths, length]`` float64 in [0, 1), of the requests' current steps."""
+        paths, length = self._plan.paths, self._plan.depth
+        numbers = [
+            torch.from_numpy(own.stream.draw(own.step, Purpose.DRAFT, paths * length))
+            for own in self.of(requests)
+        ]
+        return torch.stack(numbers).view(len(requests), paths, length)
+
+    def token_uniforms(self, requests: Sequence["Req"]) -> Tensor:
+        """Return ``[batch]`` float64 in [0, 1): a token's, of the requests' current steps."""
+        numbers = [
+            float(own.stream.draw(own.step, Purpose.CORRECTION, 1)[0]) for own in self.of(requests)
+        ]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def advance(self, requests: Sequence["Req"]) -> None:
+        """Go on to the next step; no number of this one is used again."""
+        for own in self.of(requests):
+            own.step += 1
+
+    def _of(self, request: "Req") -> Request:
+        if request not in self._records:
+            seed = request.sampling_params.sampling_seed
+            if seed is None:
+                seed = request_seed(self._seed, self._seen)
+                self._seen += 1
+            self._records[request] = Request(
+                number=len(self._records),
+                prompt_ids=tuple(request.origin_input_ids),
+                params=SamplingParams(),  # SGLang's are the ones that count
+                plan=self._plan,
+                stream=Stream(seed % 2**64),
+                max_tokens=2**31 - 1,
+            )
+        return self._records[request]

@@ -1,0 +1,67 @@
+"""SGLang's engine under pressure: memory taken away, prompts in parts, requests that leave."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.g_test import g_test, joint_law
+from support.sglang_engine import (
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    SAMPLED,
+    missing_sglang,
+    pair_arguments,
+    plain_greedy_texts,
+    token_ids,
+)
+from support.sglang_engine import sglang_engine as start
+from support.sglang_pair import VOCAB, save_sglang_pair
+
+pytestmark = [
+    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
+]
+
+
+@pytest.mark.parametrize("verifier", ["otbv", "spectr_gbv"])
+def test_retracted_chunked_and_aborted_requests(verifier: str, tmp_path: Path) -> None:
+    """Every few steps requests lose their memory and read all again, prompts come in parts."""
+    pair = save_sglang_pair(tmp_path)
+    plain_greedy = plain_greedy_texts(pair)
+    settings = {
+        "EAGLEGBV_VERIFIER": verifier,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "4",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    own = pair_arguments(pair, "eagle1", 3, 3) | {"chunked_prefill_size": 16}
+    with start(settings, **own) as engine:
+        answers = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert token_ids(answers) == plain_greedy
+        many = [PROMPT, [4] * 30] * 20
+        answers = engine.generate(input_ids=many, sampling_params=SAMPLED)
+        assert [len(ids) for ids in token_ids(answers)] == [24] * 40
+        # Tokens after re-read texts follow the law too, whatever is owed then.
+        law = joint_law(pair.next_laws(1.0, 1.0), PROMPT, 3)
+        texts = token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=SAMPLED))
+        assert g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], law).p_value > 1e-5
+        assert len({tuple(ids) for ids in token_ids(answers)}) > 30
+
+        async def leave_early() -> None:
+            endless = SAMPLED | {"max_new_tokens": 220}
+            streams = [
+                await engine.async_generate(input_ids=PROMPT, sampling_params=endless, stream=True)
+                for _ in range(4)
+            ]
+            for stream in streams:
+                await anext(stream)
+            engine.abort_request(abort_all=True)
+            for stream in streams:
+                async for answer in stream:
+                    last = answer
+                assert last["meta_info"]["finish_reason"]["type"] == "abort"
+
+        engine.loop.run_until_complete(asyncio.wait_for(leave_early(), 600))
+        assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy

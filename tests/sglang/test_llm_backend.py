@@ -1,0 +1,102 @@
+"""The Python API served by SGLang, and what SGLang's own arguments are refused for."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.saved_pair import save_pair
+from support.sglang_engine import (
+    CPU_ARGUMENTS,
+    STAND_IN,
+    cpu_environment,
+    environment,
+    missing_sglang,
+    pair_arguments,
+)
+from support.sglang_pair import save_sglang_pair
+
+pytestmark = [
+    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
+]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(STAND_IN), *sys.path])
+
+
+def test_llm_serves_through_sglang(tmp_path: Path) -> None:
+    """Text: the Python API, a head in another format, grammars, stop strings, streams."""
+    from eaglegbv import LLM, InvalidArgument, SamplingParams
+
+    target, head = save_pair(tmp_path)
+    with environment(cpu_environment()):
+        cpu = {k: v for k, v in CPU_ARGUMENTS.items() if k not in ("dtype", "device")}
+        llm = LLM(target, head, backend="sglang", paths=2, depth=3, device="cpu", **cpu)
+    try:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
+        one = llm.generate("hello", params)
+        assert len(one.token_ids) == 20
+        assert one.metrics.committed_tokens == 19
+        assert one.metrics.target_forwards >= 19 / 4
+        assert one.metrics.block_efficiency == pytest.approx(
+            one.metrics.acceptance_length + 1, abs=0.5
+        )
+        pieces = list(llm.stream("hello", params))
+        assert "".join(piece.text for piece in pieces) == one.text
+        assert [t for piece in pieces for t in piece.token_ids] == one.token_ids
+        chat = [{"role": "user", "content": "hi"}]
+        many = llm.generate(["a", chat, "", [1, 2, 3]], params, progress=True)
+        assert [c.finish_reason for c in many] == ["length", "length", "error", "length"]
+        stop = one.text[5]
+        cut = llm.generate(
+            "hello", SamplingParams(max_tokens=20, seed=4, ignore_eos=True, stop=(stop,))
+        )
+        assert cut.text == one.text[: one.text.index(stop)]
+        assert cut.finish_reason == "stop"
+        with pytest.raises(InvalidArgument, match="plan"):
+            llm.generate("hello", plan=llm.plan.__class__(paths=1))
+        _check_grammar(llm._sglang)
+    finally:
+        llm.shutdown()
+
+
+def _check_grammar(engine: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    params = {"temperature": 1.0, "max_new_tokens": 80, "json_schema": json.dumps(schema)}
+    answers = engine.generate(prompt=["say"] * 6, sampling_params=params)
+    whole = [a["text"] for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert whole
+    assert all(set(json.loads(text)) == {"n", "ok"} for text in whole)
+
+
+def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
+    """Through SGLang's own arguments: its start ends with our message."""
+    pair = save_sglang_pair(tmp_path)
+    import sglang.srt.server_args as sglang_arguments
+    from sglang.srt.plugins import load_plugins
+
+    from eaglegbv.errors import EagleGBVError
+
+    load_plugins()
+    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
+    refused = {
+        "speculative_eagle_topk": 99,
+        "speculative_num_draft_tokens": 7,
+        "enable_custom_logit_processor": True,
+        "page_size": 16,
+        "speculative_algorithm": "EAGLEGBV3",
+    }
+    for name, value in refused.items():
+        with environment(cpu_environment()), pytest.raises(EagleGBVError) as caught:
+            sglang_arguments.ServerArgs(**(own | {name: value})).resolve_once()
+        assert name.replace("_", "-") in str(caught.value).replace("_", "-")
