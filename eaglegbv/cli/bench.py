@@ -12,15 +12,12 @@ from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
     Device,
     Drafter,
-    DraftTemperature,
     DraftWidth,
     Dtype,
-    LawName,
     Model,
-    base_plan,
     integers,
+    laws,
     load_llm,
-    max_paths,
     names,
     numbers,
 )
@@ -68,9 +65,14 @@ def mt_bench(
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
-    law: LawName = None,
+    law: Annotated[
+        str,
+        typer.Option(help="Draft laws: own (of each verifier), iid, wor, greedy, hub, fixed."),
+    ] = "own",
     draft_width: DraftWidth = 256,
-    draft_temperature: DraftTemperature = 1.0,
+    draft_temperature: Annotated[
+        str, typer.Option(help="Draft temperatures as multiples of the request's; lossless.")
+    ] = "1.0",
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message of every question.")] = None,
     seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
@@ -98,7 +100,7 @@ def mt_bench(
     """
     import msgspec
 
-    from eaglegbv.config import EngineConfig
+    from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.eval.audit_picture import check_matplotlib
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.plots import draw_all
@@ -112,6 +114,15 @@ def mt_bench(
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
+    wanted = grid(
+        names("verifiers", verifiers),
+        integers("paths", paths),
+        integers("depth", depth),
+        numbers("temperature", temperature),
+        base=Plan(draft_width=draft_width),
+        laws=laws(law),
+        draft_temperatures=numbers("draft-temperature", draft_temperature),
+    )
     settings = RunSettings(
         suite=chosen.suite,
         origin=chosen.origin,
@@ -119,19 +130,14 @@ def mt_bench(
         model=model or "tiny",
         drafter=drafter or "eagle3" if model is None else drafter,
         system=system,
-        settings=grid(
-            names("verifiers", verifiers),
-            integers("paths", paths),
-            integers("depth", depth),
-            numbers("temperature", temperature),
-            base=base_plan(law, draft_width, draft_temperature),
-            max_paths=max_paths,
-        ),
+        settings=wanted.settings,
         max_tokens=max_tokens,
         seed=seed,
         repeats=repeats,
         questions_sha256=chosen.sha256,
     )
+    if wanted.left_out:
+        typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     out = out or Path("runs") / chosen.suite
     plans = [setting.plan for setting in settings.settings]
     widest = next((plan for plan in plans if plan.speculative), plans[0])

@@ -6,7 +6,7 @@ import typer
 
 from eaglegbv.cli.generate import messages, print_answer
 from eaglegbv.cli.measuring import progress, report_errors
-from eaglegbv.cli.options import load_llm, max_paths
+from eaglegbv.cli.options import load_llm
 
 VERIFIERS = ("none", "token", "block", "gbv", "otbv")
 
@@ -38,7 +38,7 @@ def demo(
         model="tiny",
         drafter="eagle3",
         system=None,
-        settings=grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan, max_paths=max_paths),
+        settings=grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan).settings,
         max_tokens=max_tokens,
         seed=seed,
         repeats=1,

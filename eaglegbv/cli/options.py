@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eaglegbv.auto_plan import Planning
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.llm import LLM
+    from eaglegbv.tree import Law
 
 Model = Annotated[
     str | None,
@@ -53,6 +54,18 @@ def max_paths(verifier: str) -> int | None:
     from eaglegbv.verifiers.registry import make_any_verifier
 
     return make_any_verifier(verifier).max_paths
+
+
+def laws(text: str) -> "list[Law | None]":
+    """Return the draft laws of a comma-separated list; ``own`` is each verifier's own."""
+    from eaglegbv.tree import Law
+
+    found: list[Law | None] = []
+    for name in names("law", text):
+        if name != "own" and name not in set(Law):
+            raise InvalidArgument("law", name, f"one of {sorted(Law)}, or own")
+        found.append(None if name == "own" else Law(name))
+    return found
 
 
 def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "Plan":

@@ -1,12 +1,29 @@
-"""The settings a benchmark compares, from lists of verifiers, paths, depths and temperatures."""
+"""The settings a benchmark compares, from lists of what varies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import msgspec
 
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.errors import LawMismatch
 from eaglegbv.eval.records import Setting
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.registry import make_any_verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Settings to compare.
+
+    Attributes:
+        settings: Every combination that is lossless, once.
+        left_out: Names of those that are not, or that a law has too few paths for.
+    """
+
+    settings: tuple[Setting, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def grid(
@@ -16,31 +33,71 @@ def grid(
     temperatures: Sequence[float],
     *,
     base: Plan,
-    max_paths: Callable[[str], int | None],
-) -> tuple[Setting, ...]:
+    laws: Sequence[Law | None] = (),
+    draft_temperatures: Sequence[float] = (),
+) -> Grid:
     """Return every combination once, in the order of the lists.
 
-    ``"none"`` has neither paths nor depth and stands once a temperature. A verifier that takes
+    ``"none"`` has neither paths, depth nor law and stands once a temperature. A verifier that takes
     fewer paths than asked for runs with as many as it takes, which its setting's name says.
+    Combinations of a verifier and a law it is not lossless for are left out, and named.
 
     Args:
         verifiers: Names of verifiers, ``"none"`` among them for plain decoding.
         paths: Numbers of paths.
         depths: Lengths of a path.
         temperatures: Sampling temperatures.
-        base: Draft law, width and temperature of every plan.
-        max_paths: Most paths a verifier takes; None for any number.
+        base: All else of every plan.
+        laws: Draft laws, None for each verifier's own; by default that of ``base``.
+        draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
 
     Raises:
-        InvalidArgument: A value is out of range, or a verifier is unknown to ``max_paths``.
+        InvalidArgument: A value is out of range, or there is no such verifier.
+        LawMismatch: A verifier takes none of the laws.
     """
-    settings: dict[Setting, None] = {}
-    for temperature, verifier, k, depth in product(temperatures, verifiers, paths, depths):
+    lists = (
+        temperatures,
+        verifiers,
+        laws or (base.law,),
+        draft_temperatures or (base.draft_temperature,),
+        paths,
+        depths,
+    )
+    kept: dict[Setting, None] = {}
+    left_out: dict[Setting, LawMismatch] = {}
+    for temperature, verifier, law, hotter, k, depth in product(*lists):
         if verifier == "none":
-            plan = PLAIN
-        else:
-            most = max_paths(verifier)
-            fitting = k if most is None else min(k, most)
-            plan = msgspec.structs.replace(base, verifier=verifier, paths=fitting, depth=depth)
-        settings[Setting(plan=plan, temperature=temperature)] = None
-    return tuple(settings)
+            kept[Setting(plan=PLAIN, temperature=temperature)] = None
+            continue
+        plan = msgspec.structs.replace(
+            base,
+            verifier=verifier,
+            paths=_fitting(verifier, k),
+            depth=depth,
+            law=law,
+            draft_temperature=hotter,
+        )
+        setting = Setting(plan=plan, temperature=temperature)
+        try:
+            _check_law(plan)
+            kept[setting] = None
+        except LawMismatch as error:
+            left_out[setting] = error
+    running = {setting.plan.verifier for setting in kept}
+    for setting, mismatch in left_out.items():
+        if setting.plan.verifier not in running:
+            raise mismatch
+    return Grid(tuple(kept), tuple(setting.name for setting in left_out))
+
+
+def _fitting(verifier: str, paths: int) -> int:
+    most = make_any_verifier(verifier).max_paths
+    return paths if most is None else min(paths, most)
+
+
+def _check_law(plan: Plan) -> None:
+    if plan.law is None:
+        return
+    make_any_verifier(plan.verifier).check_law(plan.law, plan.paths)
+    if plan.paths < plan.law.min_paths:
+        raise LawMismatch("paths", plan.paths, f"at least {plan.law.min_paths} for law {plan.law}")

@@ -88,6 +88,9 @@ def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
         (["--depth", "0"], "depth=0"),
         (["--temperature", "hot"], "temperature='hot'"),
         (["--temperature", "-1"], "temperature=-1"),
+        (["--law", "own,nope"], "law='nope'"),
+        (["--law", "fixed", "--verifiers", "block"], "law='fixed'"),
+        (["--draft-temperature", "hot"], "draft-temperature='hot'"),
         (["--repeats", "0"], "repeats=0"),
         (["--max-tokens", "0"], "max_tokens=0"),
         (["--seed", "-1"], "seed=-1"),
@@ -220,3 +223,18 @@ def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -
     assert result.status == 2
     assert "tokenizer has a chat template" in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
+    lists = ["--verifiers", "none,block,otbv", "--paths", "1,2", "--depth", "1"]
+    lists += ["--temperature", "0.5,1", "--law", "iid,fixed", "--draft-temperature", "2"]
+    short = ["--questions-set", "builtin", "--questions", "1", "--repeats", "1"]
+    result = bench(cli, pair, *short, "--max-tokens", "3", *lists, "--out", str(tmp_path))
+    assert result.status == 0, result.err
+    assert "left out, not lossless: block K1 L1 fixed D2 T0.5" in result.err
+    content = json.loads((tmp_path / "results.json").read_bytes())
+    settings = [s["setting"] for s in content["summary"]]
+    # At each temperature: none, block with one path of one law, otbv with one and two of both.
+    assert len(settings) == len(set(settings)) == 2 * (1 + 1 + 2 * 2)
+    assert "otbv K2 L1 fixed D2 T0.5" in settings
+    assert all(s["errors"] == 0 and s["speedup"] is not None for s in content["summary"])

@@ -1,16 +1,14 @@
 import pytest
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, LawMismatch
 from eaglegbv.eval.grid import grid
 from eaglegbv.eval.records import Setting
 from eaglegbv.tree import Law
 
-MOST = {"token": 1, "block": 1}
 
-
-def names(*args: object, base: Plan | None = None) -> list[str]:
-    settings = grid(*args, base=base or Plan(), max_paths=MOST.get)
+def names(*args: object, base: Plan | None = None, **more: object) -> list[str]:
+    settings = grid(*args, base=base or Plan(), **more).settings
     return [setting.name for setting in settings]
 
 
@@ -58,3 +56,58 @@ def test_settings_with_other_plans_have_other_names() -> None:
     ]
     found = {Setting(plan=p, temperature=t).name for p in plans for t in (0.0, 1.0)}
     assert len(found) == 2 * len(plans)
+
+
+def test_laws_and_draft_temperatures_are_crossed_with_the_rest() -> None:
+    found = names(
+        ["none", "otbv"],
+        [2],
+        [3],
+        [1.0],
+        laws=[None, Law.IID, Law.FIXED],
+        draft_temperatures=[1.0, 2.0],
+    )
+    assert found == [
+        "none",
+        "otbv K2 L3",
+        "otbv K2 L3 D2",
+        "otbv K2 L3 iid",
+        "otbv K2 L3 iid D2",
+        "otbv K2 L3 fixed",
+        "otbv K2 L3 fixed D2",
+    ]
+
+
+def test_what_is_not_lossless_is_left_out_and_named() -> None:
+    found = grid(
+        ["block", "otbv", "spechub"],
+        [1, 2],
+        [3],
+        [1.0],
+        base=Plan(),
+        laws=[Law.IID, Law.FIXED, Law.HUB],
+    )
+    assert [s.name for s in found.settings] == [
+        "block K1 L3 iid",
+        "otbv K1 L3 iid",
+        "otbv K2 L3 iid",
+        "otbv K1 L3 fixed",
+        "otbv K2 L3 fixed",
+        "spechub K2 L3 hub",
+    ]
+    assert set(found.left_out) == {
+        "block K1 L3 fixed",
+        "block K1 L3 hub",
+        "otbv K1 L3 hub",
+        "otbv K2 L3 hub",
+        "spechub K1 L3 iid",
+        "spechub K2 L3 iid",
+        "spechub K1 L3 fixed",
+        "spechub K2 L3 fixed",
+        "spechub K1 L3 hub",
+    }
+
+
+def test_a_verifier_without_any_of_the_laws_is_refused() -> None:
+    with pytest.raises(LawMismatch, match="for verifier 'block'"):
+        names(["otbv", "block"], [2], [3], [1.0], laws=[Law.FIXED])
