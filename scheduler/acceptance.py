@@ -37,6 +37,9 @@ _FIRST_CHANCE = 0.55
 _FIRST_TRIALS, _NEXT_TRIALS, _CELL_TRIALS = 4.0, 8.0, 12.0
 """Weights, in trials, of the priors: of a_1, of a_d from a_(d-1), of a cell from a_d."""
 
+_HINT_TRIALS = 10.0
+"""Most trials of a cell that count for another kind of requests."""
+
 _INDEPENDENCE, _STAYING = 0.75, 0.45
 """Of K drafts K^0.75 count as independent; of those beyond the first, 0.45 stay at each depth."""
 
@@ -78,6 +81,11 @@ class Acceptance:
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     _hazards: Array | None = None
     _stale: bool = False
+
+    def hint(self) -> "Acceptance":
+        """Return what these chances suggest about requests of another kind: soon outweighed."""
+        weight = np.minimum(1.0, _HINT_TRIALS / np.maximum(self.trials, 1.0))
+        return Acceptance(self.trials * weight, self.successes * weight)
 
     def observe(self, evidence: Evidence, *, paths: int, offered: int, accepted: int) -> None:
         """Learn from a decided step of one request.

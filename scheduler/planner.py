@@ -237,7 +237,14 @@ class Planner:
         return self._chances(kind_of(request.params.temperature), plan.draft_temperature)
 
     def _chances(self, kind: int, draft_temperature: float) -> Acceptance:
-        return self._acceptance.setdefault((kind, draft_temperature), Acceptance())
+        key = kind, draft_temperature
+        if key not in self._acceptance:
+            # Greedy requests draft other trees than sampled ones.
+            like = [k for k in self._acceptance if (k[0] == 0) == (kind == 0)]
+            nearest = min(like, key=lambda k: _distance(k, key), default=None)
+            known = None if nearest is None else self._acceptance[nearest]
+            self._acceptance[key] = Acceptance() if known is None else known.hint()
+        return self._acceptance[key]
 
     def _note(self, book: _Book, choice: Choice, members: list[Request], *, batch: int) -> None:
         """Remember what is about to run."""
@@ -337,6 +344,11 @@ def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
     middle = plan(len(paths) // 2, len(depths) // 2)
     small, deep = plan(0, len(depths) // 4), plan(len(paths) // 4, len(depths) - 2)
     return (middle, small, deep, middle, small, PLAIN, PLAIN, PLAIN)
+
+
+def _distance(a: tuple[int, float], b: tuple[int, float]) -> float:
+    """Return how different two kinds of requests are, at their draft temperatures."""
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
 def _cell(plan: Plan, size: int) -> Cell:

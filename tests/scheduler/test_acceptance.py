@@ -93,3 +93,13 @@ def test_temperatures_fall_into_kinds() -> None:
     assert [kind_of(t) for t in (0.0, 0.1, 0.49, 0.5, 1.0, 1.4, 2.0, 50.0)] == [
         0, 1, 1, 2, 3, 3, 5, 5
     ]  # fmt: skip
+
+
+def test_another_kind_starts_from_a_hint_that_few_trials_outweigh() -> None:
+    acceptance = Acceptance()
+    feed(acceptance, Evidence(), [0.1], paths=2, steps=400)
+    other = acceptance.hint()
+    assert other.hazards[1, 0] < Acceptance().hazards[1, 0] - 0.1
+    feed(other, Evidence(), [0.9], paths=2, steps=60)
+    assert other.hazards[1, 0] > 0.6
+    assert acceptance.hazards[1, 0] < 0.2
