@@ -134,8 +134,8 @@ def eagle(
     validate: Annotated[
         int,
         typer.Option(
-            help="Held-out prompts that every evaluation measures acceptance on, by the engine and "
-            "verifier otbv; 0: none."
+            help="Held-out prompts that every evaluation measures acceptance on, by the engine, "
+            "with verifier otbv and a second copy of the target; 0: none."
         ),
     ] = 16,
     validate_tokens: Annotated[int, typer.Option(help="Tokens of their answers at most.")] = 64,
