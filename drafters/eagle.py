@@ -16,7 +16,7 @@ same positions are run again on true features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -43,14 +43,14 @@ class EagleState(DraftState):
 
     Attributes:
         context: Positions run on true features so far.
-        pending: ``[tokens, feature_size]``, true features of the positions that follow, not run
-            yet; None where there are none.
+        pending: ``[tokens, feature_size]`` each: true features of the positions that follow, not
+            run yet, as they came. While a request decodes plainly they are many.
         hidden: ``[hidden]``, the head's output at the last true position; the root's children are
             drawn from its logits.
     """
 
     context: int = 0
-    pending: Tensor | None = None
+    pending: list[Tensor] = field(default_factory=list)
     hidden: Tensor | None = None
 
 
@@ -93,9 +93,7 @@ class EagleDrafter(RecallingDrafter):
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""
-        state = self._state(request)
-        waiting = state.pending
-        state.pending = features if waiting is None else torch.cat((waiting, features))
+        self._state(request).pending.append(features)
 
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
@@ -108,16 +106,16 @@ class EagleDrafter(RecallingDrafter):
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Run the pending true features of ``requests`` through the head, in one forward."""
-        behind = [(r, s) for r in requests if (s := self._state(r)).pending is not None]
+        behind = [(r, s) for r in requests if (s := self._state(r)).pending]
         if not behind:
             return
         segments = [self._true_segment(request, state) for request, state in behind]
-        features = torch.cat([s.pending for _, s in behind if s.pending is not None])
+        features = torch.cat([part for _, state in behind for part in state.pending])
         hidden = self._run(segments, self.head.fuse(features))
         ends = np.cumsum([len(segment.token_ids) for segment in segments]) - 1
         for (request, state), end in zip(behind, ends.tolist(), strict=True):
             state.context = request.context
-            state.pending = None
+            state.pending = []
             state.hidden = hidden[end]
 
     @torch.inference_mode()
