@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, demo, export, generate, inspect, serve
+from eaglegbv.cli import audit, bench, demo, export, generate, inspect, serve, view
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
@@ -22,6 +22,7 @@ app.command()(generate.generate)
 app.command()(demo.demo)
 app.command()(inspect.inspect)
 app.command()(export.export)
+app.command()(view.view)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )

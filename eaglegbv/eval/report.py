@@ -55,7 +55,7 @@ def markdown(results: Results, summaries: Sequence[Summary]) -> str:
     """Return the report of a run: what was run, where, and what came out."""
     sections = [
         f"# {results.settings.suite}",
-        _facts(results),
+        "\n".join(f"- {name}: {fact}" for name, fact in facts(results).items()),
         _markdown_table(table(summaries)),
         "## What the figures mean",
         _DEFINITIONS,
@@ -86,10 +86,11 @@ _DEFINITIONS = "\n".join(
 )
 
 
-def _facts(results: Results) -> str:
+def facts(results: Results) -> dict[str, str]:
+    """Return what was run and where, by heading."""
     settings, where = results.settings, results.environment
     versions = ", ".join(f"{package} {version}" for package, version in where.versions.items())
-    facts = {
+    return {
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
         "Drafter": settings.drafter or "none",
@@ -102,7 +103,6 @@ def _facts(results: Results) -> str:
         "Versions": versions,
         "Started": where.started,
     }
-    return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
 
 
 def _template(template: str | None) -> str:

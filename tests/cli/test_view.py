@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+from support.runs import ENVIRONMENT, OTBV, record, run_settings
+
+from eaglegbv.eval.store import RunFolder
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = RunFolder(tmp_path / "run", run_settings(), ENVIRONMENT)
+    folder.add(record(OTBV, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
+    return folder.path
+
+
+def test_writes_a_page_where_it_is_told_or_beside(cli, run_folder: Path, tmp_path: Path) -> None:
+    assert cli("view", str(run_folder)).status == 0
+    text = (run_folder / "view.html").read_text(encoding="utf-8")
+    assert "otbv K2 L3" in text
+    out = tmp_path / "page.html"
+    result = cli("view", str(run_folder), "--out", str(out))
+    assert f"wrote {out}" in result.err
+    assert out.read_text(encoding="utf-8") == text
+
+
+def test_a_trace_of_generate_is_shown(cli, pair, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    made = cli("generate", *pair, "--prompt", "hello", "--max-tokens", "4", "--trace", str(trace))
+    assert made.status == 0, made.err
+    assert cli("view", str(trace)).status == 0
+    assert '"kind": "trace"' in (tmp_path / "trace.html").read_text(encoding="utf-8")
+
+
+def test_errors_are_one_line(cli, run_folder: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        ([str(tmp_path / "nowhere")], "path="),
+        ([str(run_folder), "--out", str(tmp_path / "no" / "page.html")], "out="),
+    ):
+        result = cli("view", *arguments)
+        assert result.status == 2
+        assert message in result.err
+        assert result.err.count("\n") == 1
