@@ -1,0 +1,55 @@
+"""``bench batch`` and ``bench step`` on tiny models: tables, files, and clear errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1")
+SMALL = ("--hidden", "32", "--layers", "4", "--heads", "2", "--kv-heads", "1")
+SIZES = (*SMALL, "--intermediate", "48", "--vocab", "64", "--draft-vocab", "32")
+
+
+def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
+    out = tmp_path / "batch.json"
+    ways = ("--ways", "auto,2x2,none,transformers,lookup:2", "--batches", "1,2")
+    result = cli("bench", "batch", *pair, *QUICK, *ways, "--explain", "--out", str(out))
+    assert result.status == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].split()[-4:] == ["batch", "1", "batch", "2"]
+    rows = {line.split("tokens, ")[1].split()[0]: line for line in lines if "tokens, " in line}
+    assert set(rows) == {"auto", "2x2", "none", "transformers", "lookup:2"}
+    assert "(1.00)" in rows["none"]
+    # Assisted generation takes one prompt at a time.
+    assert rows["lookup:2"].split()[-1] == "-"
+    assert any(line.startswith("plans: ") for line in lines)
+    assert any(line.startswith("reasons: ") for line in lines)
+    timings = json.loads(out.read_text())["timings"]
+    assert len(timings) == 5 + 4
+    assert all(timing["tokens"] == 6 * timing["batch"] for timing in timings)
+
+
+@pytest.mark.parametrize("way", ["fast", "3x", "lookup", "exit:3", "0x2"])
+def test_a_way_that_is_none_is_named(cli, pair, way: str) -> None:
+    result = cli("bench", "batch", *pair, *QUICK, "--ways", way)
+    assert result.status == 2
+    assert ("paths=0" if way == "0x2" else f"ways='{way}'") in result.err
+
+
+def test_phases_of_a_step(cli, tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    options = ("--paths", "2", "--depth", "2", "--context", "8", "--steps", "2", "--batch", "2")
+    result = cli("bench", "step", *SIZES, *options, "--out", str(out))
+    assert result.status == 0, result.err
+    names = [line.split()[0] for line in result.out.splitlines()]
+    assert names[:6] == ["phase", "draft", "forward", "verify", "commit", "step"]
+    assert "operations a step" in result.out
+    facts = json.loads(out.read_text())
+    assert facts["shape"]["hidden"] == 32
+    assert facts["report"]["operations"] > 0
+
+
+def test_an_unknown_shape_is_named(cli) -> None:
+    result = cli("bench", "step", "--shape", "huge")
+    assert result.status == 2
+    assert "shape='huge'" in result.err
