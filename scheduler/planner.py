@@ -8,7 +8,7 @@ plainly, it takes the choice with the most expected tokens a second:
     rate = (requests + sum over those that draft of expected accepted tokens) / expected seconds
 
 Where drafting does not pay (a large batch, a poor drafter) nobody drafts. What is known is checked
-now and then by a probe, of another plan or of plain decoding, on a budget of 1% of the time.
+now and then by a probe, of another plan or of plain decoding, on a budget of 0.6% of the time.
 
 Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
 committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;
@@ -41,7 +41,7 @@ _HOPELESS = 0.7
 _BETTER = 1.02
 """How much better another choice must look to replace the present one."""
 
-_BUDGET = 0.01
+_BUDGET = 0.006
 """Share of the time that probes may lose."""
 
 _PROBE_EVERY = 24
