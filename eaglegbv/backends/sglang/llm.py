@@ -129,14 +129,14 @@ class SGLangLLM(LLM):
         """Answer one prompt piece by piece; see :meth:`LLM.stream`."""
         self._check_plan(plan)
         _check_priority(priority)
-        prompt_ids, answer = self.encode(prompt), {"text": "", "output_ids": []}
+        prompt_ids, answer, text, tokens = self.encode(prompt), {}, "", 0
         params = to_sglang(sampling_params or SamplingParams())
         pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
         for whole in pieces:
-            text = whole["text"][len(answer["text"]) :]
-            token_ids = whole["output_ids"][len(answer["output_ids"]) :]
-            answer = whole
-            yield Delta(text=text, token_ids=token_ids)
+            # SGLang goes on appending to the list it has handed out.
+            new = Delta(text=whole["text"][len(text) :], token_ids=whole["output_ids"][tokens:])
+            answer, text, tokens = whole, whole["text"], tokens + len(new.token_ids)
+            yield new
         yield Delta(text="", token_ids=[], completion=self._completion(prompt_ids, answer))
 
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
