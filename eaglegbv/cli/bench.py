@@ -21,6 +21,7 @@ from eaglegbv.cli.options import (
     names,
     numbers,
 )
+from eaglegbv.cli.paper import paper
 from eaglegbv.cli.plot import plot
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
@@ -36,6 +37,7 @@ app.command()(batch)
 app.command()(step)
 app.command()(compare)
 app.command()(plot)
+app.command()(paper)
 
 
 @app.callback()

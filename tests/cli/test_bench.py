@@ -238,3 +238,16 @@ def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
     assert len(settings) == len(set(settings)) == 2 * (1 + 1 + 2 * 2)
     assert "otbv K2 L1 fixed D2 T0.5" in settings
     assert all(s["errors"] == 0 and s["speedup"] is not None for s in content["summary"])
+
+
+def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path: Path) -> None:
+    short = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "4"]
+    result = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
+    assert result.status == 0, result.err
+    assert "Block verification" in result.out
+    assert "block K1 L8 at least token K1 L8" in result.out
+    assert "of 5 directions: " in result.out
+    assert len(read_results(tmp_path / "results.json").records) == 2 * 2 * 3
+    unknown = cli("bench", "paper", "nope", *pair)
+    assert unknown.status == 2
+    assert "name='nope': expected one of bv, gbv-paths, gbv-temperatures" in unknown.err
