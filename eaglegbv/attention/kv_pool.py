@@ -24,7 +24,8 @@ class SlotAllocator:
     slice of the pool instead of gathering them.
 
     A free slot may be *kept*: it is handed out only after all blank ones, and whoever keeps it may
-    take it back until then, with what it holds.
+    take it back until then, with what it holds. Blank slots between kept ones (nooks) come after
+    those behind them: one of them among its slots would cost a request its density.
 
         blank --allocate--> taken --release--> blank
                               |  ^
@@ -46,7 +47,10 @@ class SlotAllocator:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self._blank = list(range(num_slots))  # a heap: sorted lists are heaps
+        # Two heaps (a sorted list is one): blank slots from the floor on, and those below it.
+        self._blank = list(range(num_slots))
+        self._nooks: list[int] = []
+        self._floor = 0
         self._num_kept = 0
         self._state = bytearray(num_slots)
         self._keepers: list[Callable[[int], None]] = []
@@ -54,7 +58,7 @@ class SlotAllocator:
     @property
     def num_free(self) -> int:
         """Number of free slots, blank or kept."""
-        return len(self._blank) + self._num_kept
+        return self._num_blank + self._num_kept
 
     @property
     def num_kept(self) -> int:
@@ -80,9 +84,10 @@ class SlotAllocator:
         if count > self.num_free:
             raise OutOfSlots(count, self.num_free, self.num_slots)
         for blank in self._keepers:
-            if count > len(self._blank):
-                blank(count - len(self._blank))
-        slots = [heapq.heappop(self._blank) for _ in range(count)]
+            if count > self._num_blank:
+                blank(count - self._num_blank)
+        slots = [heapq.heappop(self._blank or self._nooks) for _ in range(count)]
+        slots.sort()
         for slot in slots:
             self._state[slot] = _TAKEN
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
@@ -96,7 +101,7 @@ class SlotAllocator:
         """
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _BLANK, "slots that are taken, each released once")
-            heapq.heappush(self._blank, slot)
+            self._push(slot)
 
     def keep(self, slots: Tensor) -> None:
         """Give ``slots`` back, to be handed out last.
@@ -107,6 +112,9 @@ class SlotAllocator:
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _KEPT, "slots that are taken")
             self._num_kept += 1
+            self._floor = max(self._floor, slot + 1)
+        while self._blank and self._blank[0] < self._floor:
+            heapq.heappush(self._nooks, heapq.heappop(self._blank))
 
     def take_back(self, slots: Tensor) -> None:
         """Take kept slots again, with what they hold.
@@ -127,7 +135,9 @@ class SlotAllocator:
         for slot in slots.tolist():
             self._change(slot, _KEPT, _BLANK, "slots that are kept")
             self._num_kept -= 1
-            heapq.heappush(self._blank, slot)
+            self._push(slot)
+        if self._num_kept == 0:
+            self._blank, self._nooks, self._floor = sorted(self._blank + self._nooks), [], 0
 
     def check(self, owned: Iterable[Tensor]) -> None:
         """Check that ``owned``, all owners' slots, and the free slots are every slot exactly once.
@@ -149,10 +159,18 @@ class SlotAllocator:
             leaked = [s for s in range(self.num_slots) if taken[s] and not owners[s]]
             raise InvalidArgument("owned", leaked[:16], "an owner of every taken slot (leak)")
         blank = [slot for slot in range(self.num_slots) if self._state[slot] == _BLANK]
-        if sorted(self._blank) != blank:
-            raise InvalidArgument("blank", len(self._blank), "every blank slot, once")
+        if sorted(self._blank + self._nooks) != blank:
+            raise InvalidArgument("blank", self._num_blank, "every blank slot, once")
         if self._state.count(_KEPT) != self._num_kept:
             raise InvalidArgument("num_kept", self._num_kept, str(self._state.count(_KEPT)))
+
+    @property
+    def _num_blank(self) -> int:
+        return len(self._blank) + len(self._nooks)
+
+    def _push(self, slot: int) -> None:
+        """Add a slot to the blank ones."""
+        heapq.heappush(self._nooks if slot < self._floor else self._blank, slot)
 
     def _change(self, slot: int, before: int, after: int, expected: str) -> None:
         if not 0 <= slot < self.num_slots or self._state[slot] != before:

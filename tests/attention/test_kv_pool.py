@@ -127,6 +127,23 @@ def test_kept_slots_are_handed_out_last() -> None:
     assert (allocator.num_free, allocator.num_kept) == (3, 0)
 
 
+def test_blank_slots_between_kept_ones_are_handed_out_after_those_behind() -> None:
+    allocator = SlotAllocator(10)
+    slots = allocator.allocate(6)
+    allocator.release(slots[[1, 5]])
+    allocator.keep(slots[[0, 3]])
+    # 1 lies before kept slot 3; 2 and 4 are taken still.
+    assert allocator.allocate(3).tolist() == [5, 6, 7]
+    allocator.release(slots[[2, 4]])
+    assert allocator.allocate(3).tolist() == [4, 8, 9]
+    assert allocator.allocate(2).tolist() == [1, 2]
+    assert allocator.num_free == allocator.num_kept == 2
+    # With nothing kept, the lowest come first again.
+    allocator.blank(slots[[0, 3]])
+    allocator.release(torch.tensor([9]))
+    assert allocator.allocate(2).tolist() == [0, 3]
+
+
 @pytest.mark.parametrize("change", ["keep", "take_back", "blank"])
 def test_slots_change_only_from_the_state_they_are_in(change: str) -> None:
     allocator = SlotAllocator(8)
