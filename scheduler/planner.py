@@ -39,7 +39,10 @@ _HOPELESS = 0.7
 """A plan that looks this bad beside plain decoding is not tried at a new batch size."""
 
 _BETTER = 1.02
-"""How much better another choice must look to replace the present one."""
+"""How much better another plan must look to replace the present one, and than plain decoding."""
+
+_BEGIN = 1.05
+"""How much better drafting must look to begin: a drafter left behind has to catch up first."""
 
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
@@ -298,10 +301,12 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     ]
     if unknown:
         return outlook.everybody(unknown[0], PlanReason.LEARNING)
-    best = max(drafting, plain, key=lambda choice: choice.rate)
-    if book.present is PLAIN or book.present in outlook.options.plans:
+    pays = _BEGIN
+    if book.present in outlook.options.plans:
+        pays = _BETTER
         stay = outlook.by(book.present, PlanReason.BEST)
-        best = best if best.rate > _BETTER * stay.rate else stay
+        drafting = drafting if drafting.rate > _BETTER * stay.rate else stay
+    best = drafting if drafting.rate > pays * plain.rate else plain
     return _probe(book, outlook, best) or best
 
 
