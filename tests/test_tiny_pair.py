@@ -71,8 +71,8 @@ def test_drafting_pays_in_forwards(llm: LLM) -> None:
     answers = llm.generate(chats()[:12], params, plan=Plan())
     committed = sum(answer.metrics.committed_tokens for answer in answers)
     forwards = sum(answer.metrics.target_forwards for answer in answers)
-    # Measured at about 1.9; a head loaded wrongly stays near 1.
-    assert committed / forwards > 1.5
+    # Measured at 2.2 to 2.6; a head loaded wrongly stays near 1.
+    assert committed / forwards > 1.7
 
 
 @pytest.mark.parametrize("drafter", TINY_DRAFTERS)
