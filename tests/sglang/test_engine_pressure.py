@@ -57,7 +57,7 @@ def test_retracted_chunked_and_aborted_requests(verifier: str, tmp_path: Path) -
             ]
             for stream in streams:
                 await anext(stream)
-            engine.abort_request(abort_all=True)
+            engine.tokenizer_manager.abort_request(abort_all=True)
             for stream in streams:
                 async for answer in stream:
                     last = answer
