@@ -205,9 +205,7 @@ def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
     )
 
 
-def _owed(
-    requests: Sequence[Request], layers: Layers, drafter: Recaller
-) -> list[tuple[Debt, ...]]:
+def _owed(requests: Sequence[Request], layers: Layers, drafter: Recaller) -> list[tuple[Debt, ...]]:
     """Return what each request owes by ``layers``, whose last column is the step just done."""
     owed = []
     numbers = zip(
