@@ -179,9 +179,10 @@ def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
 
 
 def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
-    engine.add(PROMPT, SamplingParams(max_tokens=40, seed=1), AUTO)
+    # Long enough to be running still, however many tokens a step commits.
+    engine.add(PROMPT, SamplingParams(max_tokens=100, seed=1, ignore_eos=True), AUTO)
     assert engine.explain_plans() == []
-    for _ in range(20):
+    for _ in range(12):
         engine.step()
     best, *_, worst = engine.explain_plans()
     assert best.rate > worst.rate > 0

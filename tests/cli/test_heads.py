@@ -20,8 +20,10 @@ def test_inspect_says_what_was_detected(cli: Cli) -> None:
     facts = {label: fact.strip() for label, fact in lines.items()}
     assert facts["head"] == "EAGLE-3"
     assert facts["format"].startswith("eagle;")
-    assert facts["vocabulary"].startswith("2560 of 4096")
-    assert facts["captures"].startswith("the inputs of layers 2, 6, 9 (config.json says [2, 6, 9]")
+    assert facts["vocabulary"].startswith("4096, all of which")
+    assert facts["captures"].startswith(
+        "the inputs of layers 2, 10, 17 (config.json says [2, 10, 17]"
+    )
     assert facts["target"] == "fits"
     assert "SGLang and SpecForge count outputs" in result.out
 
@@ -83,7 +85,7 @@ def test_export_writes_what_inspect_reads(cli: Cli, tmp_path: Path) -> None:
         assert str(folder) in done.out
         result = cli("inspect", str(folder), "--target", str(TINY_TARGET))
         assert f"{form}; " in result.out
-        assert "the inputs of layers 2, 6, 9" in result.out
+        assert "the inputs of layers 2, 10, 17" in result.out
     exported = load_file(tmp_path / "speculators" / "model.safetensors")
     table = load_file(TINY_TARGET / "model.safetensors")["model.embed_tokens.weight"]
     assert exported["embed_tokens.weight"].equal(table)
