@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from eaglegbv.checks import require_integer
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan
 from eaglegbv.errors import InvalidArgument
 
@@ -42,8 +43,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
             ("max_depth", self.max_depth, MAX_DEPTH),
             ("draft_width", self.draft_width, MAX_WIDTH),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-                raise InvalidArgument(name, value, f"an integer in [1, {high}]")
+            require_integer(name, value, 1, high)
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
         count = len(self.draft_temperatures)

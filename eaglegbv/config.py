@@ -4,6 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import Law
 
@@ -80,21 +81,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape = ()
 
     def __post_init__(self) -> None:
-        _require_range("paths", self.paths, 1, MAX_PATHS)
-        _require_range("depth", self.depth, 1, MAX_DEPTH)
-        _require_range("draft_width", self.draft_width, 1, MAX_WIDTH)
+        require_integer("paths", self.paths, 1, MAX_PATHS)
+        require_integer("depth", self.depth, 1, MAX_DEPTH)
+        require_integer("draft_width", self.draft_width, 1, MAX_WIDTH)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.law is not None and not isinstance(self.law, Law):
             if self.law not in list(Law):
                 raise InvalidArgument("law", self.law, f"one of {', '.join(sorted(Law))}")
             msgspec.structs.force_setattr(self, "law", Law(self.law))
-        _require_number("draft_temperature", self.draft_temperature, 0.05, 20)
-        _require_number("min_confidence", self.min_confidence, 0, 1)
+        require_number("draft_temperature", self.draft_temperature, 0.05, 20)
+        require_number("min_confidence", self.min_confidence, 0, 1)
         if self.beam is not None:
-            _require_range("beam", self.beam, 1, MAX_BEAM)
+            require_integer("beam", self.beam, 1, MAX_BEAM)
         if self.nodes is not None:
-            _require_range("nodes", self.nodes, 1, MAX_NODES)
+            require_integer("nodes", self.nodes, 1, MAX_NODES)
         if self.shape:
             _check_shape(self.shape, self.depth, self.nodes)
 
@@ -158,30 +159,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_range("max_batch", self.max_batch, 1, 4096)
+        require_integer("max_batch", self.max_batch, 1, 4096)
         if self.kv_slots is not None:
-            _require_range("kv_slots", self.kv_slots, 16, 2**31 - 1)
+            require_integer("kv_slots", self.kv_slots, 16, 2**31 - 1)
         if self.kv_bytes is not None:
-            _require_range("kv_bytes", self.kv_bytes, 1, 2**63 - 1)
+            require_integer("kv_bytes", self.kv_bytes, 1, 2**63 - 1)
             if self.kv_slots is not None:
                 raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        _require_range("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
-        _require_range("seed", self.seed, 0, 2**64 - 1)
+        require_integer("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
+        require_integer("seed", self.seed, 0, 2**64 - 1)
         for name in ("prefix_cache", "check_slots"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
-
-
-def _require_range(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
-
-
-def _require_number(name: str, value: object, low: float, high: float) -> None:
-    # NaN is in no range.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidArgument(name, value, f"a number in [{low:g}, {high:g}]")
 
 
 def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:

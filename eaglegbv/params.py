@@ -1,10 +1,10 @@
 """How one request is sampled."""
 
-import math
 from collections.abc import Iterable
 
 import msgspec
 
+from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
 
 
@@ -59,22 +59,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
 
     def _check_ranges(self) -> None:
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.top_k is not None:
-            _require_integer("top_k", self.top_k, 1)
-        _require_integer("max_tokens", self.max_tokens, 1)
+            require_integer("top_k", self.top_k, 1)
+        require_integer("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
-            _require_integer("seed", self.seed, 0, 2**64 - 1)
+            require_integer("seed", self.seed, 0, 2**64 - 1)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", self.stop, "non-empty strings")
         for token in self.stop_token_ids:
-            _require_integer("stop_token_ids", token, 0)
+            require_integer("stop_token_ids", token, 0)
 
     @property
     def greedy(self) -> bool:
@@ -89,22 +89,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-
-def _require_number(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    bracket = "(" if open_low else "["
-    expected = f"a number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidArgument(name, value, expected)
-    if not low <= value <= high or (open_low and value == low):
-        raise InvalidArgument(name, value, expected)
-
-
-def _require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    expected = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgument(name, value, expected)
-    if value < low or (high is not None and value > high):
-        raise InvalidArgument(name, value, expected)

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import msgspec
 
+from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
 
 PREFIX = "EAGLEGBV_"
@@ -32,12 +33,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier")
-        _check_integer("draft_width", self.draft_width, 1, 1024)
-        _check_integer("seed", self.seed, 0, 2**64 - 1)
-        temperature = self.draft_temperature
-        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-        if not number or not 0.05 <= temperature <= 20:
-            raise InvalidArgument("draft_temperature", temperature, "a number in [0.05, 20]")
+        require_integer("draft_width", self.draft_width, 1, 1024)
+        require_integer("seed", self.seed, 0, 2**64 - 1)
+        require_number("draft_temperature", self.draft_temperature, 0.05, 20)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -78,8 +76,3 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
         raise InvalidArgument(name, text, f"a value of type {kind.__name__}") from None
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")

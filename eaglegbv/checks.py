@@ -1,0 +1,36 @@
+"""What a user's value must be: numbers within limits, or an error that says so."""
+
+from eaglegbv.errors import InvalidArgument
+
+
+def require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise :class:`InvalidArgument` unless ``value`` is an integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        inside = False
+    else:
+        inside = low <= value and (high is None or value <= high)
+    if not inside:
+        limits = f"of at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidArgument(name, value, f"an integer {limits}")
+
+
+def require_number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    """Raise :class:`InvalidArgument` unless ``value`` is a number in [low, high].
+
+    Args:
+        name: The argument.
+        value: Its value.
+        low: Finite.
+        high: Finite.
+        open_low: Whether ``low`` itself is refused too.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        inside = False
+    else:
+        # NaN is in no range.
+        inside = low <= value <= high and not (open_low and value == low)
+    if not inside:
+        bracket = "(" if open_low else "["
+        raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
