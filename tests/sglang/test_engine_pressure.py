@@ -25,8 +25,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("verifier", ["otbv", "spectr_gbv"])
-def test_retracted_chunked_and_aborted_requests(verifier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verifier", "head", "K", "L"),
+    [
+        ("otbv", "eagle1", 3, 3),
+        ("gbv", "eagle3", 3, 3),
+        ("block", "eagle1", 1, 3),
+        ("spectr_gbv", "eagle1", 3, 3),
+    ],
+)
+def test_retracted_chunked_and_aborted_requests(
+    verifier: str, head: str, K: int, L: int, tmp_path: Path
+) -> None:
     """Every few steps requests lose their memory and read all again, prompts come in parts."""
     pair = save_sglang_pair(tmp_path)
     plain_greedy = plain_greedy_texts(pair)
@@ -36,7 +46,7 @@ def test_retracted_chunked_and_aborted_requests(verifier: str, tmp_path: Path) -
         "SGLANG_TEST_RETRACT_INTERVAL": "4",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
-    own = pair_arguments(pair, "eagle1", 3, 3) | {"chunked_prefill_size": 16}
+    own = pair_arguments(pair, head, K, L) | {"chunked_prefill_size": 16}
     with start(settings, **own) as engine:
         answers = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
         assert token_ids(answers) == plain_greedy

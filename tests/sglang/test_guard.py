@@ -1,9 +1,14 @@
 """Another SGLang is refused, and the message says what is other."""
 
+import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import guard
 from eaglegbv.backends.sglang.guard import OverridePoint, OverridePointChanged
@@ -54,3 +59,46 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "version", lambda _: "0.4.0")
     with pytest.raises(InvalidArgument, match=r"sglang='0.4.0': expected sglang==0.5.23"):
         guard.check_version()
+
+
+def recorded(point: OverridePoint) -> list[str]:
+    """What SGLang's own function takes, as it was read from the version we support."""
+    home = Path(__file__).parent / "signatures.json"
+    by_version: dict[str, dict[str, list[str]]] = json.loads(home.read_text())
+    return by_version[guard.SUPPORTED[-1]][f"{point.module}.{point.name}"]
+
+
+@pytest.mark.parametrize("point", guard.OVERRIDE_POINTS, ids=lambda point: point.name)
+def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
+    """Without SGLang: a mistake in the list of what we rely on."""
+    assert recorded(point)[: len(point.parameters)] == list(point.parameters)
+
+
+READ = """
+import inspect, json
+from importlib import import_module
+from eaglegbv.backends.sglang import guard
+
+found = {}
+for point in guard.OVERRIDE_POINTS:
+    place = import_module(point.module)
+    for part in point.name.split("."):
+        place = getattr(place, part)
+    if place is not None:  # a kernel of another platform
+        found[f"{point.module}.{point.name}"] = list(inspect.signature(place).parameters)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang()))
+@pytest.mark.timeout(600)
+def test_the_record_is_that_of_the_sglang_installed() -> None:
+    """In a process of its own: what SGLang finds out about the platform, it keeps."""
+    read = subprocess.run(
+        [sys.executable, "-c", READ], env=cpu_environment(), capture_output=True, text=True
+    )
+    assert read.returncode == 0, read.stderr
+    found = json.loads(read.stdout.splitlines()[-1])
+    assert len(found) >= 12
+    points = {f"{point.module}.{point.name}": point for point in guard.OVERRIDE_POINTS}
+    assert all(parameters == recorded(points[name]) for name, parameters in found.items())

@@ -29,14 +29,18 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(STAND_IN), *sys.path])
 
 
-def test_llm_serves_through_sglang(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verifier", "paths"), [("otbv", 2), ("gbv", 2), ("block", 1), ("spectr_gbv", 2)]
+)
+def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) -> None:
     """Text: the Python API, a head in another format, grammars, stop strings, streams."""
     from eaglegbv import LLM, InvalidArgument, SamplingParams
 
     target, head = save_pair(tmp_path)
     with environment(cpu_environment()):
         cpu = {k: v for k, v in CPU_ARGUMENTS.items() if k not in ("dtype", "device")}
-        llm = LLM(target, head, backend="sglang", paths=2, depth=3, device="cpu", **cpu)
+        plan = {"verifier": verifier, "paths": paths, "depth": 3}
+        llm = LLM(target, head, backend="sglang", device="cpu", **plan, **cpu)
     try:
         params = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
         one = llm.generate("hello", params)
@@ -59,7 +63,7 @@ def test_llm_serves_through_sglang(tmp_path: Path) -> None:
         assert cut.text == one.text[: one.text.index(stop)]
         assert cut.finish_reason == "stop"
         with pytest.raises(InvalidArgument, match="plan"):
-            llm.generate("hello", plan=llm.plan.__class__(paths=1))
+            llm.generate("hello", plan=llm.plan.__class__(paths=5))
         _check_grammar(llm._sglang)
     finally:
         llm.shutdown()
@@ -100,3 +104,22 @@ def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
         with environment(cpu_environment()), pytest.raises(EagleGBVError) as caught:
             sglang_arguments.ServerArgs(**(own | {name: value})).resolve_once()
         assert name.replace("_", "-") in str(caught.value).replace("_", "-")
+
+
+def test_a_head_of_another_target_and_a_verifier_of_one_path_are_refused_at_start(
+    tmp_path: Path,
+) -> None:
+    pair = save_sglang_pair(tmp_path)
+    target, _ = save_pair(tmp_path / "other")
+    import sglang.srt.server_args as sglang_arguments
+    from sglang.srt.plugins import load_plugins
+
+    from eaglegbv.errors import DrafterMismatch, LawMismatch
+
+    load_plugins()
+    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
+    with environment(cpu_environment()), pytest.raises(DrafterMismatch, match="vocab_size=16"):
+        sglang_arguments.ServerArgs(**(own | {"model_path": str(target)})).resolve_once()
+    block = cpu_environment({"EAGLEGBV_VERIFIER": "block"})
+    with environment(block), pytest.raises(LawMismatch, match="paths=3: expected at most 1"):
+        sglang_arguments.ServerArgs(**own).resolve_once()

@@ -58,3 +58,12 @@ def test_requests_are_forgotten_with_sglangs_own() -> None:
     book.of([kept, Req(2)])
     gc.collect()
     assert len(book._records) == 1
+
+
+def test_no_two_requests_share_a_number() -> None:
+    book, gone, kept = RequestBook(PLAN, 0), Req(), Req()
+    book.of([gone, kept])
+    del gone
+    gc.collect()
+    numbers = [own.number for own in book.of([kept, Req(), Req(5)])]
+    assert len(set(numbers)) == 3

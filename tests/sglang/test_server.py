@@ -1,11 +1,7 @@
 """``eaglegbv serve``: SGLang's HTTP server, by the OpenAI endpoints and its own."""
 
 import json
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,67 +11,45 @@ import pytest
 from support.saved_pair import save_pair
 from support.sglang_engine import CPU_ARGUMENTS, cpu_environment, missing_sglang
 
+from eaglegbv.backends.sglang.endpoint import Endpoint
+from eaglegbv.backends.sglang.server import ServerFailed, running
+from eaglegbv.backends.sglang.serving import Launch
+from eaglegbv.config import Plan
+from eaglegbv.params import SamplingParams
+
 pytestmark = [
     pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
     pytest.mark.timeout(1800),
 ]
 
-STARTS_WITHIN = 1500
 COMMAND = "import sys; from eaglegbv.cli.main import main; main(sys.argv[1:])"
 
 
-def ask(port: int, path: str, body: dict[str, object] | None = None) -> str:
+def ask(url: str, path: str, body: dict[str, object] | None = None) -> str:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    request = urllib.request.Request(url + path, data, headers)
     with urllib.request.urlopen(request, timeout=600) as answer:
         return answer.read().decode()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running server's."""
     folder = tmp_path_factory.mktemp("served")
     target, head = save_pair(folder)
-    number = free_port()
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in CPU_ARGUMENTS.items()]
     serve = ["serve", str(target), "--drafter", str(head), "--paths", "2", "--depth", "3"]
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *serve, *flags, f"--port={number}", "--enable-metrics"],
-            env=cpu_environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        _wait(server, number, folder / "log")
-        yield number
-        assert server.poll() is None, (folder / "log").read_text()[-3000:]
-    finally:
-        server.terminate()
-        server.wait(60)
+    with running(serving(*serve, "--enable-metrics"), folder / "log") as address:
+        yield address
 
 
-def _wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + STARTS_WITHIN
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            ask(port, "/health_generate")
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(1)
-        else:
-            return
-    pytest.fail(f"no answer within {STARTS_WITHIN} s: {log.read_text()[-3000:]}")
+def serving(*arguments: str) -> Launch:
+    """Our command, on the stand-in."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in CPU_ARGUMENTS.items()]
+    return Launch([sys.executable, "-c", COMMAND, *arguments, *flags], cpu_environment())
 
 
-def test_openai_chat(port: int) -> None:
+def test_openai_chat(url: str) -> None:
     body: dict[str, Any] = {
         "model": "default",
         "messages": [{"role": "user", "content": "hi"}],
@@ -84,14 +58,47 @@ def test_openai_chat(port: int) -> None:
         "seed": 5,
         "ignore_eos": True,
     }
-    one, two = (json.loads(ask(port, "/v1/chat/completions", body)) for _ in range(2))
+    one, two = (json.loads(ask(url, "/v1/chat/completions", body)) for _ in range(2))
     assert one["usage"]["completion_tokens"] == 12
     assert one["choices"][0]["message"] == two["choices"][0]["message"]
 
 
-def test_metrics_of_an_answer_and_of_the_server(port: int) -> None:
+def test_metrics_of_an_answer_and_of_the_server(url: str) -> None:
     params = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
-    answer = json.loads(ask(port, "/generate", {"text": "hello", "sampling_params": params}))
+    answer = json.loads(ask(url, "/generate", {"text": "hello", "sampling_params": params}))
     about = answer["meta_info"]
     assert about["block_efficiency"] == pytest.approx(about["acceptance_length"] + 1)
-    assert "sglang:spec_accept_length" in ask(port, "/metrics")
+    # The scheduler reports every so many decoding steps.
+    long = params | {"max_new_tokens": 200}
+    ask(url, "/generate", {"text": ["hello"] * 4, "sampling_params": long})
+    gauges = ask(url, "/metrics")
+    efficiency, rate = (gauge(gauges, f"sglang:spec_accept_{name}") for name in ("length", "rate"))
+    assert 1 <= efficiency <= 4
+    assert rate == pytest.approx((efficiency - 1) / 3)
+
+
+def gauge(text: str, name: str) -> float:
+    """Read a gauge from Prometheus' text."""
+    [value] = [line.split()[-1] for line in text.splitlines() if line.startswith(name + "{")]
+    return float(value)
+
+
+def test_client_of_the_endpoint(url: str) -> None:
+    shape = Plan(paths=2, depth=3)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=2**64 - 9)
+    messages = [{"role": "user", "content": "hi"}]
+    one, two = (Endpoint(url, shape)(messages, params, plan=shape) for _ in range(2))
+    assert one == two
+    assert len(one.token_ids) == 30
+    assert one.metrics.committed_tokens == 29
+    assert one.metrics.accepted_tokens + one.metrics.target_forwards >= 29
+    assert one.finish_reason == "length"
+
+
+def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url: str, tmp_path: Path) -> None:
+    del url  # its server is up: one start at a time
+    target, head = save_pair(tmp_path)
+    serve = serving("serve", str(target), "--drafter", str(head), "--enable-custom-logit-processor")
+    said = "does not apply custom processors to draft trees; use logit_bias or a grammar"
+    with pytest.raises(ServerFailed, match=said), running(serve, tmp_path / "log"):
+        pass

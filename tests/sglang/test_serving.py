@@ -9,7 +9,7 @@ from support.saved_pair import save_pair
 from support.sglang_pair import save_sglang_pair
 
 from eaglegbv.backends.sglang.engine import server_arguments
-from eaglegbv.backends.sglang.serving import launch
+from eaglegbv.backends.sglang.serving import launch, launch_eagle
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.errors import DrafterMismatch
 
@@ -61,3 +61,19 @@ def test_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert words[0].startswith("EAGLEGBV_SETTINGS=")
     assert words[-2:] == ["--tp", "2"]
     assert "EAGLEGBV" in words
+
+
+def test_sglangs_own_eagle_has_as_many_nodes(tmp_path: Path) -> None:
+    pair = save_sglang_pair(tmp_path)
+    start = launch_eagle(pair.target, pair.eagle3, paths=2, depth=5, others=["--tp", "2"])
+    flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
+    assert flags == {
+        "--model-path": str(pair.target),
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(pair.eagle3),
+        "--speculative-eagle-topk": "2",
+        "--speculative-num-steps": "5",
+        "--speculative-num-draft-tokens": "11",
+        "--tp": "2",
+    }
+    assert start.environment == {}

@@ -11,12 +11,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.auto_plan import PlanName, Planning
 from eaglegbv.backends.sglang.engine import engine as start_engine
+from eaglegbv.backends.sglang.metrics import request_metrics
+from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt
-from eaglegbv.loading import TINY, TINY_DRAFTERS, TINY_TARGET
-from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
+from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt, plan_from
+from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_dtype, named_folder
+from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.planner import Estimate
@@ -47,7 +49,7 @@ class SGLangLLM(LLM):
         draft_width: int = 256,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
         backend: str = "sglang",
@@ -78,10 +80,17 @@ class SGLangLLM(LLM):
         del backend
         if model is None:
             model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
-        own: dict[str, Any] = {"verifier": verifier, "paths": paths, "depth": depth, "law": law}
-        own |= {"draft_width": draft_width, "draft_temperature": draft_temperature}
-        chosen = {name: value for name, value in own.items() if value is not None}
-        self._plan = _served_plan(plan or Plan(**chosen))
+        self._plan = _served_plan(
+            plan
+            or plan_from(
+                verifier=verifier,
+                paths=paths,
+                depth=depth,
+                law=law,
+                draft_width=draft_width,
+                draft_temperature=draft_temperature,
+            )
+        )
         self.plan = self._plan
         if not self._plan.speculative:
             drafter = None
@@ -92,7 +101,7 @@ class SGLangLLM(LLM):
         sizes = engine or EngineConfig()
         self._sglang = start_engine(
             model,
-            TINY / str(drafter) if drafter in TINY_DRAFTERS else drafter,
+            None if drafter is None else named_folder(drafter),
             paths=self._plan.paths,
             depth=self._plan.depth,
             settings=_settings(self._plan, sizes.seed),
@@ -106,7 +115,7 @@ class SGLangLLM(LLM):
         """SGLang counts for itself: see its ``/metrics``."""
         raise _not_local("metrics")
 
-    def observe(self, observer: StepObserver) -> None:
+    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:  # noqa: ARG002
         """Refuse: SGLang's steps are its own."""
         raise _not_local("observer", observer)
 
@@ -193,22 +202,7 @@ class SGLangLLM(LLM):
             prompt_token_ids=prompt_ids,
             finish_reason=FinishReason.ERROR if aborted else FinishReason(reason["type"]),
             error=reason.get("message") if aborted else None,
-            metrics=self._metrics(len(prompt_ids), about),
-        )
-
-    def _metrics(self, prompt_tokens: int, about: dict[str, Any]) -> RequestMetrics:
-        histogram: list[int] = about.get("spec_correct_drafts_histogram") or []
-        forwards, plan = sum(histogram), self._plan
-        return RequestMetrics(
-            prompt_tokens=prompt_tokens,
-            target_forwards=forwards if plan.speculative else about["completion_tokens"] - 1,
-            committed_tokens=about["completion_tokens"] - 1,
-            accepted_tokens=sum(i * count for i, count in enumerate(histogram)),
-            drafted_nodes=forwards * plan.paths * plan.depth,
-            offered_by_depth=[forwards] * plan.depth if forwards else [],
-            accepted_by_depth=(
-                [sum(histogram[depth + 1 :]) for depth in range(plan.depth)] if forwards else []
-            ),
+            metrics=request_metrics(about, self._plan),
         )
 
 
@@ -242,29 +236,8 @@ def _check_priority(priority: int) -> None:
         raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
 
 
-def to_sglang(params: SamplingParams) -> dict[str, Any]:
-    """Return the same settings by SGLang's names."""
-    settings: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": -1 if params.top_k is None else params.top_k,
-        "min_p": params.min_p,
-        "max_new_tokens": params.max_tokens,
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-    }
-    if params.seed is not None:
-        # SGLang's seeds are signed; the same 64 bits.
-        settings["sampling_seed"] = (params.seed + 2**63) % 2**64 - 2**63
-    return settings
-
-
 def _engine_arguments(
-    sizes: EngineConfig, dtype: torch.dtype | None, device: torch.device | str | None
+    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> dict[str, object]:
     arguments: dict[str, object] = {
         "max_running_requests": sizes.max_batch,
@@ -273,9 +246,10 @@ def _engine_arguments(
         "log_level": "warning",
     }
     if dtype is not None:
-        if dtype not in TORCH_TO_SGLANG:
+        wanted = named_dtype(dtype)
+        if wanted not in TORCH_TO_SGLANG:
             raise InvalidArgument("dtype", str(dtype), f"one of {sorted(TORCH_TO_SGLANG.values())}")
-        arguments["dtype"] = TORCH_TO_SGLANG[dtype]
+        arguments["dtype"] = TORCH_TO_SGLANG[wanted]
     if device is not None:
         arguments["device"] = torch.device(device).type
     return arguments

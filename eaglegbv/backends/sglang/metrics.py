@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from eaglegbv.config import Plan
+from eaglegbv.metrics import RequestMetrics
+
 TITLES = ("EAGLEGBV", "EAGLEGBV3")
 """Names of our algorithms."""
 
@@ -40,8 +43,40 @@ def corrected(meta_info: Mapping[str, Any], *, length: int) -> dict[str, Any]:
     }
 
 
+def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
+    """Return the counts of a finished request; SGLang tells no times of its phases.
+
+    Args:
+        meta_info: As SGLang says it.
+        plan: How the server drafts.
+    """
+    histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
+    forwards, committed = sum(histogram), int(meta_info["completion_tokens"]) - 1
+    return RequestMetrics(
+        prompt_tokens=int(meta_info["prompt_tokens"]),
+        target_forwards=forwards if plan.speculative else committed,
+        committed_tokens=committed,
+        accepted_tokens=sum(i * count for i, count in enumerate(histogram)),
+        drafted_nodes=forwards * plan.paths * plan.depth,
+        offered_by_depth=[forwards] * plan.depth if forwards else [],
+        accepted_by_depth=(
+            [sum(histogram[depth + 1 :]) for depth in range(plan.depth)] if forwards else []
+        ),
+    )
+
+
+def corrected_rate(block_efficiency: float, *, length: int) -> float:
+    """Return the share of the tokens that could be accepted that was; 0 before any verification.
+
+    Args:
+        block_efficiency: Tokens committed per verification.
+        length: Length of the drafted paths.
+    """
+    return max(0.0, block_efficiency - 1) / length
+
+
 def install() -> None:
-    """Have SGLang's tokenizer manager say it so, for our algorithms alone."""
+    """Have SGLang's answers and its Prometheus gauges say it so, for our algorithms alone."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
@@ -49,6 +84,23 @@ def install() -> None:
         _correct,
         HookType.AROUND,
     )
+    HookRegistry.register(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        _correct_gauges,
+        HookType.AROUND,
+    )
+
+
+def _correct_gauges(original: Callable[..., None], collector: Any, stats: Any) -> None:
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    if spec.speculative_algorithm in TITLES:
+        # SGLang divides by the nodes of the tree here too.
+        stats.spec_accept_rate = corrected_rate(
+            stats.spec_accept_length, length=spec.speculative_num_steps
+        )
+    original(collector, stats)
 
 
 def _correct(

@@ -25,7 +25,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from eaglegbv.backends.sglang.laws import ShortLaws
-from eaglegbv.drafters.base import Recaller
+from eaglegbv.drafters.base import Recaller, own_snapshots
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.request import DraftSnapshot, Request
 
@@ -123,7 +123,7 @@ class HeadRecall(Recaller):
     ) -> list[DraftSnapshot]:
         """Run one more row of the head each; see :meth:`Recaller.advance`."""
         del slots  # entries are few and short-lived, and kept beside the pool
-        own = _heads(snapshots)
+        own = own_snapshots(snapshots, HeadSnapshot)
         rows = [self._rows[request.number] for request in requests]
         attention = RecallAttention(self._worker, self._pool_indices[rows], own)
         output = self._run(attention, own, tokens)
@@ -142,7 +142,7 @@ class HeadRecall(Recaller):
 
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
         """See :meth:`Recaller.laws_at`."""
-        own = _heads(snapshots)
+        own = own_snapshots(snapshots, HeadSnapshot)
         return DraftLaws(
             torch.stack([s.law.ids for s in own]), torch.stack([s.law.probs for s in own])
         )
@@ -250,10 +250,3 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         counts = torch.tensor([s.position - s.context + 1 for s in self._snapshots])
         own = torch.arange(int(counts.max())) < counts.unsqueeze(1)
         return torch.cat((self._real, own.to(self._real.device)), dim=1)
-
-
-def _heads(snapshots: Sequence[DraftSnapshot]) -> list[HeadSnapshot]:
-    own = [s for s in snapshots if isinstance(s, HeadSnapshot)]
-    if len(own) != len(snapshots):
-        raise TypeError("a snapshot of another drafter")
-    return own

@@ -34,6 +34,7 @@ class RequestBook:
         self._plan = plan
         self._seed = seed
         self._seen = 0
+        self._opened = 0
         self._records: WeakKeyDictionary[Req, Request] = WeakKeyDictionary()
 
     def of(self, requests: Sequence["Req"]) -> list[Request]:
@@ -68,11 +69,12 @@ class RequestBook:
                 seed = request_seed(self._seed, self._seen)
                 self._seen += 1
             self._records[request] = Request(
-                number=len(self._records),
+                number=self._opened,
                 prompt_ids=tuple(request.origin_input_ids),
                 params=SamplingParams(),  # SGLang's are the ones that count
                 plan=self._plan,
                 stream=Stream(seed % 2**64),
                 max_tokens=2**31 - 1,
             )
+            self._opened += 1
         return self._records[request]

@@ -1,12 +1,15 @@
 """``eaglegbv serve``: the command that starts SGLang's OpenAI-compatible server."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eaglegbv.backends.sglang.engine import server_arguments
 from eaglegbv.backends.sglang.settings import Settings
+
+SGLANGS_OWN = {"EAGLEGBV": "EAGLE", "EAGLEGBV3": "EAGLE3"}
+"""SGLang's algorithm for the heads of each of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,25 @@ def launch(
     Raises:
         DrafterMismatch: The head does not fit the target.
     """
+    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    return Launch([*_command(named), *others], settings.to_environment())
+
+
+def launch_eagle(
+    model: str | Path, drafter: str | Path, *, paths: int, depth: int, others: Sequence[str] = ()
+) -> Launch:
+    """Return what starts SGLang with its own EAGLE, for comparison; see :func:`launch`.
+
+    Its trees keep the ``paths * depth`` most likely nodes of those that top-k ``paths`` expands.
+    """
+    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
+    named["speculative_num_draft_tokens"] = paths * depth + 1
+    return Launch([*_command(named), *others], {})
+
+
+def _command(named: Mapping[str, object]) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server"]
-    for name, value in server_arguments(model, drafter, paths=paths, depth=depth).items():
+    for name, value in named.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    return Launch([*command, *others], settings.to_environment())
+    return command

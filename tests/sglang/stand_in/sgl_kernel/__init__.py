@@ -250,32 +250,38 @@ def _extend_attention(
         raise NotImplementedError("attention other than plain causal attention")
     if not is_causal:
         raise NotImplementedError("attention that is not causal")
-    heads, read = q.shape[1], 0
+    new_ends = [0, *torch.cumsum(extend_seq_lens.long() ** 2, dim=0).tolist()]
     spans = zip(
         req_pool_indices.tolist(),
         seq_lens.tolist(),
         extend_seq_lens.tolist(),
         extend_start_loc.tolist(),
-        strict=True,
+        new_ends,
+        strict=False,
     )
-    for row, length, new, start in spans:
-        mask = torch.ones((new, length), dtype=torch.bool)
+    alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for row, length, new, start, read in spans:
+        alike.setdefault((length, new), []).append((row, start, read))
+    heads = q.shape[1]
+    for (length, new), found in alike.items():
+        rows, starts, reads = (torch.tensor(column) for column in zip(*found, strict=True))
+        mask = torch.ones((len(found), new, length), dtype=torch.bool)
         if tree_mask is None:
-            mask[:, length - new :] = mask[:, length - new :].tril()
+            mask[:, :, length - new :] = torch.ones((new, new), dtype=torch.bool).tril()
         else:
-            part = tree_mask.view(-1)[read : read + new * new]
-            mask[:, length - new :] = part.view(new, new).bool()
-            read += new * new
-        slots = req_to_token[row, :length].long().unsqueeze(0)
+            own = reads.unsqueeze(1) + torch.arange(new * new)
+            mask[:, :, length - new :] = tree_mask.view(-1)[own].view(-1, new, new).bool()
+        at = starts.unsqueeze(1) + torch.arange(new)
+        slots = req_to_token[rows, :length].long()
         out = _attend(
-            q[start : start + new].transpose(0, 1).unsqueeze(0),
+            q[at].transpose(1, 2),
             _paged(key_buffer, slots, heads),
             _paged(value_buffer, slots, heads),
-            mask.unsqueeze(0),
+            mask,
             scale,
             cap,
         )
-        o[start : start + new] = out[0].transpose(0, 1).to(o.dtype)
+        o[at] = out.transpose(1, 2).to(o.dtype)
 
 
 def _decode_attention(

@@ -1,0 +1,34 @@
+"""Sampling settings by SGLang's names."""
+
+from typing import Any
+
+from eaglegbv.params import SamplingParams
+
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+"""What the OpenAI endpoints call otherwise."""
+
+
+def to_sglang(params: SamplingParams) -> dict[str, Any]:
+    """Return the same settings as SGLang's engine and ``/generate`` name them."""
+    settings: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": -1 if params.top_k is None else params.top_k,
+        "min_p": params.min_p,
+        "max_new_tokens": params.max_tokens,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+    }
+    if params.seed is not None:
+        # SGLang's seeds are signed; the same 64 bits.
+        settings["sampling_seed"] = (params.seed + 2**63) % 2**64 - 2**63
+    return settings
+
+
+def to_openai(params: SamplingParams) -> dict[str, Any]:
+    """Return the same settings as SGLang's OpenAI endpoints name them."""
+    return {OPENAI_NAMES.get(name, name): value for name, value in to_sglang(params).items()}

@@ -1,0 +1,181 @@
+"""What answers in a benchmark: this engine, SGLang, or transformers."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from eaglegbv.cli.options import load_llm
+from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eaglegbv.backends.sglang.llm import SGLangLLM
+    from eaglegbv.config import Plan
+    from eaglegbv.eval.baselines import ChatBaseline
+    from eaglegbv.eval.records import Setting
+    from eaglegbv.eval.runner import Generate
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What the options name.
+
+    Attributes:
+        model: Target, or None for the tiny one.
+        drafter: Drafter, or None.
+        device: Device, or None for the usual one.
+        dtype: Type, or None for the usual one.
+    """
+
+    model: str | None
+    drafter: str | None
+    device: str | None
+    dtype: str | None
+
+    @property
+    def target(self) -> str:
+        """Folder or name of the target."""
+        from eaglegbv.loading import TINY_TARGET
+
+        return self.model or str(TINY_TARGET)
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """Settings that are run in turns, and what answers in them.
+
+    Attributes:
+        settings: The settings.
+        open: Enters what answers by plans, and leaves it in the end.
+        baselines: What answers by name.
+    """
+
+    settings: tuple["Setting", ...]
+    open: "Callable[[], AbstractContextManager[Generate]]"
+    baselines: "Mapping[str, ChatBaseline]" = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What answers in all settings of a run.
+
+    Attributes:
+        sittings: One after another; settings of different sittings do not take turns.
+        tokenizer: The target's.
+        dtype: Type the target computes in.
+        device: Where.
+        packages: Those whose versions matter beside the usual ones.
+    """
+
+    sittings: tuple[Sitting, ...]
+    tokenizer: "PreTrainedTokenizerBase"
+    dtype: str
+    device: str
+    packages: tuple[str, ...] = ()
+
+
+def backend_arguments(text: str | None) -> dict[str, Scalar]:
+    """Return the arguments of a JSON object."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    scalars = (str, int, float, bool, type(None))
+    if not isinstance(found, dict) or not all(isinstance(v, scalars) for v in found.values()):
+        raise InvalidArgument("backend-arguments", text, "a JSON object of strings and numbers")
+    return found
+
+
+def local(models: Models, settings: Sequence["Setting"]) -> Backend:
+    """Load this package's engine, and transformers beside it where a baseline asks for it."""
+    from eaglegbv.config import EngineConfig
+
+    plans = [setting.plan for setting in settings if setting.baseline is None]
+    widest = next((plan for plan in plans if plan.speculative), plans[0])
+    # Every setting and repeat answers the same prompts, and reads them itself.
+    engine = EngineConfig(prefix_cache=False)
+    llm = load_llm(models.model, models.drafter, widest, models.device, models.dtype, engine=engine)
+    sitting = Sitting(
+        tuple(settings), lambda: nullcontext(llm.generate), _baselines(models, settings)
+    )
+    dtype = str(llm.dtype).removeprefix("torch.")
+    return Backend((sitting,), llm.tokenizer, dtype, str(llm.device))
+
+
+def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
+    """Load transformers alone."""
+    from transformers import AutoTokenizer
+
+    from eaglegbv.loading import place_of
+
+    device, dtype = place_of(models.device, models.dtype)
+    baselines = _baselines(models, settings)
+    # There is no plan to answer by.
+    anyone = next(iter(baselines.values()))
+    sitting = Sitting(tuple(settings), lambda: nullcontext(anyone), baselines)
+    tokenizer = AutoTokenizer.from_pretrained(models.target)
+    return Backend((sitting,), tokenizer, str(dtype).removeprefix("torch."), str(device))
+
+
+def sglang(
+    models: Models, settings: Sequence["Setting"], arguments: Mapping[str, Scalar]
+) -> Backend:
+    """Have SGLang answer: one engine for each plan, one after another."""
+    from transformers import AutoTokenizer
+
+    if any(setting.baseline is not None for setting in settings):
+        expected = "none with --backend sglang: its engines run one at a time"
+        raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
+
+    def sitting(plan: "Plan") -> Sitting:
+        own = tuple(setting for setting in settings if setting.plan == plan)
+        return Sitting(own, lambda: _sglang_engine(models, plan, arguments))
+
+    plans = dict.fromkeys(setting.plan for setting in settings)
+    tokenizer = AutoTokenizer.from_pretrained(models.target)
+    device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
+    return Backend(tuple(map(sitting, plans)), tokenizer, dtype, device, ("sglang",))
+
+
+@contextmanager
+def _sglang_engine(
+    models: Models, plan: "Plan", arguments: Mapping[str, Scalar]
+) -> "Iterator[Generate]":
+    from eaglegbv.eval.streamed import Streamed
+    from eaglegbv.llm import LLM
+    from eaglegbv.loading import named_dtype
+
+    # Every setting and repeat reads its prompts itself.
+    named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
+    if models.dtype is not None:
+        named["dtype"] = named_dtype(models.dtype)
+    if models.device is not None:
+        named["device"] = models.device
+    llm = LLM(models.model, models.drafter, plan=plan, backend="sglang", **named)
+    try:
+        yield Streamed(llm)
+    finally:
+        cast("SGLangLLM", llm).shutdown()
+
+
+def _baselines(models: Models, settings: Sequence["Setting"]) -> "dict[str, ChatBaseline]":
+    names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
+    if not names:
+        return {}
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from eaglegbv.eval.baselines import ChatBaseline, Library, baseline
+    from eaglegbv.loading import place_of
+
+    disable_progress_bar()
+    set_verbosity_error()  # its assisted generation warns about its own arguments
+    device, dtype = place_of(models.device, models.dtype)
+    library = Library(models.target, dtype=dtype, device=device)
+    return {name: ChatBaseline.of(library, models.target, baseline(name)) for name in names}

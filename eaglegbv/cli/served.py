@@ -1,0 +1,191 @@
+"""``eaglegbv bench served``: acceptance by verifier, through the OpenAI endpoint of SGLang."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglegbv.cli.options import Drafter, DraftWidth, Model, names, numbers
+from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from eaglegbv.backends.sglang.serving import Launch
+    from eaglegbv.config import Plan
+    from eaglegbv.eval.records import Record, Setting
+
+
+def served(
+    context: typer.Context,
+    questions: Annotated[
+        int | None,
+        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
+    ] = None,
+    questions_set: Annotated[
+        str, typer.Option(help="mt-bench, builtin or another of bench mt-bench.")
+    ] = "mt-bench",
+    data: Annotated[
+        Path | None, typer.Option(help="File or folder to read them from.", show_default="usual")
+    ] = None,
+    verifiers: Annotated[
+        str, typer.Option(help="Verifiers of sampled trees; 'none' is plain decoding.")
+    ] = "block,gbv,otbv,spectr,specinfer,traversal",
+    eagle: Annotated[
+        str | None,
+        typer.Option(
+            help="Temperatures to run SGLang's own EAGLE tree at; on a CPU it knows 0 alone.",
+            show_default="none",
+        ),
+    ] = None,
+    paths: Annotated[int, typer.Option(help="Drafted paths, K; EAGLE's top-k.")] = 3,
+    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L; EAGLE's steps.")] = 4,
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
+    draft_width: DraftWidth = 256,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    at_once: Annotated[int, typer.Option(help="Conversations at a time.")] = 16,
+    seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
+    model: Model = None,
+    drafter: Drafter = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for records, logs and the table; resumes its own run.",
+            show_default="runs/served-SET",
+        ),
+    ] = None,
+) -> None:
+    """Serve the pair by SGLang, a server a verifier, and hold all conversations in each.
+
+    Options that are not known here are SGLang's and handed on. SGLang's own EAGLE drafts its trees
+    from the same head with as many nodes. A run that was interrupted goes on where it stopped.
+    """
+    from tqdm import tqdm
+
+    from eaglegbv.backends.sglang.endpoint import Endpoint
+    from eaglegbv.backends.sglang.guard import check_plugin, check_version
+    from eaglegbv.backends.sglang.server import running
+    from eaglegbv.checks import require_integer
+    from eaglegbv.config import PLAIN, Plan
+    from eaglegbv.eval.grid import grid
+    from eaglegbv.eval.questions import load_questions
+    from eaglegbv.eval.records import RunSettings, Setting, describe_environment
+    from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.served import HEADINGS, accepted, hold_at_once
+    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_folder
+
+    check_version()
+    check_plugin()
+    require_integer("at-once", at_once, 1, 1024)
+    chosen = load_questions(questions_set, data).first(questions)
+    wanted = grid(
+        names("verifiers", verifiers),
+        [paths],
+        [depth],
+        numbers("temperature", temperature),
+        base=Plan(draft_width=draft_width),
+    ).settings
+    if eagle is not None:
+        name = f"eagle K{paths} L{depth}"
+        wanted += tuple(
+            Setting(plan=PLAIN, temperature=t, baseline=name) for t in numbers("eagle", eagle)
+        )
+    target = str(TINY_TARGET) if model is None else model
+    head = drafter if model is not None else drafter or TINY_DRAFTERS[0]
+    settings = RunSettings(
+        suite=chosen.suite,
+        origin=chosen.origin,
+        question_ids=tuple(question.id for question in chosen.questions),
+        model=model or "tiny",
+        drafter=head,
+        system=None,
+        settings=wanted,
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=1,
+        questions_sha256=chosen.sha256,
+        backend="sglang server",
+        backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
+    )
+    out = out or Path("runs") / f"served-{chosen.suite}"
+    folder = RunFolder(out, settings, describe_environment("SGLang's", ("sglang",)))
+    folder_of_head = None if head is None else named_folder(head)
+    with tqdm(
+        total=sum(1 for _ in settings.keys(wanted)),
+        initial=len(folder.records),
+        unit="conversation",
+    ) as bar:
+
+        def keep(record: "Record") -> None:
+            folder.add(record)
+            bar.update()
+
+        for server in _servers(wanted, target, folder_of_head, Plan(paths=paths, depth=depth)):
+            done = {record.key for record in folder.records}
+            if all(key in done for key in settings.keys(server.settings)):
+                continue
+            launch = server.launch(context.args)
+            with running(launch, out / "logs" / f"{server.settings[0].name}.txt") as url:
+                hold_at_once(
+                    Endpoint(url, server.shape),
+                    chosen.questions,
+                    settings,
+                    own=server.settings,
+                    at_once=at_once,
+                    done=done,
+                    on_record=keep,
+                )
+    rows = [list(HEADINGS), *(figures.row for figures in accepted(settings, folder.records))]
+    text = plain_text(rows)
+    (out / "table.txt").write_text(text + "\n", encoding="utf-8")
+    typer.echo(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server, and the settings it answers in.
+
+    Attributes:
+        settings: Of one plan, or of SGLang's own EAGLE, at several temperatures.
+        target: Folder or hub name of the target.
+        head: Folder of the EAGLE head, or None.
+        shape: How its trees are shaped.
+    """
+
+    settings: tuple["Setting", ...]
+    target: str
+    head: Path | None
+    shape: "Plan"
+
+    def launch(self, others: "Sequence[str]") -> "Launch":
+        """Return what starts it."""
+        from eaglegbv.backends.sglang.serving import launch, launch_eagle
+        from eaglegbv.backends.sglang.settings import Settings
+
+        K, L = self.shape.paths, self.shape.depth
+        if self.settings[0].baseline is not None:
+            if self.head is None:
+                raise InvalidArgument("drafter", None, "a folder with an EAGLE head, for --eagle")
+            return launch_eagle(self.target, self.head, paths=K, depth=L, others=others)
+        plan = self.settings[0].plan
+        if not plan.speculative:
+            return launch(self.target, None, paths=K, depth=L, settings=Settings(), others=others)
+        settings = Settings(verifier=plan.verifier, draft_width=plan.draft_width)
+        return launch(self.target, self.head, paths=K, depth=L, settings=settings, others=others)
+
+
+def _servers(
+    settings: "Sequence[Setting]", target: str, head: Path | None, eagle: "Plan"
+) -> list[_Server]:
+    """Return the servers of a run; ``eagle`` has the shape of SGLang's own trees."""
+    own = dict.fromkeys((setting.baseline, setting.plan) for setting in settings)
+    return [
+        _Server(
+            tuple(s for s in settings if (s.baseline, s.plan) == (baseline, plan)),
+            target,
+            head,
+            plan if baseline is None else eagle,
+        )
+        for baseline, plan in own
+    ]

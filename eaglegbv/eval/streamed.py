@@ -1,0 +1,58 @@
+"""An LLM that is asked for a stream, so that the time to the first token is known."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
+from eaglegbv.llm import Completion, Delta, Prompt
+from eaglegbv.metrics import Phase
+from eaglegbv.params import SamplingParams
+
+
+class Streams(Protocol):
+    """Streams answers, as :meth:`eaglegbv.llm.LLM.stream` does."""
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, plan: Plan
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Answers whole, and notes as prefill what passed before the first tokens came.
+
+    Attributes:
+        llm: What answers; a backend that does not tell its phases.
+    """
+
+    llm: Streams
+
+    def __call__(
+        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> Completion:
+        """Answer one conversation.
+
+        Raises:
+            EagleGBVError: The prompt is not usable, or the backend could not answer it.
+        """
+        start = time.perf_counter()
+        prefill: float | None = None
+        completion: Completion | None = None
+        try:
+            for piece in self.llm.stream(prompts, sampling_params, plan=plan):
+                if prefill is None and piece.token_ids:
+                    prefill = time.perf_counter() - start
+                completion = piece.completion or completion
+        except EagleGBVError:
+            raise
+        except ValueError as error:  # what SGLang says of requests it does not take
+            raise InvalidArgument("prompt", f"{len(prompts)} messages", str(error)) from error
+        if completion is None or completion.error is not None or prefill is None:
+            cause = "no answer" if completion is None else completion.error or "no token"
+            raise StepFailed(0, cause)
+        completion.metrics.add_seconds(Phase.PREFILL, prefill)
+        return completion

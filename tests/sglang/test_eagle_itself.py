@@ -1,0 +1,38 @@
+"""SGLang's own EAGLE with the stand-in kernel: what ours is compared with samples the same law."""
+
+from pathlib import Path
+
+import pytest
+from support.g_test import g_test, joint_law
+from support.sglang_engine import (
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    missing_sglang,
+    pair_arguments,
+    plain_greedy_texts,
+    sglang_engine,
+    token_ids,
+)
+from support.sglang_pair import VOCAB, save_sglang_pair
+
+pytestmark = [
+    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
+]
+
+
+def test_law_of_three_tokens(tmp_path: Path) -> None:
+    pair = save_sglang_pair(tmp_path)
+    plain_greedy = plain_greedy_texts(pair)
+    own = pair_arguments(pair, "eagle1", 3, 3)
+    own |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 10}
+    params = {"temperature": 1.0, "max_new_tokens": 5, "ignore_eos": True}
+    with sglang_engine({"EAGLE_SAMPLES": "1"}, **own) as engine:
+        assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
+        texts = token_ids(engine.generate(input_ids=[PROMPT] * 960, sampling_params=params))
+    law = joint_law(pair.next_laws(1.0, 1.0), PROMPT, 3)
+    outcome = g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], law)
+    assert outcome.p_value > 1e-5, outcome
+    assert len({tuple(text) for text in texts}) > 500
