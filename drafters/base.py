@@ -1,15 +1,45 @@
 """What every drafter is: it watches what the target commits, and proposes draft trees."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.request import DraftSnapshot, Request
+from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
+
+StateKind = TypeVar("StateKind", bound=DraftState)
+SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
+
+
+def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
+    """Return a drafter's memory of a request, begun where there is none.
+
+    Raises:
+        TypeError: The request belongs to another drafter.
+    """
+    if request.draft_state is None:
+        request.draft_state = begin()
+    if not isinstance(request.draft_state, kind):
+        raise TypeError(f"request {request.number} belongs to another drafter")
+    return request.draft_state
+
+
+def own_snapshots(
+    snapshots: Sequence[DraftSnapshot], kind: type[SnapshotKind]
+) -> list[SnapshotKind]:
+    """Return ``snapshots`` as a drafter's own kind.
+
+    Raises:
+        TypeError: One belongs to another drafter.
+    """
+    own = [snapshot for snapshot in snapshots if isinstance(snapshot, kind)]
+    if len(own) < len(snapshots):
+        raise TypeError("a snapshot belongs to another drafter")
+    return own
 
 
 class Drafter(ABC):
@@ -26,6 +56,11 @@ class Drafter(ABC):
     """
 
     laws: ClassVar[frozenset[Law]]
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """Drafts by whether a recording was replayed, or why not; empty where none is made."""
+        return {}
 
     @abstractmethod
     def observe(self, request: Request, features: Tensor) -> None:

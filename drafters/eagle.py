@@ -15,7 +15,7 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -26,14 +26,24 @@ from torch.nn import functional
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
+from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead, Rotation
-from eaglegbv.drafters.growth import DraftedRows, LawSettings, draft_trees, recalled_laws
+from eaglegbv.drafters.growth import (
+    DraftedRows,
+    LawSettings,
+    RowSnapshot,
+    draft_trees,
+    next_rows,
+    recalled_laws,
+)
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
+from eaglegbv.graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.transfer import upload
 from eaglegbv.tree import DraftTree, Law
 
 
@@ -55,20 +65,16 @@ class EagleState(DraftState):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleSnapshot(DraftSnapshot):
+class EagleSnapshot(RowSnapshot):
     """A step's root and the tokens that the head has gone on by since, on its own features.
 
+    Its context is what lies below the root, which was run on true features and still is.
+
     Attributes:
-        context: Positions below the root, which were run on true features and still are.
-        rows: ``[tokens]`` int64, KV slots of the head's rows since.
         hidden: ``[hidden]``, the head's output at the last row.
-        settings: The step's draft settings.
     """
 
-    context: int
-    rows: Tensor
     hidden: Tensor
-    settings: LawSettings
 
 
 class EagleDrafter(RecallingDrafter):
@@ -76,13 +82,25 @@ class EagleDrafter(RecallingDrafter):
 
     laws: ClassVar[frozenset[Law]] = GROWN_LAWS
 
-    def __init__(self, head: EagleHead, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        attention: PagedAttention,
+        *,
+        graphs: GraphMode | Recorder = GraphMode.OFF,
+        max_context: int | None = None,
+    ) -> None:
         """Wrap a head.
 
         Args:
             head: The head, sharing the target's embedding.
             attention: Paged attention over a one-layer pool, whose slots are numbered like the
-                target's.
+                target's. With ``graphs`` the pool has one more, which padding writes to.
+            graphs: Whether the draft loop runs on the device, recorded and replayed.
+            max_context: Most positions of a text; None for as many as the pool has slots.
+
+        Raises:
+            InvalidArgument: Graphs cannot be recorded here.
         """
         lay_out_for_few_rows(head)
         head.join_projections()
@@ -90,6 +108,17 @@ class EagleDrafter(RecallingDrafter):
         self._attention = attention
         self._scale = head.config.head_dim**-0.5
         self._angles = self._angles_of(1024)
+        cuda, pool = attention.pool.keys.is_cuda, attention.pool
+        recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
+        self._on_device: DeviceDrafting | None = None
+        if recorder is not None:
+            most = pool.num_slots if max_context is None else max_context
+            self._on_device = DeviceDrafting(head, attention, recorder, max_context=most)
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """See :meth:`Drafter.graph_counts`."""
+        return {} if self._on_device is None else self._on_device.counts
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""
@@ -124,18 +153,23 @@ class EagleDrafter(RecallingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
+        hidden = torch.stack([self._root_hidden(request) for request in requests])
+        if self._on_device is not None:
+            found = self._on_device.draft(requests, plan, law, hidden, tree_slots)
+            if found is not None:
+                return found
         drafted = [
             DraftedRows(request.slots, slots)
             for request, slots in zip(requests, tree_slots, strict=True)
         ]
-        hidden = torch.stack([self._root_hidden(request) for request in requests])
 
         def follow(
             trees: Sequence[GrowingTree], nodes: Sequence[Sequence[int]], parents: list[int]
         ) -> Tensor:
             # The head reads its own output for a node's parent.
             nonlocal hidden
-            hidden = self._run(DraftedRows.segments(drafted, trees, nodes), hidden[parents])
+            above = hidden.index_select(0, upload(parents, dtype=torch.int64, device=hidden.device))
+            hidden = self._run(DraftedRows.segments(drafted, trees, nodes), above)
             return self.head.logits(hidden)
 
         logits = self.head.logits(hidden)
@@ -160,13 +194,8 @@ class EagleDrafter(RecallingDrafter):
         slots: Tensor,
     ) -> list[DraftSnapshot]:
         """Run one more row of the head each; see :meth:`RecallingDrafter.advance`."""
-        own = _eagle_snapshots(snapshots)
-        segments = [
-            Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
-            for request, s, token, slot in zip(
-                requests, own, tokens.split(1), slots.split(1), strict=True
-            )
-        ]
+        own = own_snapshots(snapshots, EagleSnapshot)
+        segments = next_rows(requests, own, tokens, slots)
         hidden = self._run(segments, torch.stack([s.hidden for s in own]))
         return [
             replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
@@ -176,13 +205,13 @@ class EagleDrafter(RecallingDrafter):
     @torch.inference_mode()
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
         """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
-        own = _eagle_snapshots(snapshots)
+        own = own_snapshots(snapshots, EagleSnapshot)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
         return recalled_laws(logits, [s.settings for s in own], self.head.draft_to_target)
 
     def _run(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run the head over packed segments; ``hidden`` ``[tokens, hidden]`` in and out."""
-        batch = pack(segments)
+        batch = pack(segments, hidden.device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attention.attend(0, q, k, v, batch, scale=self._scale)
@@ -211,21 +240,10 @@ class EagleDrafter(RecallingDrafter):
         return Segment.causal(torch.tensor(tokens), request.slots[:start], request.slots[start:])
 
     def _state(self, request: Request) -> EagleState:
-        if request.draft_state is None:
-            request.draft_state = EagleState(context=request.shared)
-        if not isinstance(request.draft_state, EagleState):
-            raise TypeError(f"request {request.number} belongs to another drafter")
-        return request.draft_state
+        return own_state(request, EagleState, lambda: EagleState(context=request.shared))
 
     def _root_hidden(self, request: Request) -> Tensor:
         hidden = self._state(request).hidden
         if hidden is None:
             raise RuntimeError(f"request {request.number} drafts before any feature was observed")
         return hidden
-
-
-def _eagle_snapshots(snapshots: Sequence[DraftSnapshot]) -> list[EagleSnapshot]:
-    own = [s for s in snapshots if isinstance(s, EagleSnapshot)]
-    if len(own) < len(snapshots):
-        raise TypeError("a snapshot belongs to another drafter")
-    return own

@@ -15,7 +15,8 @@ from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
 from eaglegbv.drafters.tree_choice import start_trees, support
 from eaglegbv.params import SamplingParams
-from eaglegbv.request import Request
+from eaglegbv.request import DraftSnapshot, Request
+from eaglegbv.transfer import fetch
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.warp import WarpSettings
 
@@ -45,6 +46,33 @@ class LawSettings:
         return cls(draft_params(request.params, request.plan), min(request.plan.draft_width, vocab))
 
 
+@dataclass(frozen=True, slots=True)
+class RowSnapshot(DraftSnapshot):
+    """A step of a drafter with KV rows: its root, and the tokens gone on by since.
+
+    Attributes:
+        context: Positions whose rows stand in the request's own slots.
+        rows: ``[tokens]`` int64, KV slots of the rows since.
+        settings: The step's draft settings.
+    """
+
+    context: int
+    rows: Tensor
+    settings: LawSettings
+
+
+def next_rows(
+    requests: Sequence[Request], snapshots: Sequence[RowSnapshot], tokens: Tensor, slots: Tensor
+) -> list[Segment]:
+    """Return the segments that go on by one token each, for :meth:`RecallingDrafter.advance`."""
+    return [
+        Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
+        for request, s, token, slot in zip(
+            requests, snapshots, tokens.split(1), slots.split(1), strict=True
+        )
+    ]
+
+
 def draft_trees(
     requests: Sequence[Request],
     plan: Plan,
@@ -68,11 +96,7 @@ def draft_trees(
     laws = laws_of(requests, plan, law, support(plan, law, vocab), draft_to_target)
     grow_trees(trees, plan.depth, logits, laws, follow)
     return stack_trees(
-        [tree.finish() for tree in trees],
-        law,
-        paths=trees[0].max_paths,
-        length=plan.depth,
-        device=logits.device,
+        [tree.finish() for tree in trees], law, paths=trees[0].max_paths, length=plan.depth
     )
 
 
@@ -115,7 +139,7 @@ def grow_trees(
     for level in range(depth):
         counts = [len(frontier) for frontier in frontiers]
         drawn = laws(logits, counts)
-        ids, values = drawn.ids.cpu().numpy(), drawn.probs.cpu().numpy()
+        ids, values = (part.numpy() for part in fetch(drawn.ids, drawn.probs))
         spans = list(pairwise(accumulate(counts, initial=0)))
         new = [
             tree.grow(frontier, ids[first:end], values[first:end]) if frontier else []

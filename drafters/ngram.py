@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.base import Drafter, own_state
 from eaglegbv.drafters.tree_builder import GrownTree, fixed_tree, stack_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
@@ -70,7 +70,11 @@ class NgramDrafter(Drafter):
         return request.context
 
     def draft(
-        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        law: Law,
+        tree_slots: Sequence[Tensor],  # noqa: ARG002
     ) -> DraftTree:
         """Propose one tree per request: the trie of up to K continuations, each of L tokens.
 
@@ -82,8 +86,7 @@ class NgramDrafter(Drafter):
         if law is not Law.FIXED:
             raise InvalidArgument("law", str(law), "'fixed': a lookup draws nothing")
         trees = [self._tree(request, plan) for request in requests]
-        device = tree_slots[0].device
-        return stack_trees(trees, law, paths=plan.paths, length=plan.depth, device=device)
+        return stack_trees(trees, law, paths=plan.paths, length=plan.depth)
 
     def _tree(self, request: Request, plan: Plan) -> GrownTree:
         """Merge continuations into a trie, as far as the plan has nodes for them."""
@@ -117,7 +120,7 @@ class NgramDrafter(Drafter):
 
     def _index(self, request: Request) -> NgramState:
         """Note what followed every n-gram of the text; of its last one nothing has yet."""
-        state = _state(request)
+        state = own_state(request, NgramState, NgramState)
         text = request.tokens_from(0)
         for place in range(state.read, len(text)):
             for size in self._sizes:
@@ -125,11 +128,3 @@ class NgramDrafter(Drafter):
                     state.places.setdefault(tuple(text[place - size : place]), []).append(place)
         state.read = len(text)
         return state
-
-
-def _state(request: Request) -> NgramState:
-    if request.draft_state is None:
-        request.draft_state = NgramState()
-    if not isinstance(request.draft_state, NgramState):
-        raise TypeError(f"request {request.number} belongs to another drafter")
-    return request.draft_state

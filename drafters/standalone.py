@@ -22,9 +22,16 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.growth import DraftedRows, LawSettings, draft_trees, recalled_laws
+from eaglegbv.drafters.growth import (
+    DraftedRows,
+    LawSettings,
+    RowSnapshot,
+    draft_trees,
+    next_rows,
+    recalled_laws,
+)
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.request import DraftSnapshot, DraftState, Request
@@ -63,20 +70,17 @@ class StandaloneState(DraftState):
 
 
 @dataclass(frozen=True, slots=True)
-class StandaloneSnapshot(DraftSnapshot):
+class StandaloneSnapshot(RowSnapshot):
     """A step's root and the tokens gone on by since.
 
+    Its context includes the root, which was committed since, and run at its own slot before the
+    next tree was drawn.
+
     Attributes:
-        context: Positions up to the root, itself included.
-        rows: ``[tokens]`` int64, slots of the rows since.
         logits: ``[vocab]``, of what follows.
-        settings: The step's draft settings.
     """
 
-    context: int
-    rows: Tensor
     logits: Tensor
-    settings: LawSettings
 
 
 class StandaloneDrafter(RecallingDrafter):
@@ -114,7 +118,7 @@ class StandaloneDrafter(RecallingDrafter):
             return
         segments = [self._committed(request, request.slots) for request in behind]
         # A forward gives logits of a row at least.
-        self._run(segments, torch.zeros(1, dtype=torch.int64, device=self.model.device))
+        self._run(segments, torch.zeros(1, dtype=torch.int64))
         for request in behind:
             _state(request).context = request.context
 
@@ -130,7 +134,7 @@ class StandaloneDrafter(RecallingDrafter):
         segments = [
             self._committed(request, slots) for request, slots in zip(requests, known, strict=True)
         ]
-        ends = torch.tensor([s.num_new for s in segments], device=self.model.device).cumsum(0) - 1
+        ends = torch.tensor([s.num_new for s in segments]).cumsum(0) - 1
         logits = self._run(segments, ends)
         for request, own in zip(requests, logits, strict=True):
             state = _state(request)
@@ -170,15 +174,8 @@ class StandaloneDrafter(RecallingDrafter):
         slots: Tensor,
     ) -> list[DraftSnapshot]:
         """Run one more row each; see :meth:`RecallingDrafter.advance`."""
-        own = _own(snapshots)
-        segments = [
-            # The root was committed since, and run at its own slot before the next tree was drawn.
-            Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
-            for request, s, token, slot in zip(
-                requests, own, tokens.split(1), slots.split(1), strict=True
-            )
-        ]
-        logits = self._run(segments, None)
+        own = own_snapshots(snapshots, StandaloneSnapshot)
+        logits = self._run(next_rows(requests, own, tokens, slots), None)
         return [
             replace(s, rows=torch.cat((s.rows, slot)), logits=row)
             for s, slot, row in zip(own, slots.split(1), logits, strict=True)
@@ -186,7 +183,7 @@ class StandaloneDrafter(RecallingDrafter):
 
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
         """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
-        own = _own(snapshots)
+        own = own_snapshots(snapshots, StandaloneSnapshot)
         logits = torch.stack([s.logits for s in own])
         return recalled_laws(logits, [s.settings for s in own], self._ids)
 
@@ -194,8 +191,7 @@ class StandaloneDrafter(RecallingDrafter):
         """Return the rows of the tokens from the last one run to the last one with a slot."""
         start = _state(request).context
         tokens = request.tokens_from(start)[: len(slots) - start]
-        ids = torch.tensor(tokens, device=slots.device)
-        return Segment.causal(ids, slots[:start], slots[start:])
+        return Segment.causal(torch.tensor(tokens), slots[:start], slots[start:])
 
     def _run(self, segments: Sequence[Segment], logit_rows: Tensor | None) -> Tensor:
         last = self.model.vocab_size - 1
@@ -204,15 +200,4 @@ class StandaloneDrafter(RecallingDrafter):
 
 
 def _state(request: Request) -> StandaloneState:
-    if request.draft_state is None:
-        request.draft_state = StandaloneState(context=request.shared)
-    if not isinstance(request.draft_state, StandaloneState):
-        raise TypeError(f"request {request.number} belongs to another drafter")
-    return request.draft_state
-
-
-def _own(snapshots: Sequence[DraftSnapshot]) -> list[StandaloneSnapshot]:
-    own = [s for s in snapshots if isinstance(s, StandaloneSnapshot)]
-    if len(own) < len(snapshots):
-        raise TypeError("a snapshot belongs to another drafter")
-    return own
+    return own_state(request, StandaloneState, lambda: StandaloneState(context=request.shared))

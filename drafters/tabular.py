@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter
+from eaglegbv.drafters.base import RecallingDrafter, own_snapshots
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.growth import LawSettings, draft_trees, recalled_laws
 from eaglegbv.drafters.tree_builder import GrowingTree
@@ -191,22 +191,17 @@ class TabularDrafter(RecallingDrafter):
         """Append a token to each; see :meth:`RecallingDrafter.advance`."""
         return [
             replace(s, tokens=(*s.tokens, token)[-self.table.order :])
-            for s, token in zip(_own(snapshots), tokens.tolist(), strict=True)
+            for s, token in zip(
+                own_snapshots(snapshots, TabularSnapshot), tokens.tolist(), strict=True
+            )
         ]
 
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
         """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
-        own = _own(snapshots)
+        own = own_snapshots(snapshots, TabularSnapshot)
         logits = self.table.logits([self.table.state(s.tokens) for s in own])
         return recalled_laws(logits, [s.settings for s in own], self._ids)
 
     def _last_tokens(self, request: Request) -> tuple[int, ...]:
         end = len(request.prompt_ids) + len(request.token_ids)
         return tuple(request.tokens_from(max(0, end - self.table.order)))
-
-
-def _own(snapshots: Sequence[DraftSnapshot]) -> list[TabularSnapshot]:
-    own = [s for s in snapshots if isinstance(s, TabularSnapshot)]
-    if len(own) < len(snapshots):
-        raise TypeError("a snapshot belongs to another drafter")
-    return own

@@ -208,10 +208,8 @@ def _path_to(node: int, parents: Sequence[int], depth: int) -> list[int]:
     return path[::-1]
 
 
-def stack_trees(
-    trees: Sequence[GrownTree], law: Law, *, paths: int, length: int, device: torch.device
-) -> DraftTree:
-    """Pad the trees of a batch: the nodes to the largest tree's, the paths to a given size.
+def stack_trees(trees: Sequence[GrownTree], law: Law, *, paths: int, length: int) -> DraftTree:
+    """Pad the trees of a batch, on the host: nodes to the largest tree's, paths to a given size.
 
     Args:
         trees: The trees.
@@ -219,7 +217,6 @@ def stack_trees(
         paths: Number of paths to pad to.
         length: Length of a path to pad to. A verifier finds its random numbers by the place of a
             path, so these two must depend on the plan alone and not on the batch.
-        device: Where the result lives.
     """
     batch, nodes = len(trees), max(len(tree.token_ids) for tree in trees)
     width = trees[0].draft_ids.shape[1]
@@ -236,15 +233,15 @@ def stack_trees(
             path_nodes[b, k, len(path) :] = path[-1]
             path_lengths[b, k] = len(path)
         draft_ids[b, :count], draft_probs[b, :count] = tree.draft_ids, tree.draft_probs
-    token_ids, parents, depth = torch.from_numpy(lists).to(device)
+    token_ids, parents, depth = torch.from_numpy(lists)
     return DraftTree(
         law=law,
         token_ids=token_ids,
         parents=parents,
         depth=depth,
-        num_nodes=torch.tensor([len(tree.token_ids) for tree in trees], device=device),
-        path_nodes=torch.from_numpy(path_nodes).to(device),
-        path_lengths=torch.from_numpy(path_lengths).to(device),
-        draft_ids=torch.from_numpy(draft_ids).to(device),
-        draft_probs=torch.from_numpy(draft_probs).to(device),
+        num_nodes=torch.tensor([len(tree.token_ids) for tree in trees]),
+        path_nodes=torch.from_numpy(path_nodes),
+        path_lengths=torch.from_numpy(path_lengths),
+        draft_ids=torch.from_numpy(draft_ids),
+        draft_probs=torch.from_numpy(draft_probs),
     )

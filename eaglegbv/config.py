@@ -6,6 +6,7 @@ import msgspec
 
 from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import GraphMode
 from eaglegbv.tree import Law
 
 MAX_PATHS = 16
@@ -147,7 +148,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             longer prompt is read in parts, so that requests that decode do not wait for it.
         prefix_cache: Whether texts that begin alike share the KV slots of their beginnings.
         check_slots: Whether to check after every step that each KV slot has one owner.
+        cuda_graphs: Whether forwards of draft trees, and drafting, are recorded and replayed:
+            ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
+            ``eager``: the same padded work without recording it, on any device, to find faults.
         seed: Seed from which requests without one of their own derive theirs.
+        calibrate: Whether an engine that chooses plans itself first measures, for some seconds,
+            what steps cost; kept in the user's cache for later runs. Else it learns while serving.
     """
 
     max_batch: int = 16
@@ -156,7 +162,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 1024
     prefix_cache: bool = True
     check_slots: bool = False
+    cuda_graphs: GraphMode = GraphMode.AUTO
     seed: int = 0
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         require_integer("max_batch", self.max_batch, 1, 4096)
@@ -168,10 +176,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
         require_integer("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
         require_integer("seed", self.seed, 0, 2**64 - 1)
-        for name in ("prefix_cache", "check_slots"):
+        for name in ("prefix_cache", "check_slots", "calibrate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
+        if self.cuda_graphs not in list(GraphMode):
+            raise InvalidArgument("cuda_graphs", self.cuda_graphs, f"one of {', '.join(GraphMode)}")
+        msgspec.structs.force_setattr(self, "cuda_graphs", GraphMode(self.cuda_graphs))
 
 
 def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:

@@ -10,7 +10,7 @@ is led along the path, and what is left becomes the requests' debts again:
                                         |  debt A: 1 left    debt B: snapshot at x_4, 2 left
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from eaglegbv.request import Debt, DraftSnapshot, Request
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.inputs import TOLERANCE, Fault
 from eaglegbv.verifiers.modified_target import (
     Debts,
@@ -41,11 +42,13 @@ class Settlement:
         verdict: What is committed.
         debts: What each request owes afterwards.
         faults: ``[batch]`` int64, faults of the recalled draft laws, 0 where all is well.
+        figures: Says what the verification went by.
     """
 
     verdict: Verdict
     debts: list[tuple[Debt, ...]]
     faults: Tensor
+    figures: Callable[[], NodeFigures]
 
 
 def recall_slots(plan: Plan) -> int:
@@ -77,12 +80,14 @@ def settle(
     trails = _trails(requests)
     borrowed = allocator.allocate(sum(trail.length for trail in trails))
     try:
-        laws = RecalledLaws(drafter, trails, borrowed, batch=tree.batch)
-        layers = _layers(requests, device=tree.token_ids.device)
+        device = tree.token_ids.device
+        laws = RecalledLaws(drafter, trails, borrowed, batch=tree.batch, device=device)
+        layers = _layers(requests, device=device)
         result = verifier.verify(tree, target, uniforms, Debts(layers, laws))
     finally:
         allocator.release(borrowed)
-    return Settlement(result.verdict, _owed(requests, result.layers, drafter), laws.faults)
+    debts = _owed(requests, result.layers, drafter)
+    return Settlement(result.verdict, debts, laws.faults, result.figures)
 
 
 @dataclass(slots=True)
@@ -118,7 +123,13 @@ class RecalledLaws:
     """The draft laws of debts, along the paths that a verifier selects."""
 
     def __init__(
-        self, drafter: Recaller, trails: Sequence[Trail], slots: Tensor, *, batch: int
+        self,
+        drafter: Recaller,
+        trails: Sequence[Trail],
+        slots: Tensor,
+        *,
+        batch: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Lead the trails to the current roots.
 
@@ -127,17 +138,18 @@ class RecalledLaws:
             trails: One for each debt of the batch.
             slots: As many KV slots as the trails are long together.
             batch: Number of requests.
+            device: Where the laws are wanted.
         """
         self._drafter = drafter
         self._trails = trails
         self._slots = slots
         self._width = 1
         columns = max((trail.column + 1 for trail in trails), default=0)
-        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=slots.device)
+        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=device)
         for i in range(max((len(trail.committed) for trail in trails), default=0)):
             behind = [trail for trail in trails if len(trail.committed) > i]
             tokens = [trail.committed[i] for trail in behind]
-            self._advance(behind, torch.tensor(tokens, device=slots.device))
+            self._advance(behind, torch.tensor(tokens))
 
     @property
     def faults(self) -> Tensor:

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
+    ATTENTION_FALLBACKS,
     CACHED,
     FINISHED,
+    GRAPH_DRAFTS,
+    GRAPH_FORWARDS,
     PREEMPTIONS,
     EngineMetrics,
     Phase,
@@ -23,19 +27,24 @@ from eaglegbv.metrics import (
     StepRecord,
     Stopwatch,
 )
+from eaglegbv.outcomes import Judged, Outcome, read_outcomes
 from eaglegbv.params import SamplingParams
+from eaglegbv.recording import Evidence, tree_records
 from eaglegbv.request import Debt, FinishReason, Request
 from eaglegbv.scheduler.batch import Chunk, Group, Layout, by_plan, lay_out
 from eaglegbv.scheduler.holdings import Holdings
-from eaglegbv.scheduler.planner import Estimate, Planner
+from eaglegbv.scheduler.planner import Estimate, KnownCosts, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Portion, Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.targets.base import Target, TargetOutput
+from eaglegbv.transfer import send, upload
 from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Stream, request_seed
-from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Rule, Verifier, VerifyUniforms
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.inputs import fault_error, find_faults
 from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.registry import make_any_verifier
@@ -65,14 +74,14 @@ class Judgement:
     """A verdict on a group, and what goes with it.
 
     Attributes:
-        verdict: The verdict.
-        faults: For each request, what is wrong with the probabilities it rests on, or 0.
+        judged: The trees, the verdict on them, and faults.
         debts: For each request, what it leaves to the next tokens.
+        evidence: What the verdict rests on; None unless trees are recorded.
     """
 
-    verdict: Verdict
-    faults: list[int]
+    judged: Judged
     debts: list[tuple[Debt, ...]]
+    evidence: Evidence | None
 
 
 class Engine:
@@ -85,6 +94,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         barrier: Callable[[], None] | None = None,
+        costs: KnownCosts | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -94,6 +104,7 @@ class Engine:
             config: Sizes and seed.
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
+            costs: What steps cost, if that is known; else the first steps teach it.
         """
         self._target = target
         self._drafter = drafter
@@ -107,21 +118,30 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = Planner()
+        self._planner = Planner(costs)
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
         self._steps = 0
         self.metrics = EngineMetrics()
         self._observers: list[StepObserver] = [self.metrics]
+        self._records_trees = False
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
-    def observe(self, observer: StepObserver) -> None:
-        """Tell ``observer`` about every further step."""
+    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
+        """Tell ``observer`` about every further step.
+
+        Args:
+            observer: Is told.
+            trees: Have the records of steps say what became of every draft tree, from now on and
+                for all observers. Recording begins after a step's clock has stopped, so that no
+                time of a step includes it.
+        """
         self._observers.append(observer)
+        self._records_trees = self._records_trees or trees
 
     def explain_plans(self) -> list[Estimate]:
         """Return what the planner expects of each plan for the running requests, best first."""
@@ -282,28 +302,33 @@ class Engine:
         with watch.phase(Phase.FORWARD if batch.decoding else Phase.PREFILL):
             output = self._target.forward(segments, logit_rows=rows)
         with watch.phase(Phase.VERIFY):
+            groups = [group.on(output.logits.device) for group in groups]
             judgements = [
                 self._verify(group, layout, output.logits)
                 for group, layout in zip(groups, layouts, strict=True)
             ]
+            outcomes = read_outcomes([judgement.judged for judgement in judgements])
         with watch.phase(Phase.COMMIT):
-            for group, layout, judgement in zip(groups, layouts, judgements, strict=True):
-                commits += self._commit(group, layout, judgement, output)
+            for group, layout, judgement, own in zip(
+                groups, layouts, judgements, outcomes, strict=True
+            ):
+                commits += self._commit(group, layout, own, judgement.debts, output)
             self._keep_chunks(chunks, output)
         if batch.reading:
             with watch.phase(Phase.PREFILL):
                 self._end_reading([portion.request for portion in batch.reading])
         share_seconds(batch, watch.seconds, sum(segment.num_new for segment in segments))
         self._planner.observe_step(watch.elapsed)
-        self._record(batch, watch, groups, judgements, commits)
+        every = [outcome for own in outcomes for outcome in own]
+        self._record(batch, watch, every, commits, partial(_trees, groups, judgements, commits))
 
     def _record(
         self,
         batch: StepBatch,
         watch: Stopwatch,
-        groups: list[Group],
-        judgements: list[Judgement],
+        outcomes: list[Outcome],
         commits: list[Commit],
+        trees: Callable[[], list[TreeRecord]],
     ) -> None:
         """Tell the observers about a step."""
         decoding = {id(request) for request in batch.decoding}
@@ -316,17 +341,25 @@ class Engine:
             requests=len(batch.decoding) + len(batch.reading),
             prefilling=len(batch.reading),
             waiting=self._scheduler.num_waiting,
-            nodes=sum(int(g.tree.num_nodes.sum()) - len(g.requests) for g in groups),
-            accepted=sum(int(judgement.verdict.accepted.sum()) for judgement in judgements),
+            nodes=sum(outcome.drafted for outcome in outcomes),
+            accepted=sum(len(outcome.nodes) for outcome in outcomes),
             committed=sum(len(c.token_ids) for c in commits if id(c.request) in decoding),
             plans=Counter(plan_name(request.plan) for request in batch.decoding),
             reasons=Counter(request.plan_reason for request in batch.decoding),
             kv_used=allocator.num_slots - allocator.num_free,
             kv_slots=allocator.num_slots,
+            trees=trees(),
         )
         self._steps += 1
         self.metrics.set(PREEMPTIONS, self._scheduler.preemptions)
         self.metrics.set(CACHED, self._cache.counts.shared)
+        for reason, count in self._target.attention_fallbacks.items():
+            self.metrics.set(ATTENTION_FALLBACKS, count, label=reason)
+        for outcome, count in self._target.graph_counts.items():
+            self.metrics.set(GRAPH_FORWARDS, count, label=outcome)
+        if self._drafter is not None:
+            for outcome, count in self._drafter.graph_counts.items():
+                self.metrics.set(GRAPH_DRAFTS, count, label=outcome)
         for observer in self._observers:
             observer.on_step(record)
 
@@ -406,41 +439,56 @@ class Engine:
         if isinstance(verifier, StatefulVerifier):
             drafter, allocator = self._recalling(plan), self._target.allocator
             settled = settle(verifier, group.requests, group.tree, law, drafter, allocator)
-            return Judgement(settled.verdict, (faults | settled.faults).tolist(), settled.debts)
+            evidence = self._evidence(group, verifier, law, settled.figures)
+            judged = Judged(group.tree, settled.verdict, faults | settled.faults)
+            return Judgement(judged, settled.debts, evidence)
         uniforms = VerifyUniforms.draw(
             [request.stream for request in group.requests],
             [request.step for request in group.requests],
             paths=group.tree.paths,
             length=group.tree.length,
+            device=logits.device,
         )
         verdict = verifier.verify(group.tree, law, uniforms)
-        return Judgement(verdict, faults.tolist(), [() for _ in group.requests])
+        figures = partial(verifier.figures, group.tree, law, uniforms)
+        evidence = self._evidence(group, verifier, law, figures)
+        judged = Judged(group.tree, verdict, faults)
+        return Judgement(judged, [() for _ in group.requests], evidence)
+
+    def _evidence(
+        self, group: Group, rule: Rule, law: TargetLaw, figures: Callable[[], NodeFigures]
+    ) -> Evidence | None:
+        """Return what is to be kept of a verification until its trees are recorded, if they are."""
+        if not self._records_trees:
+            return None
+        return Evidence(rule.name, law, figures, group.prefilling)
 
     def _commit(
-        self, group: Group, layout: Layout, judgement: Judgement, output: TargetOutput
+        self,
+        group: Group,
+        layout: Layout,
+        outcomes: list[Outcome],
+        debts: list[tuple[Debt, ...]],
+        output: TargetOutput,
     ) -> list[Commit]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        accepted = judgement.verdict.accepted.tolist()
-        paths = judgement.verdict.path_nodes.tolist()
-        corrections = judgement.verdict.token_ids.tolist()
         commits = []
-        for b, request in enumerate(group.requests):
-            if judgement.faults[b]:
-                request.error = fault_error(judgement.faults[b], request.number)
+        for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True)):
+            if outcome.fault:
+                request.error = fault_error(outcome.fault, request.number)
                 self.finish(request, FinishReason.ERROR)
                 commits.append(Commit(request, []))
                 continue
-            nodes = [0, *paths[b][: accepted[b]]]
-            request.debts = judgement.debts[b]
+            nodes = [0, *outcome.nodes]
+            request.debts = debts[b]
             self._keep(request, group, b, nodes)
             self._show_drafter(request, layout, b, nodes, output.features)
-            tokens = [*group.tree.token_ids[b, nodes[1:]].tolist(), corrections[b]]
-            commits.append(self._extend(request, group, b, tokens))
+            commits.append(self._extend(request, outcome))
         return commits
 
     def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
         """Move the slots of accepted nodes (and of a prompt) to the request; free the others."""
-        before_root = len(group.segments[b].token_ids) - int(group.tree.num_nodes[b])
+        before_root = group.segments[b].num_new - group.counts[b]
         self._holdings.keep(request, [*range(before_root), *(before_root + n for n in nodes)])
 
     def _keep_chunks(self, chunks: list[Chunk], output: TargetOutput) -> None:
@@ -461,22 +509,23 @@ class Engine:
             return
         first, root = layout.first_tokens[b], layout.root_tokens[b]
         rows = [*range(first, root), *(root + node for node in nodes)]
-        self._drafter.observe(request, features[rows])
+        places = upload(rows, dtype=torch.int64, device=features.device)
+        self._drafter.observe(request, features.index_select(0, places))
 
-    def _extend(self, request: Request, group: Group, b: int, tokens: list[int]) -> Commit:
+    def _extend(self, request: Request, outcome: Outcome) -> Commit:
         """Append new tokens, up to the first that ends the text."""
         prefilling = not request.prefilled
-        kept = self._cut(request, tokens)
+        kept = self._cut(request, outcome.token_ids)
         request.token_ids += kept
         request.step += 1
         if not prefilling:
-            offered, accepted = int(group.tree.depth[b].max()), len(tokens) - 1
+            offered, accepted = outcome.offered, len(outcome.nodes)
             self._planner.observe_request(request, offered=offered, accepted=accepted)
             request.metrics.count_forward(
                 offered=offered,
                 accepted=accepted,
                 committed=len(kept),
-                nodes=int(group.tree.num_nodes[b]) - 1,
+                nodes=outcome.drafted,
                 plan=plan_name(request.plan),
             )
         if self._ends(request, kept[-1]):
@@ -545,6 +594,19 @@ class Engine:
         return min(params.max_tokens, room)
 
 
+def _trees(
+    groups: list[Group], judgements: list[Judgement], commits: list[Commit]
+) -> list[TreeRecord]:
+    """Return the records of a step's trees; none where no evidence was kept."""
+    kept = {commit.request.number: commit.token_ids for commit in commits}
+    return [
+        record
+        for group, judgement in zip(groups, judgements, strict=True)
+        if judgement.evidence is not None
+        for record in tree_records(group, judgement.judged.verdict, judgement.evidence, kept)
+    ]
+
+
 def check_verifier(plan: Plan) -> None:
     """Raise unless the plan's verifier exists and takes the law it names, whatever drafts.
 
@@ -570,7 +632,7 @@ def law_of(plan: Plan, verifier: Rule, drafter: Drafter) -> Law:
 def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
     """Warp the logits of a group's nodes, each by its request's settings and its own path."""
     params = [request.params for request in group.requests]
-    counts = group.tree.num_nodes.tolist()
+    counts = group.counts
     first = int(layout.logit_rows[0, 0])
     own = logits[first : first + sum(counts)]
     if any(p.penalised for p in params):
@@ -580,7 +642,11 @@ def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
             PenaltySettings.of(params, counts, device=logits.device),
         )
     warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
-    return TargetLaw.of_logits(warped, layout.logit_rows - first)
+    rows = send(layout.logit_rows - first, logits.device)
+    if logits.device.type != "cpu":  # rows of padding nodes may be there, and mean nothing
+        real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
+        rows = torch.where(real, rows, rows[:, :1])
+    return TargetLaw.of_logits(warped, rows)
 
 
 def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, Tensor]:
@@ -588,15 +654,17 @@ def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, T
 
     Both ``[rows, vocab]``; a node counts the generated tokens and the drafted ones on its path.
     """
-    in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool)
-    generated = torch.zeros((sum(counts), vocab), dtype=torch.int64)
+    device = group.tree.token_ids.device
+    in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool, device=device)
+    generated = torch.zeros((sum(counts), vocab), dtype=torch.int64, device=device)
     ancestors = group.tree.ancestor_mask()
     row = 0
     for b, (request, count) in enumerate(zip(group.requests, counts, strict=True)):
         own = slice(row, row + count)
-        in_prompt[own, list(request.prompt_ids)] = True
+        prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
+        in_prompt[own].index_fill_(1, prompt, value=True)
         seen = torch.tensor(request.token_ids, dtype=torch.int64)
-        generated[own] = torch.bincount(seen, minlength=vocab)
+        generated[own] = send(torch.bincount(seen, minlength=vocab), device)
         # The root is the last of the request's own tokens and is counted there.
         drafted = ancestors[b, :count, 1:count].to(torch.int64)
         tokens = group.tree.token_ids[b, 1:count].expand(count, -1)

@@ -14,14 +14,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, largest_plan, named_planning
+from eaglegbv.calibration import LARGEST, calibrate
 from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.engine import Engine, check_verifier
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
 from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.scheduler.planner import Estimate
+from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
 from eaglegbv.tree import Law
 
@@ -99,7 +101,7 @@ class LLM:
         draft_width: int = 256,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
         compiled: bool = False,
@@ -121,11 +123,12 @@ class LLM:
             draft_temperature: Draft temperature as a multiple of the request's.
             plan: Instead of those six: a :class:`Plan`, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
-            dtype: float32 on CPU by default, bfloat16 on GPU.
+            dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
             compiled: Have ``torch.compile`` compile the target, which takes a minute or more at
-                the start and again when shapes are new, and makes forwards somewhat faster.
+                the start and again when shapes are new. Measure whether it pays: forwards of the
+                tiny pair's shape became slower on a CPU.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -143,12 +146,11 @@ class LLM:
         elif all(choice is None for choice in (verifier, paths, depth, law)):
             self.plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
         else:
-            usual = Plan()
-            self.plan = Plan(
-                verifier=usual.verifier if verifier is None else verifier,
-                paths=usual.paths if paths is None else paths,
-                depth=usual.depth if depth is None else depth,
-                law=cast("Law | None", law),
+            self.plan = plan_from(
+                verifier=verifier,
+                paths=paths,
+                depth=depth,
+                law=law,
                 draft_width=draft_width,
                 draft_temperature=draft_temperature,
             )
@@ -168,8 +170,11 @@ class LLM:
             dtype=dtype,
             device=device,
             compile_backend="inductor" if compiled else None,
+            graphs=config.cuda_graphs,
         )
-        self._engine = Engine(pair.target, pair.drafter, config)
+        self.pair = pair
+        costs = self._costs(config, compiled=compiled)
+        self._engine = Engine(pair.target, pair.drafter, config, costs=costs)
         self._engine.check_plan(self.plan)
         self._open: dict[int, _Answer] = {}
         self.device = pair.target.device
@@ -270,9 +275,14 @@ class LLM:
         """Counters and gauges of the engine; ``metrics.exposition()`` is Prometheus' text."""
         return self._engine.metrics
 
-    def observe(self, observer: StepObserver) -> None:
-        """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`."""
-        self._engine.observe(observer)
+    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
+        """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`.
+
+        Args:
+            observer: Is told.
+            trees: Have records say what became of every draft tree too.
+        """
+        self._engine.observe(observer, trees=trees)
 
     def explain_plans(self) -> list[Estimate]:
         """Return what the engine expects of each plan for the running requests, best first."""
@@ -280,6 +290,28 @@ class LLM:
 
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
         self._engine.check_plan(self._planning(plan))
+
+    def _costs(self, config: EngineConfig, *, compiled: bool) -> KnownCosts | None:
+        """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
+        if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
+            return None
+        if not config.calibrate:
+            return None
+        models = shape_of(self.model_name), shape_of(self.drafter_name)
+        cache = CostCache.of(
+            *models,
+            self.plan,
+            compiled,
+            config.cuda_graphs,
+            min(config.max_batch, LARGEST),
+            device=self.pair.target.device,
+            dtype=self.pair.target.dtype,
+        )
+        known = cache.read()
+        if known is None:
+            known = calibrate(self.pair, self.plan, config)
+            cache.write(known)
+        return known
 
     def _planning(self, plan: Planning | PlanName | None) -> Planning:
         return self.plan if plan is None else named_planning(plan)
@@ -361,6 +393,11 @@ class LLM:
             raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
         return list(cast("list[int]", prompt))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text)
+
     def _apply_chat_template(self, messages: list[Message]) -> list[int]:
         for message in messages:
             if not isinstance(message.get("role"), str) or "content" not in message:
@@ -423,6 +460,27 @@ def _is_one(prompts: object) -> bool:
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
     return bool(prompts) and isinstance(prompts[0], int | Mapping)
+
+
+def plan_from(
+    *,
+    verifier: str | None,
+    paths: int | None,
+    depth: int | None,
+    law: Law | str | None,
+    draft_width: int,
+    draft_temperature: float,
+) -> Plan:
+    """Return the plan with these choices; those that are None are the usual ones."""
+    usual = Plan()
+    return Plan(
+        verifier=usual.verifier if verifier is None else verifier,
+        paths=usual.paths if paths is None else paths,
+        depth=usual.depth if depth is None else depth,
+        law=cast("Law | None", law),
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+    )
 
 
 def per_prompt(

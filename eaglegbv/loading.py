@@ -1,10 +1,13 @@
 """Opening a target and its drafter from disk, so that they fit each other."""
 
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer_paged import paged_attention
@@ -19,14 +22,20 @@ from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NGRAM = "ngram"
 """Name of the drafter that needs no files: prompt lookup."""
+
+_DTYPES = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -41,36 +50,67 @@ class Pair:
     drafter: Drafter | None
 
 
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype of a name, such as ``"bfloat16"``; a dtype is one already.
+
+    Raises:
+        InvalidArgument: There is none of this name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise InvalidArgument("dtype", dtype, f"one of {sorted(_DTYPES)}, or a torch.dtype")
+    return _DTYPES[dtype]
+
+
+def place_of(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Return where and in which type to compute: CUDA where there is one, bfloat16 there."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    usual = "bfloat16" if place.type == "cuda" else "float32"
+    return place, named_dtype(dtype or usual)
+
+
 def load_pair(
     model: str | Path,
     drafter: str | Path | None,
     *,
     slots: int | PoolSize,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     compile_backend: str | None = None,
+    graphs: GraphMode = GraphMode.OFF,
 ) -> Pair:
     """Open a target, and what drafts for it.
 
     Args:
         model: Folder or hub name of a transformers decoder-only model.
-        drafter: Folder of an EAGLE head, of a small language model with the target's tokenizer, or
-            of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of
-            the tiny pair; or None.
+        drafter: Folder or hub name of an EAGLE head, of a small language model with the target's
+            tokenizer, or of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"``
+            for the heads of the tiny pair; or None.
         slots: Tokens the KV pools hold: a number, or what it follows from.
-        dtype: None for float32 on CPU and bfloat16 on GPU.
+        dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
         compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
+        graphs: Whether tree forwards and drafting are recorded and replayed.
 
     Raises:
-        InvalidArgument: There is no such model or drafter.
+        InvalidArgument: There is no such model or drafter, or graphs cannot be recorded here.
         ModelNotSupported: The engine cannot drive the model.
         DrafterMismatch: The drafter does not fit the target.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    place, dtype = place_of(device, dtype)
     size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
-    opened = _Opening(model, size=size, dtype=dtype, device=place, compile_backend=compile_backend)
+    make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
+    opened = _Opening(
+        model,
+        size=size,
+        dtype=dtype,
+        device=place,
+        compile_backend=compile_backend,
+        graphs=graphs,
+    )
     if drafter is None:
         return Pair(opened.target(FeatureSpec.none()), None)
     if drafter == NGRAM:
@@ -98,16 +138,19 @@ class _Opening:
         dtype: torch.dtype,
         device: torch.device,
         compile_backend: str | None,
+        graphs: GraphMode,
     ) -> None:
         self._model = model
         self._size = size
         self._dtype = dtype
         self._device = device
         self._compile_backend = compile_backend
+        self._graphs = graphs
 
     def target(self, features: FeatureSpec, *, beside: int = 0) -> HFTarget:
         """Open the target; a slot takes ``beside`` bytes in the drafter's pool."""
-        return self._open(self._model, features, replace(self._size, beside=beside))
+        size = replace(self._size, beside=beside)
+        return self._open(self._model, features, size, self._graphs)
 
     def with_head(self, folder: Path) -> Pair:
         """Open an EAGLE head, and the target with the features it reads."""
@@ -123,13 +166,18 @@ class _Opening:
             dtype=self._dtype,
             device=self._device,
         )
-        return Pair(target, head_drafter(head, slots=target.max_slots))
+        drafter = head_drafter(
+            head, slots=target.max_slots, graphs=self._graphs, max_context=target.max_context
+        )
+        return Pair(target, drafter)
 
     def with_language_model(self, folder: Path) -> Pair:
         """Open a small language model of the target's vocabulary."""
         check_tokenizers(self._model, folder)
         target = self.target(FeatureSpec.none(), beside=_slot_bytes(folder, self._dtype))
-        small = self._open(folder, FeatureSpec.none(), PoolSize(slots=target.max_slots))
+        # Its trees grow level by level on the host; only the target's forwards are replayed.
+        same = PoolSize(slots=target.max_slots)
+        small = self._open(folder, FeatureSpec.none(), same, GraphMode.OFF)
         if small.max_context < target.max_context:
             logger.warning(
                 "texts end at %d tokens, the context of drafter %s; the target's is %d",
@@ -140,7 +188,9 @@ class _Opening:
             target.max_context = small.max_context
         return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
 
-    def _open(self, model: str | Path, features: FeatureSpec, size: PoolSize) -> HFTarget:
+    def _open(
+        self, model: str | Path, features: FeatureSpec, size: PoolSize, graphs: GraphMode
+    ) -> HFTarget:
         return HFTarget.from_pretrained(
             model,
             dtype=self._dtype,
@@ -148,15 +198,24 @@ class _Opening:
             max_slots=size,
             features=features,
             compile_backend=self._compile_backend,
+            graphs=graphs,
         )
 
 
-def head_drafter(head: EagleHead, *, slots: int) -> EagleDrafter:
+def head_drafter(
+    head: EagleHead,
+    *,
+    slots: int,
+    graphs: GraphMode = GraphMode.OFF,
+    max_context: int | None = None,
+) -> EagleDrafter:
     """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
     weight = next(head.parameters())
     config = head.config
-    pool = KVPool(1, slots, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(head, paged_attention(pool))
+    # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
+    rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
+    pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+    return EagleDrafter(head, paged_attention(pool), graphs=graphs, max_context=max_context)
 
 
 def check_tokenizers(model: str | Path, drafter: Path) -> None:
@@ -208,8 +267,14 @@ def named_folder(drafter: str | Path) -> Path:
 
 def _drafter_folder(drafter: str | Path) -> Path:
     folder = named_folder(drafter)
-    if not folder.is_dir():
-        names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
-        expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
+    if folder.is_dir():
+        return folder
+    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
+    expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
+    if not _HUB_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)
-    return folder
+    try:
+        return Path(snapshot_download(str(drafter)))
+    except OSError as error:  # what the hub client raises without network, repository or access
+        why = f"{expected}, or a repository that the hub gives ({type(error).__name__})"
+        raise InvalidArgument("drafter", str(drafter), why) from error

@@ -1,13 +1,15 @@
 """What is counted about a request, a step and an engine, and the figures that follow."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 import msgspec
+
+from eaglegbv.tree_record import TreeRecord
 
 
 class Phase(StrEnum):
@@ -175,6 +177,7 @@ class StepRecord:
         reasons: Decoding requests by the reason their plan was chosen for.
         kv_used: KV slots in use after the step.
         kv_slots: KV slots there are.
+        trees: What became of each request's draft tree; empty unless an observer asked for trees.
     """
 
     number: int
@@ -191,6 +194,7 @@ class StepRecord:
     reasons: Mapping[str, int]
     kv_used: int
     kv_slots: int
+    trees: Sequence[TreeRecord] = ()
 
 
 class StepObserver(Protocol):
@@ -247,6 +251,21 @@ REASONS = Metric(
 PREEMPTIONS = Metric("eaglegbv_preemptions_total", "Requests that had to give up their slots.")
 CACHED = Metric(
     "eaglegbv_cached_tokens_total", "Tokens not read, an earlier request having read them."
+)
+ATTENTION_FALLBACKS = Metric(
+    "eaglegbv_attention_fallbacks_total",
+    "Attention calls of the target that PyTorch served in place of FlashInfer, by the reason.",
+    label="reason",
+)
+GRAPH_FORWARDS = Metric(
+    "eaglegbv_graph_forwards_total",
+    "Forwards of the target by whether a recording was replayed, or why not.",
+    label="outcome",
+)
+GRAPH_DRAFTS = Metric(
+    "eaglegbv_graph_drafts_total",
+    "Drafts of a group's trees by whether a recording was replayed, or why not.",
+    label="outcome",
 )
 FINISHED = Metric("eaglegbv_finished_requests_total", "Requests that ended.", label="reason")
 RUNNING = Metric("eaglegbv_running_requests", "Requests of the latest step.", Kind.GAUGE)

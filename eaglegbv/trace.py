@@ -2,30 +2,47 @@
 
 Every step is a box of track "steps" with the phases below it; batch, waiting requests, KV slots in
 use and tokens per request and forward are counters above. The arguments of a step's box say what
-was drafted, accepted and committed, by which plans, and why these were chosen.
+was drafted, accepted and committed, by which plans, and why these were chosen; where trees are
+recorded, also what became of each (``eaglegbv view`` draws them).
 """
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import StepRecord
+from eaglegbv.tree_record import TreeRecord
 
 Event: TypeAlias = dict[str, object]
+Decode: TypeAlias = Callable[[list[int]], str]
+
+PROMPT_TOKENS = 512
+"""Most tokens of a prompt, its last ones, whose text a trace holds."""
 
 _STEPS, _PHASES = 1, 2
+_REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, and so tokens that may make up one."""
 
 
 class Tracer:
     """Writes a trace while the engine runs; a context manager.
 
-    The file is complete after :meth:`close`, and can be opened even if that never came.
+    The file is complete after :meth:`close`, and can be opened even if that never came. It holds
+    the draft trees of the steps if they are recorded: ``llm.observe(tracer, trees=True)``.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, decode: Decode | None = None) -> None:
         """Start a file, over an existing one.
+
+        Args:
+            path: The file.
+            decode: Turns token ids into text, such as ``llm.decode``; without it trees show the
+                ids.
 
         Raises:
             InvalidArgument: It cannot be written.
@@ -35,6 +52,7 @@ class Tracer:
         except OSError as error:
             raise InvalidArgument("trace", str(path), f"a file to write ({error})") from error
         self._origin: float | None = None
+        self._texts = None if decode is None else _Texts(decode)
         self._file.write("[\n")
         self._file.write(_line({"name": "process_name", "ph": "M", "args": {"name": "eaglegbv"}}))
         for thread, name in ((_STEPS, "steps"), (_PHASES, "phases")):
@@ -46,7 +64,8 @@ class Tracer:
         if self._origin is None:
             self._origin = record.started
         start = record.started - self._origin
-        for event in _events(record, start):
+        trees = [_tree(tree, self._texts) for tree in record.trees]
+        for event in _events(record, start, trees):
             self._file.write(",\n" + _line(event))
 
     def close(self) -> None:
@@ -67,10 +86,98 @@ class Tracer:
         self.close()
 
 
-def _events(record: StepRecord, start: float) -> list[Event]:
+@dataclass(slots=True)
+class _Tail:
+    """The end of a request's text: the last token whose text is known, and those after it."""
+
+    anchor: int
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Texts:
+    """Token ids as text.
+
+    A token's text may depend on the one before it (leading spaces), so it is what a pair of tokens
+    has more than its first. A character of several tokens is the text of the last of them.
+    """
+
+    decode: Decode
+    tails: dict[int, _Tail] = field(default_factory=dict)
+
+    def of(self, token: int, before: int) -> str:
+        """Return the text of a token after another."""
+        return self._added([before], [token])
+
+    def of_nodes(self, tree: TreeRecord) -> list[str]:
+        """Return the texts of a tree's nodes; the root's alone."""
+        after = zip(tree.token_ids[1:], tree.parents[1:], strict=True)
+        root = self.decode([tree.token_ids[0]])
+        return [root, *(self.of(token, tree.token_ids[parent]) for token, parent in after)]
+
+    def of_committed(self, tree: TreeRecord) -> list[str]:
+        """Return the texts of the tokens a step gave a request, which end to end are its text."""
+        tail = self.tails.setdefault(tree.request, _Tail(tree.token_ids[0]))
+        texts = []
+        for token in tree.committed:
+            tail.waiting.append(token)
+            text = self._added([tail.anchor], tail.waiting)
+            if text.endswith(_REPLACEMENT) and len(tail.waiting) < _LONGEST_CHARACTER:
+                text = ""
+            else:
+                tail.anchor, tail.waiting = token, []
+            texts.append(text)
+        if tree.finish_reason is not None:
+            del self.tails[tree.request]
+        return texts
+
+    def _added(self, before: list[int], tokens: list[int]) -> str:
+        first, both = self.decode(before), self.decode([*before, *tokens])
+        return both.removeprefix(first) if both.startswith(first) else self.decode(tokens)
+
+
+def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
+    """Return a tree as the arguments of a step hold it."""
+    event: Event = {
+        "request": tree.request,
+        "start": tree.start,
+        "plan": tree.plan,
+        "verifier": tree.verifier,
+        "law": tree.law,
+        "paths": tree.paths,
+        "token_ids": tree.token_ids,
+        "parents": tree.parents,
+        "multiplicity": tree.multiplicity,
+        "p": _rounded(tree.target_probs),
+        "q": _rounded(tree.draft_probs),
+        "figures": {name: _rounded(values) for name, values in tree.figures.items()},
+        "accepted": tree.accepted,
+        "next_token": tree.next_token,
+        "next_p": _rounded([tree.next_target_prob])[0],
+        "committed": tree.committed,
+        "finish_reason": tree.finish_reason,
+        "prompt_tokens": len(tree.prompt_ids),
+    }
+    if texts is not None:
+        stop = tree.token_ids[tree.accepted[-1] if tree.accepted else 0]
+        event |= {
+            "texts": texts.of_nodes(tree),
+            "next_text": texts.of(tree.next_token, stop),
+            "committed_texts": texts.of_committed(tree),
+            "prompt_text": texts.decode(list(tree.prompt_ids[-PROMPT_TOKENS:])),
+        }
+    return event
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Return numbers at six digits, more than anybody reads."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
+
+
+def _events(record: StepRecord, start: float, trees: list[Event]) -> list[Event]:
     decoding = sum(record.plans.values())
     step = _box("step", _STEPS, start, record.seconds)
-    step["args"] = {
+    arguments: Event = {
         "number": record.number,
         "requests": record.requests,
         "prefilling": record.prefilling,
@@ -81,6 +188,9 @@ def _events(record: StepRecord, start: float) -> list[Event]:
         "reasons": dict(record.reasons),
         "kv slots": record.kv_used,
     }
+    if trees:
+        arguments["trees"] = trees
+    step["args"] = arguments
     counters: dict[str, dict[str, float]] = {
         "requests": {"running": record.requests, "waiting": record.waiting},
         "kv slots": {"used": record.kv_used, "free": record.kv_slots - record.kv_used},

@@ -15,14 +15,15 @@ through node 1, and the laws of the verifiers depend on that number.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.transfer import send
 
 
 class Law(StrEnum):
@@ -76,6 +77,17 @@ class DraftTree:
     path_lengths: Tensor
     draft_ids: Tensor
     draft_probs: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """Return the trees on ``device``; nothing is waited for."""
+        if self.token_ids.device == device:
+            return self
+        tensors: dict[str, Any] = {
+            f.name: send(value, device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
 
     @property
     def batch(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.params import SamplingParams
+from eaglegbv.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class WarpSettings:
         temperature: ``[rows]`` float32; 0 keeps the most likely token alone.
         greedy: ``[rows]`` bool, where the temperature is 0, or None.
         top_k: ``[rows]`` int64, or None.
+        limits: The finite values of ``top_k``, known on the host.
         top_p: ``[rows]`` float64, or None.
         min_p: ``[rows]`` float64, or None.
     """
@@ -29,6 +31,7 @@ class WarpSettings:
     temperature: Tensor
     greedy: Tensor | None
     top_k: Tensor | None
+    limits: frozenset[int]
     top_p: Tensor | None
     min_p: Tensor | None
 
@@ -52,6 +55,7 @@ class WarpSettings:
             temperature=temperature,
             greedy=temperature == 0 if any(p.greedy for p in params) else None,
             top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+            limits=frozenset(k for k in top_k if k < no_limit),
             top_p=(
                 column([p.top_p for p in params], torch.float64)
                 if any(p.top_p < 1 for p in params)
@@ -85,7 +89,7 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     warped = logits.float()
     warped = (warped - warped.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
     if settings.top_k is not None:
-        warped = _keep_top_k(warped, settings.top_k)
+        warped = _keep_top_k(warped, settings.top_k, settings.limits)
     if settings.top_p is not None:
         warped = _keep_top_p(warped, settings.top_p)
     if settings.min_p is not None:
@@ -95,17 +99,15 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     return warped
 
 
-def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor:
     size = logits.shape[1]
-    # Only as many largest values as the largest finite limit asks for need sorting.
-    limits = top_k.clamp(max=size)
-    limited = limits < size
-    if not bool(limited.any()):
+    # Only as many largest values as the largest limit below the size asks for need sorting.
+    largest = max((limit for limit in limits if limit < size), default=0)
+    if largest == 0:
         return logits
-    largest = int(limits[limited].max())
     values = logits.topk(largest, dim=1).values
-    edge = values.gather(1, (limits.clamp(max=largest) - 1).unsqueeze(1))
-    return logits.masked_fill((logits < edge) & limited.unsqueeze(1), -torch.inf)
+    edge = values.gather(1, (top_k.clamp(max=largest) - 1).unsqueeze(1))
+    return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
@@ -189,4 +191,4 @@ def _column(
     """Return ``[rows]``: each request's value on all its rows."""
     # Repeated on the host: a device would have to be asked for the number of rows.
     rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
-    return torch.tensor(rows, dtype=dtype, device=device)
+    return upload(rows, dtype=dtype, device=device)

@@ -5,10 +5,16 @@ chance that a path accepted up to depth d - 1 is accepted at depth d too. It is 
 that fade, from a prior that carries over what other numbers of paths have shown: with a_d the
 chance of a single draft and n(K, d) the drafts that count as independent there,
 
-    hazard(K, d) ~ 1 - (1 - a_d)^n(K, d),      a_d ~ a_(d-1) where little is known.
+    hazard(K, d) ~ 1 - (1 - a_d)^n(K, d),      a_d ~ a_(d-1) where little is known,
+    n(K, d) = 1 + (K^e - 1) s^(d-1),           e the most likely one, s a constant.
+
+Drafts of a sure drafter are alike, and e is small; those of a vague one differ, and it is near 1.
 
 A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
 posteriori under a normal prior, in one Newton step from 0, its evidence fading too.
+
+Plans are weighed by hopes: hazards whose prior is raised by a standard error, so that depths of
+which little was seen look worth a try, and seen often are taken as they are.
 
 Only decided steps enter: what was accepted, never what is drafted now.
 """
@@ -40,8 +46,20 @@ _FIRST_TRIALS, _NEXT_TRIALS, _CELL_TRIALS = 4.0, 8.0, 12.0
 _HINT_TRIALS = 10.0
 """Most trials of a cell that count for another kind of requests."""
 
-_INDEPENDENCE, _STAYING = 0.75, 0.45
-"""Of K drafts K^0.75 count as independent; of those beyond the first, 0.45 stay at each depth."""
+_INDEPENDENCE = np.array([0.2, 0.35, 0.5, 0.75, 1.0])
+"""Of K drafts K^e count as independent, e one of these, by what trials at depth 1 say."""
+
+_USUAL_INDEPENDENCE, _INDEPENDENCE_VARIANCE = 0.35, 0.1
+"""Prior mean and variance of e. The tiny pair has 0.3 at temperature 1 and 0.4 at 0."""
+
+_HOPE = 1.0
+"""Standard errors by which the prior of a chance is raised where plans are weighed."""
+
+_SURE = 0.999
+"""The greatest chance of a single draft."""
+
+_STAYING = 0.45
+"""Of the independent drafts beyond the first, so many stay at each depth."""
 
 
 @dataclass(slots=True)
@@ -79,7 +97,7 @@ class Acceptance:
 
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
-    _hazards: Array | None = None
+    _known: "_Chances | None" = None
     _stale: bool = False
 
     def hint(self) -> "Acceptance":
@@ -98,8 +116,8 @@ class Acceptance:
         """
         tried = min(accepted + 1, offered)
         # Those of the latest choice are near enough: to estimate them takes longer than this.
-        known = self.hazards if self._hazards is None else self._hazards
-        expected = known[paths - 1, :tried]
+        known = self._known or self._chances()
+        expected = known.hazards[paths - 1, :tried]
         evidence.age()
         evidence.score += accepted - float(expected.sum())
         evidence.information += float((expected * (1 - expected)).sum())
@@ -113,12 +131,12 @@ class Acceptance:
     @property
     def hazards(self) -> Array:
         """``[MAX_PATHS, MAX_DEPTH]`` float64, the kind's chances."""
-        if self._hazards is None or self._stale:
-            self._hazards, self._stale = self._estimate(), False
-        return self._hazards
+        return self._chances().hazards
 
     def expected_tokens(self, shifts: Array, limits: Ints, paths: Ints, depths: Ints) -> Array:
-        """Return ``[requests, plans]`` float64: tokens that a step of each plan commits.
+        """Return ``[requests, plans]`` float64: tokens that a step of each plan may commit.
+
+        Of what little was seen it hopes the best.
 
         Args:
             shifts: ``[requests]`` float64, the requests' own.
@@ -128,34 +146,87 @@ class Acceptance:
         """
         deepest = int(depths.max())
         numbers, place = np.unique(paths, return_inverse=True)
-        chances = _shifted(self.hazards[None, numbers - 1, :deepest], shifts[:, None, None])
+        chances = _shifted(
+            self._chances().hopes[None, numbers - 1, :deepest], shifts[:, None, None]
+        )
         survival = np.cumprod(chances, axis=2)
         survival *= np.arange(1, deepest + 1) < limits[:, None, None]
         result: Array = 1 + np.cumsum(survival, axis=2)[:, place, depths - 1]
         return result
 
-    def _estimate(self) -> Array:
+    def _chances(self) -> "_Chances":
+        if self._known is None or self._stale:
+            self._known, self._stale = self._estimate(), False
+        return self._known
+
+    def _estimate(self) -> "_Chances":
         """Chain of priors: depth after depth, then each cell's own counts."""
-        independent = _INDEPENDENT_DRAFTS
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rates = np.where(self.trials > 0, self.successes / self.trials, 0.0)
-            singles = -np.expm1(np.log1p(-np.minimum(rates, 0.999)) / independent)
+        independent = _INDEPENDENT_DRAFTS[self._likeliest()]
+        singles = _single(self._rates(), independent)
         weights = self.trials.sum(axis=0)
         pooled = (self.trials * singles).sum(axis=0)
-        chances, chance, prior = [], _FIRST_CHANCE, _FIRST_TRIALS
+        chances, hopes, chance, prior = [], [], _FIRST_CHANCE, _FIRST_TRIALS
         for weight, total in zip(weights.tolist(), pooled.tolist(), strict=True):
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
+            hopes.append(chance + _HOPE * math.sqrt(chance * (1 - chance) / (weight + prior)))
             prior = _NEXT_TRIALS
-        expected = -np.expm1(np.log1p(-np.array(chances)) * independent)
-        result: Array = (self.successes + _CELL_TRIALS * expected) / (self.trials + _CELL_TRIALS)
+        return _Chances(
+            hazards=self._posterior(_any(np.array(chances), independent)),
+            hopes=self._posterior(_any(np.minimum(hopes, _SURE), independent)),
+        )
+
+    def _posterior(self, prior: Array) -> Array:
+        result: Array = (self.successes + _CELL_TRIALS * prior) / (self.trials + _CELL_TRIALS)
         return result
+
+    def _likeliest(self) -> int:
+        """Return which independence the trials at depth 1 speak for, by likelihood and prior."""
+        trials, successes = self.trials[:, 0], self.successes[:, 0]
+        independent = _INDEPENDENT_DRAFTS[:, :, 0]
+        singles = (trials * _single(self._rates()[:, 0], independent)).sum(axis=1)
+        chances = (singles + _FIRST_TRIALS * _FIRST_CHANCE) / (trials.sum() + _FIRST_TRIALS)
+        expected = _any(chances[:, None], independent)
+        likelihood = successes * np.log(expected) + (trials - successes) * np.log1p(-expected)
+        prior = -((_INDEPENDENCE - _USUAL_INDEPENDENCE) ** 2) / (2 * _INDEPENDENCE_VARIANCE)
+        return int((likelihood.sum(axis=1) + prior).argmax())
+
+    def _rates(self) -> Array:
+        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: shares of trials that went on, below 1."""
+        rates: Array = np.minimum(self.successes / np.maximum(self.trials, 1e-9), _SURE)
+        return rates
+
+
+@dataclass(frozen=True, slots=True)
+class _Chances:
+    """What counts amount to.
+
+    Attributes:
+        hazards: ``[MAX_PATHS, MAX_DEPTH]`` float64, estimates.
+        hopes: Likewise, higher where little was seen.
+    """
+
+    hazards: Array
+    hopes: Array
+
+
+def _single(rates: Array, independent: Array) -> Array:
+    """Return the chance of one draft where any of several is accepted at ``rates``."""
+    result: Array = -np.expm1(np.log1p(-rates) / independent)
+    return result
+
+
+def _any(chances: Array, independent: Array) -> Array:
+    """Return the chance of any of several drafts, less than 1, from that of one."""
+    result: Array = np.minimum(-np.expm1(np.log1p(-chances) * independent), 1 - 1e-9)
+    return result
 
 
 def _independent_drafts() -> Array:
-    paths = np.arange(1, MAX_PATHS + 1)[:, None] ** _INDEPENDENCE
+    """Return ``[exponents, MAX_PATHS, MAX_DEPTH]`` float64, drafts that count as independent."""
+    paths = np.arange(1, MAX_PATHS + 1) ** _INDEPENDENCE[:, None]
     stay = _STAYING ** np.arange(MAX_DEPTH)
-    result: Array = 1 + (paths - 1) * stay
+    result: Array = 1 + (paths[:, :, None] - 1) * stay
     return result
 
 

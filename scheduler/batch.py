@@ -5,7 +5,7 @@ logits:         nodes   last tokens          none
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -23,6 +23,8 @@ class Group:
     Attributes:
         requests: The requests.
         tree: Their trees, ``batch`` = number of requests.
+        counts: Rows of each tree in the forward: its nodes; padding too where the trees were drawn
+            on a device, which would have to be waited for to know how many are real.
         segments: Their parts of the target's packed forward. The last rows of a segment are its
             tree's nodes in order; a prompt's other tokens come before its root.
         slots: For each request, the KV slots allocated for this step, those of its segment first.
@@ -30,31 +32,36 @@ class Group:
 
     requests: list[Request]
     tree: DraftTree
+    counts: list[int]
     segments: list[Segment]
     slots: list[Tensor]
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
         """Read prompts to their ends; the tree is its root, the prompt's last token."""
-        tree = DraftTree.roots(
-            [request.prompt_ids[-1] for request in requests], device=slots[0].device
-        )
+        tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
         segments = [
-            Segment.causal(_ids(r.prompt_ids[r.context :], s), r.slots, s)
+            Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
             for r, s in zip(requests, slots, strict=True)
         ]
-        return cls(requests, tree, segments, slots)
+        return cls(requests, tree, [1] * len(requests), segments, slots)
 
     @classmethod
     def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
         """Read a tree per request."""
         visible = tree.ancestor_mask()
-        counts = tree.num_nodes.tolist()
+        drawn_on_host = tree.token_ids.device.type == "cpu"
+        counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
         segments = [
             _tree_segment(request, tree, visible, b, count, slots[b][:count])
             for b, (request, count) in enumerate(zip(requests, counts, strict=True))
         ]
-        return cls(requests, tree, segments, slots)
+        return cls(requests, tree, counts, segments, slots)
+
+    def on(self, device: torch.device) -> Self:
+        """Return the group with its trees on ``device``."""
+        tree = self.tree.to(device)
+        return self if tree is self.tree else replace(self, tree=tree)
 
     @property
     def prefilling(self) -> bool:
@@ -78,7 +85,7 @@ class Chunk:
     def of(cls, request: Request, slots: Tensor) -> Self:
         """Read as many tokens as there are ``slots``, from the first unread one on."""
         tokens = request.tokens_from(request.context)[: len(slots)]
-        return cls(request, Segment.causal(_ids(tokens, slots), request.slots, slots))
+        return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
     token = 0
     for group in groups:
         firsts, roots, rows = [], [], []
-        for segment, count in zip(group.segments, group.tree.num_nodes.tolist(), strict=True):
+        for segment, count in zip(group.segments, group.counts, strict=True):
             firsts.append(token)
             token += len(segment.token_ids)
             roots.append(token - count)
@@ -122,10 +129,6 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
         key = (request.plan, request.params.greedy)
         groups.setdefault(key, []).append(request)
     return list(groups.values())
-
-
-def _ids(tokens: Sequence[int], slots: Tensor) -> Tensor:
-    return torch.tensor(tokens, device=slots.device)
 
 
 def _tree_segment(

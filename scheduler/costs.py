@@ -14,11 +14,14 @@ minute is not blamed on the plan that ran in it.
 
 import math
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+
+from eaglegbv.config import Plan
 
 Array: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -41,14 +44,21 @@ _TRUST = 2.0
 _FADING = 200.0
 """Observed steps after which half of a correction is left that was not looked at again."""
 
-_FIRST_SURPRISE, _SURPRISE = 1.0, 0.35
-"""Largest surprise (natural logarithm of seconds) taken at face value: a cell's first, and others.
+_SURPRISE = 0.35
+"""Largest surprise (natural logarithm of seconds) taken at face value, but for a cell's first.
+
+That one is taken whole: what the linear law said of a size that was never run may be far off.
 """
 
 _REFIT = 8
 """Steps between two fits of the linear law, once it knows more than this many."""
 
-_RIDGE = 1e-3
+_RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0))
+"""Doubts of the linear law's coefficients.
+
+What steps of one request, or of one path, cannot tell apart counts as a cost of the whole step or
+level: on most machines a further request or node costs little.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,12 @@ class StepShape:
     drafting: int
     paths: int
     depth: int
+
+    @classmethod
+    def of(cls, plan: Plan, *, requests: int, context: int, drafting: int) -> Self:
+        """Return the shape of a step in which ``drafting`` of the requests draft by ``plan``."""
+        paths, depth = (plan.paths, plan.depth) if drafting else (0, 0)
+        return cls(requests, context, drafting, paths, depth)
 
     @property
     def features(self) -> Array:
@@ -139,6 +155,35 @@ def size_class(requests: int) -> int:
     return (requests - 1).bit_length()
 
 
+class KnownCell(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a cell; see :class:`_Correction` for ``row`` and ``log``."""
+
+    size: int
+    paths: int
+    depth: int
+    row: tuple[float, ...]
+    log: float
+    steps: int
+
+
+class CostTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What was learned about steps, to be kept on disk.
+
+    Attributes:
+        gram: ``[7][7]``, weighted products of features.
+        moment: ``[7]``, of features with times.
+        law: ``[7]``, seconds a feature.
+        cells: Corrections.
+        steps: Steps behind all of it.
+    """
+
+    gram: tuple[tuple[float, ...], ...]
+    moment: tuple[float, ...]
+    law: tuple[float, ...]
+    cells: tuple[KnownCell, ...]
+    steps: int
+
+
 @dataclass(slots=True)
 class StepCosts:
     """Learns what steps cost, from the steps themselves."""
@@ -151,6 +196,41 @@ class StepCosts:
     _steps: int = 0
     _unfitted: int = 0
 
+    @classmethod
+    def of_table(cls, table: CostTable) -> Self:
+        """Go on from what was learned before, as if it had been learned just now."""
+        costs = cls(
+            _gram=np.array(table.gram),
+            _moment=np.array(table.moment),
+            _law=np.array(table.law),
+            _steps=table.steps,
+        )
+        for cell in table.cells:
+            costs._corrections[Cell(cell.size, cell.paths, cell.depth)] = _Correction(
+                row=np.array(cell.row), log=cell.log, steps=cell.steps, latest=table.steps
+            )
+        return costs
+
+    def table(self) -> CostTable:
+        """Return what was learned; the machine's present pace is left out."""
+        return CostTable(
+            gram=tuple(map(tuple, self._gram.tolist())),
+            moment=tuple(self._moment.tolist()),
+            law=tuple(self._law.tolist()),
+            cells=tuple(
+                KnownCell(
+                    size=cell.size,
+                    paths=cell.paths,
+                    depth=cell.depth,
+                    row=tuple(known.row.tolist()),
+                    log=known.log,
+                    steps=known.steps,
+                )
+                for cell, known in self._corrections.items()
+            ),
+            steps=self._steps,
+        )
+
     @property
     def steps(self) -> int:
         """Steps observed."""
@@ -160,6 +240,10 @@ class StepCosts:
         """Return the number of steps observed in a cell."""
         correction = self._corrections.get(cell)
         return 0 if correction is None else correction.steps
+
+    def knows(self, size: int) -> bool:
+        """Return whether steps of a class of batch sizes were observed."""
+        return any(cell.size == size for cell in self._corrections)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one step.
@@ -175,14 +259,12 @@ class StepCosts:
             self._law[0] = seconds
         usual = self._linear(row) * math.exp(correction.log)
         surprise = math.log(seconds / usual) - self._pace
-        most = _SURPRISE if correction.steps else _FIRST_SURPRISE
-        surprise = max(-most, min(most, surprise))
         # What is common to all cells goes to the pace; a new cell's surprise is its own.
-        own = surprise
         if correction.steps:
+            surprise = max(-_SURPRISE, min(_SURPRISE, surprise))
             self._pace = _PACE_MEMORY * self._pace + _PACE * surprise
-            own *= 1 - _PACE
-        correction.log += max(_SLOWEST_RATE, 1 / (correction.steps + 1)) * own
+            surprise *= 1 - _PACE
+        correction.log += max(_SLOWEST_RATE, 1 / (correction.steps + 1)) * surprise
         correction.steps += 1
         self._steps += 1
         correction.latest = self._steps
@@ -191,7 +273,7 @@ class StepCosts:
         self._gram *= _MEMORY
         self._gram += scaled[:, None] * scaled
         self._moment *= _MEMORY
-        self._moment += scaled * math.exp(own)
+        self._moment += scaled * math.exp(surprise)
         self._unfitted += 1
         if self._steps <= _REFIT or self._unfitted >= _REFIT:
             self._fit()
@@ -220,7 +302,7 @@ class StepCosts:
         """Fit the linear law; what the corrections say of their own cells stays as it is."""
         self._unfitted = 0
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))
-        gram = self._gram / np.outer(scale, scale) + _RIDGE * np.eye(7)
+        gram = self._gram / np.outer(scale, scale) + _RIDGE
         root = np.linalg.cholesky(gram).T
         target = np.linalg.solve(root.T, self._moment / scale)
         rows = [correction.row for correction in self._corrections.values()]

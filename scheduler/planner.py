@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from eaglegbv.auto_plan import AutoPlan, plan_name
@@ -27,7 +28,7 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.scheduler.acceptance import Acceptance, Evidence, kind_of
 from eaglegbv.scheduler.choice import Choice, Options, Outlook
-from eaglegbv.scheduler.costs import Array, Cell, StepCosts, StepShape, size_class
+from eaglegbv.scheduler.costs import Array, Cell, CostTable, StepCosts, StepShape, size_class
 
 _HOLD, _LONGEST_HOLD = 8, 32
 """Steps between two choices for the same requests: at first, and after many that were the same."""
@@ -89,6 +90,7 @@ class _Book:
         credit: Seconds that probes may lose.
         probed: Number of the step of the latest probe.
         present: What looked best last, or None at first.
+        taught: Whether costs were known before the first step.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
@@ -98,6 +100,19 @@ class _Book:
     credit: float = 0.0
     probed: int = 0
     present: Plan | None = None
+    taught: bool = False
+
+
+class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of steps before the first of them.
+
+    Attributes:
+        greedy: Of steps at temperature 0.
+        sampled: Of others.
+    """
+
+    greedy: CostTable
+    sampled: CostTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +135,18 @@ class Estimate:
 class Planner:
     """Chooses plans before steps, and learns from the steps."""
 
-    def __init__(self) -> None:
-        """Know nothing yet."""
+    def __init__(self, known: KnownCosts | None = None) -> None:
+        """Begin with what is known of costs; of acceptance nothing is."""
         self._books = {True: _Book(), False: _Book()}
+        if known is not None:
+            self._books = {
+                greedy: _Book(costs=StepCosts.of_table(table), taught=table.steps > 0)
+                for greedy, table in ((True, known.greedy), (False, known.sampled))
+            }
         self._acceptance: dict[tuple[int, float], Acceptance] = {}
         self._options: dict[AutoPlan, Options] = {}
         self._held: dict[AutoPlan, _Held] = {}
-        self._left_behind = False
+        self._up_to_date: frozenset[int] = frozenset()
         self._timed: tuple[_Book, StepShape] | None = None
 
     def assign(self, requests: Sequence[Request], *, others: int = 0) -> None:
@@ -149,7 +169,7 @@ class Planner:
             self._note(book, choice, members, batch=len(requests))
             if not others and len(members) == len(requests):
                 self._time(book, choice, members)
-            self._left_behind = len(choice.drafting) < len(members)
+            self._up_to_date = frozenset(members[place].number for place in choice.drafting)
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
@@ -261,19 +281,18 @@ class Planner:
         book.credit += _BUDGET * choice.seconds
 
     def _time(self, book: _Book, choice: Choice, members: list[Request]) -> None:
-        """Have the time of the step taken, unless a drafter left behind has to catch up in it."""
+        """Have the time of the step taken, if it will be a usual one.
+
+        It is not where a drafter left behind has to catch up, nor where shapes are new: memory is
+        fetched and kernels are prepared for them.
+        """
         drafting = len(choice.drafting)
-        if drafting and self._left_behind:
+        if any(members[place].number not in self._up_to_date for place in choice.drafting):
+            return
+        if book.tried[_cell(choice.plan, size_class(len(members)))] < _KNOWN:
             return
         context = sum(request.context for request in members)
-        plan = choice.plan
-        shape = StepShape(
-            requests=len(members),
-            context=context,
-            drafting=drafting,
-            paths=plan.paths if drafting else 0,
-            depth=plan.depth if drafting else 0,
-        )
+        shape = StepShape.of(choice.plan, requests=len(members), context=context, drafting=drafting)
         self._timed = book, shape
 
 
@@ -288,7 +307,7 @@ def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     """Choose by what the book knows."""
-    lessons = _lessons(outlook.options.plans)
+    lessons = () if book.taught else _lessons(outlook.options.plans)
     if book.step < len(lessons) or not book.costs.steps:
         lesson = lessons[book.step % len(lessons)]
         return outlook.everybody(lesson, PlanReason.LEARNING)
@@ -296,7 +315,7 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     unknown = [
         choice.plan
         for choice in (plain, drafting)
-        if book.tried[_cell(choice.plan, size)] < _KNOWN
+        if _unknown(book, choice.plan, size)
         and choice.rate > _HOPELESS * max(plain.rate, drafting.rate)
     ]
     if unknown:
@@ -308,6 +327,13 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
         drafting = drafting if drafting.rate > _BETTER * stay.rate else stay
     best = drafting if drafting.rate > pays * plain.rate else plain
     return _probe(book, outlook, best) or best
+
+
+def _unknown(book: _Book, plan: Plan, size: int) -> bool:
+    """Return whether a plan has still to be tried at a class of batch sizes."""
+    if book.taught and book.costs.knows(size):
+        return False
+    return book.tried[_cell(plan, size)] < _KNOWN
 
 
 def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
@@ -348,7 +374,7 @@ def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
 
     middle = plan(len(paths) // 2, len(depths) // 2)
     small, deep = plan(0, len(depths) // 4), plan(len(paths) // 4, len(depths) - 2)
-    return (middle, small, deep, middle, small, PLAIN, PLAIN, PLAIN)
+    return (middle, middle, small, small, deep, deep, middle, small, PLAIN, PLAIN, PLAIN)
 
 
 def _distance(a: tuple[int, float], b: tuple[int, float]) -> float:

@@ -4,10 +4,12 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
+from eaglegbv.config import PLAIN
 from eaglegbv.errors import DrafterMismatch, LawMismatch, StepFailed
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
@@ -190,6 +192,12 @@ def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
     assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
     with pytest.raises(EagleGBVError, match="drafter=None"):
         llm.generate("a", PARAMS, plan=Plan())
+
+
+def test_a_dtype_may_be_named(pair: tuple[Path, Path]) -> None:
+    assert LLM(pair[0], plan=PLAIN, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
+        LLM(pair[0], plan=PLAIN, dtype="half")
 
 
 def test_a_misspelt_verifier_is_refused_before_anything_is_loaded() -> None:

@@ -73,7 +73,7 @@ def test_a_broken_head_is_a_head_still(folders: dict[str, Path], tmp_path: Path)
 def test_text_at_temperature_0_does_not_depend_on_the_drafter(
     folders: dict[str, Path], drafter: str
 ) -> None:
-    engine = EngineConfig(kv_slots=1024)
+    engine = EngineConfig(kv_slots=1024, calibrate=False)
     plain = LLM(folders["target"], verifier="none", engine=engine)
     llm = LLM(folders["target"], folders.get(drafter, drafter), engine=engine)
     expected, found = (x.generate("Hello, hello, hello", GREEDY) for x in (plain, llm))

@@ -1,8 +1,10 @@
 """A trace is valid JSON that holds every step, its phases, and what it did."""
 
+import dataclasses
 import json
 
 import pytest
+from support.tree_traces import BONUS, TEXTS, TWICE, step, write_trace
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase, Span, StepRecord
@@ -92,3 +94,53 @@ def test_a_trace_cut_short_needs_only_its_bracket(path):
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match="trace="):
         Tracer(tmp_path / "missing" / "trace.json")
+
+
+def trees_in(path):
+    events = json.loads(path.read_text(encoding="utf-8"))
+    return [tree for e in events if e["name"] == "step" for tree in e["args"].get("trees", [])]
+
+
+def test_trees_stand_in_the_arguments_of_their_step(path):
+    with Tracer(path) as tracer:
+        tracer.on_step(FIRST)
+        tracer.on_step(step(1, (TWICE,)))
+    [tree] = trees_in(path)
+    assert tree["token_ids"] == [2, 8, 3, 4, 5]
+    assert tree["p"] == [None, 0.5, 0.25, 0.125, 1e-7]
+    assert tree["figures"]["w"] == [None, 1.0, None, 0.25, None]
+    assert (tree["accepted"], tree["next_token"], tree["committed"]) == ([1], 6, [8, 6])
+    assert "texts" not in tree
+    assert "trees" not in path.read_text(encoding="utf-8").splitlines()[4]
+
+
+def test_texts_of_tokens_are_those_after_their_parents(path):
+    write_trace(path)
+    prompt, twice, _, bonus = trees_in(path)
+    assert (prompt["prompt_text"], prompt["prompt_tokens"]) == ("<s> the", 2)
+    assert twice["texts"] == [TEXTS[token] for token in twice["token_ids"]]
+    assert twice["next_text"] == TEXTS[6]
+    committed = [*prompt["committed_texts"], *twice["committed_texts"], *bonus["committed_texts"]]
+    assert committed == [TEXTS[token] for token in (2, 8, 6, 5, 7)]
+
+
+def test_a_character_of_several_tokens_comes_with_the_last_of_them(path):
+    def decode(tokens):  # a token is a byte
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    first, second, third = "aé日".encode(), "€!".encode(), b"\xf0"
+    steps = [
+        dataclasses.replace(BONUS, committed=tuple(part), token_ids=(32,), parents=(0,), start=at)
+        for part, at in ((first[:4], 0), (first[4:] + second[:1], 4), (second[1:] + third, 7))
+    ]
+    steps[:2] = [dataclasses.replace(one, finish_reason=None) for one in steps[:2]]
+    with Tracer(path, decode=decode) as tracer:
+        for number, tree in enumerate(steps):
+            small = dataclasses.replace(
+                tree, accepted=(), multiplicity=(1,), target_probs=(None,), draft_probs=(None,)
+            )
+            tracer.on_step(step(number, (small,)))
+        assert not tracer._texts.tails  # the request ended
+    texts = [tree["committed_texts"] for tree in trees_in(path)]
+    assert texts == [["a", "", "é", ""], ["", "日", ""], ["", "€", "!", ""]]
+    assert "".join(map("".join, texts)) == "aé日€!"

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from eaglegbv.errors import LawMismatch
 from eaglegbv.target_law import TargetLaw
+from eaglegbv.transfer import send
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose, Stream
 from eaglegbv.verifiers.categorical import draw
+from eaglegbv.verifiers.figures import NodeFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class VerifyUniforms:
 
         def numbers(purpose: Purpose, count: int) -> Tensor:
             rows = [s.draw(t, purpose, count) for s, t in zip(streams, steps, strict=True)]
-            return torch.from_numpy(np.stack(rows)).to(device)
+            return send(torch.from_numpy(np.stack(rows)), device)
 
         selection = numbers(Purpose.SELECTION, 2 * paths * length)
         return cls(
@@ -124,6 +126,18 @@ class Verifier(Rule):
     @abstractmethod
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of an accepted law and of at least one step."""
+
+    def figures(
+        self,
+        tree: DraftTree,  # noqa: ARG002
+        target: TargetLaw,  # noqa: ARG002
+        uniforms: VerifyUniforms,  # noqa: ARG002
+    ) -> NodeFigures:
+        """Return what :meth:`judge` goes by on the same arguments, beside p and q.
+
+        Nothing for most rules; a rule that weighs prefixes shows its weights.
+        """
+        return {}
 
     def _sample_roots(
         self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms

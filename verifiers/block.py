@@ -5,8 +5,9 @@ from typing import ClassVar
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.block_rule import verify_block
+from eaglegbv.verifiers.block_rule import block_figures, verify_block
 from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.figures import NodeFigures
 
 
 class BlockVerifier(Verifier):
@@ -21,3 +22,7 @@ class BlockVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge one path per request."""
         return verify_block(DraftedPath.only(tree, target), target, uniforms)
+
+    def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:  # noqa: ARG002
+        """Return b = q, w and h of the path."""
+        return block_figures(tree, DraftedPath.only(tree, target))

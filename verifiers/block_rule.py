@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
 from eaglegbv.verifiers.correction import correction_token
 from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
 
 
 def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
@@ -24,6 +26,21 @@ def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms)
         accepted=accepted,
         token_ids=correction_token(path.residual(accepted, stop), target, uniforms.correction),
     )
+
+
+def block_figures(tree: DraftTree, path: DraftedPath) -> NodeFigures:
+    """Return what :func:`verify_block` goes by: b of the path's nodes and their siblings, w and h.
+
+    Args:
+        tree: The trees that ``path`` was selected from.
+        path: What :func:`verify_block` judges.
+    """
+    weights = prefix_weights(path.ratios())
+    return {
+        "b": at_children(tree, path, path.draft),
+        "w": along_path(tree, path, weights[:, 1:]),
+        "h": along_path(tree, path, acceptance_chances(path, weights)),
+    }
 
 
 def prefix_weights(ratios: Tensor) -> Tensor:

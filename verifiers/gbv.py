@@ -8,8 +8,9 @@ from torch import Tensor
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.block_rule import verify_block
+from eaglegbv.verifiers.block_rule import block_figures, verify_block
 from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.path_choice import preferred_path
 from eaglegbv.verifiers.ranked_tree import RankedTree
 from eaglegbv.verifiers.transport import power_step
@@ -25,10 +26,17 @@ class GbvVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge independent paths; a request's K is the number of its paths that are not empty."""
-        ranked = RankedTree.of(tree, target.probs_at(tree.draft_ids))
-        path = ranked.path(preferred_path(tree, ranked.ranks), ranked.laws.draft)
-        paths = (tree.path_lengths > 0).sum(dim=1)
-        return verify_block(_skewed(path, paths), target, uniforms)
+        return verify_block(_best_path(tree, target), target, uniforms)
+
+    def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:  # noqa: ARG002
+        """Return the law b of being the best path, w and h of that path."""
+        return block_figures(tree, _best_path(tree, target))
+
+
+def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
+    ranked = RankedTree.of(tree, target.probs_at(tree.draft_ids))
+    path = ranked.path(preferred_path(tree, ranked.ranks), ranked.laws.draft)
+    return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

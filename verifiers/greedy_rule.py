@@ -4,8 +4,9 @@ Sun et al., Block Verification, ICLR 2025 (2403.10444), Algorithms 4 to 6, for p
 exact optimal transport among several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.block_rule import longest_passed
 from eaglegbv.verifiers.correction import Residual, draw_residual
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
+from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
 from eaglegbv.verifiers.modified_target import (
     Debts,
     Layers,
@@ -72,12 +74,14 @@ def verify_greedily(
     """
     descent = _descend(tree, target, uniforms, debts)
     rho, accepted = torch.ones_like(uniforms.plain.correction), torch.zeros_like(descent.lengths)
+    figures: Callable[[], NodeFigures] = dict
     if tree.length > 0:
         path = _path(descent)
         products = torch.cat((rho.unsqueeze(1), path.ratios().cumprod(dim=1)), dim=1)
         chances = _chances(path, products)
         accepted = longest_passed(chances, path.lengths, uniforms.plain.acceptance)
         rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        figures = partial(_figures, tree, path, products, chances)
     stop: Visit = pick(descent.visits, accepted)
     bonus = accepted == descent.lengths
     token_ids = _last_token(stop, rho, bonus, target, uniforms.plain.correction)
@@ -87,9 +91,18 @@ def verify_greedily(
         token_ids=token_ids,
     )
     new = torch.where(bonus, 0, tree.length - accepted - 1)
-    return StatefulVerdict(
-        verdict, _settle(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
-    )
+    layers = _settle(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
+    return StatefulVerdict(verdict, layers, figures)
+
+
+def _figures(tree: DraftTree, path: DraftedPath, products: Tensor, chances: Tensor) -> NodeFigures:
+    """Return the modified target M and the law b at the path's nodes and beside it, rho and h."""
+    return {
+        "M": at_children(tree, path, path.target),
+        "b": at_children(tree, path, path.draft),
+        "rho": along_path(tree, path, products[:, 1:]),
+        "h": along_path(tree, path, chances.clamp(max=1.0)),
+    }
 
 
 def _descend(

@@ -28,7 +28,7 @@ fewer layers are padded by columns whose ``remaining`` is 0.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -41,6 +41,7 @@ from eaglegbv.tree import DraftTree
 from eaglegbv.uniforms import Purpose, Stream
 from eaglegbv.verifiers.base import Rule, Verdict, VerifyUniforms
 from eaglegbv.verifiers.drafted_path import place_of
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.multiplicity import draw_multiplicity
 from eaglegbv.verifiers.transport import RankedLaws, Transport, transport
 
@@ -171,10 +172,12 @@ class StatefulVerdict:
         verdict: The tokens.
         layers: The debts after the last of them: those handed in, and in the last column the one
             of this step; ``remaining`` is 0 where there is none.
+        figures: Says what the verification went by, beside p and q; works it out when asked.
     """
 
     verdict: Verdict
     layers: Layers
+    figures: Callable[[], NodeFigures]
 
 
 class StatefulVerifier(Rule):

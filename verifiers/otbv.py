@@ -12,8 +12,9 @@ from typing import ClassVar
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.block_rule import verify_block
+from eaglegbv.verifiers.block_rule import block_figures, verify_block
 from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.fixed_selection import select_fixed
 from eaglegbv.verifiers.greedy_selection import select_greedy
 from eaglegbv.verifiers.iid_selection import select_iid
@@ -30,6 +31,10 @@ class OtbvVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of any accepted law."""
         return verify_block(_select(tree, target, uniforms), target, uniforms)
+
+    def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:
+        """Return the laws b of the selections, w and h of the selected path."""
+        return block_figures(tree, _select(tree, target, uniforms))
 
 
 def _select(tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> DraftedPath:

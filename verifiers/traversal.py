@@ -11,9 +11,10 @@ from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.correction import Residual, correction_token
 from eaglegbv.verifiers.drafted_path import rooted, rows_at
+from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.path_choice import lexicographic_margins, steps_of
 from eaglegbv.verifiers.remaining_laws import RemainingLaws
-from eaglegbv.verifiers.siblings import first_paths
+from eaglegbv.verifiers.siblings import drafted_nodes, first_paths
 
 
 class TraversalVerifier(Verifier):
@@ -31,12 +32,12 @@ class TraversalVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with or without replacement; node i uses acceptance number i - 1."""
-        visit = _Visit.of(tree, target)
-        for leaf in _leaves(tree):
-            visit.enter(leaf)
-            for depth in range(tree.length - 1, -1, -1):
-                visit.leave(leaf, depth, uniforms.acceptance)
-        return visit.verdict(tree, target, uniforms)
+        return _traverse(tree, target, uniforms).verdict(tree, target, uniforms)
+
+    def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:
+        """Return w of every drafted node, with which it is tested once no child is left."""
+        weights = _traverse(tree, target, uniforms).weights
+        return {"w": weights.masked_fill(~drafted_nodes(tree), torch.nan)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,15 @@ def _leaves(tree: DraftTree) -> list[_Leaf]:
     left = real & torch.cat((changes, ends), dim=1)
     parents = rooted(nodes)[:, :, :-1]
     return [_Leaf(parents[:, k], nodes[:, k], entered[:, k], left[:, k]) for k in range(tree.paths)]
+
+
+def _traverse(tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> "_Visit":
+    visit = _Visit.of(tree, target)
+    for leaf in _leaves(tree):
+        visit.enter(leaf)
+        for depth in range(tree.length - 1, -1, -1):
+            visit.leave(leaf, depth, uniforms.acceptance)
+    return visit
 
 
 @dataclass(slots=True)

@@ -1,16 +1,19 @@
 """Packed forwards over a paged KV pool: what a request contributes, and what attention promises."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from eaglegbv.attention.branches import BranchAttention, BranchShape, TorchBranches
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import Bucket
+from eaglegbv.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +25,9 @@ class Segment:
         committed: positions 0 ... c - 1      pending: the tree, the last q of it new
         [ context_slots                 ]     [ tree_slots                     ]
           all visible                           ``visible``, one row per new token
+
+    Slots are host tensors. The others may live on the host or on the model's device, all of them in
+    one place.
 
     Attributes:
         token_ids: ``[q]`` int64, the new tokens.
@@ -144,8 +150,8 @@ class PackedBatch:
         return self.offsets[-1]
 
 
-def pack(segments: Sequence[Segment]) -> PackedBatch:
-    """Pack ``segments`` into one forward.
+def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> PackedBatch:
+    """Pack ``segments`` into one forward on ``device``.
 
     Raises:
         InvalidArgument: There is no segment.
@@ -155,20 +161,52 @@ def pack(segments: Sequence[Segment]) -> PackedBatch:
     offsets = (0, *accumulate(segment.num_new for segment in segments))
     if len(segments) == 1:
         only = segments[0]
-        return PackedBatch((only,), offsets, only.token_ids, only.positions, only.new_slots)
+        parts = (only.token_ids, only.positions, only.new_slots)
+        return PackedBatch((only,), offsets, *(send(part, device) for part in parts))
     return PackedBatch(
         segments=tuple(segments),
         offsets=offsets,
-        token_ids=torch.cat([segment.token_ids for segment in segments]),
-        positions=torch.cat([segment.positions for segment in segments]),
-        slots=torch.cat([segment.new_slots for segment in segments]),
+        token_ids=joined([segment.token_ids for segment in segments], device),
+        positions=joined([segment.positions for segment in segments], device),
+        slots=joined([segment.new_slots for segment in segments], device),
     )
 
 
+def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:
+    """Return tensors of the host or of ``device`` behind each other, there."""
+    if len({part.device for part in parts}) > 1:
+        parts = [send(part, device) for part in parts]
+    return send(torch.cat(list(parts)), device)
+
+
 class PagedAttention(ABC):
-    """Attention over a paged KV pool, called once per layer of a forward."""
+    """Attention over a paged KV pool, called once per layer of a forward.
+
+    Attributes:
+        pool: Keys and values.
+        recordable: Whether :meth:`static` computes by kernels alone, so that it can be recorded.
+    """
 
     pool: KVPool
+    recordable: ClassVar[bool] = False
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Calls that slower attention served in place of faster, by what that lacks."""
+        return {}
+
+    def static(self, bucket: Bucket, *, max_context: int) -> "StaticAttention":  # noqa: ARG002
+        """Return attention over the same pool for batches of fixed sizes.
+
+        Args:
+            bucket: Requests, one more that pads, and rows.
+            max_context: Most keys of a request.
+        """
+        return StaticAttention(self)
+
+    def branches(self, shape: BranchShape) -> BranchAttention:
+        """Return attention of drafted rows over the first layer of the same pool."""
+        return TorchBranches(self.pool, shape)
 
     @abstractmethod
     def attend(
@@ -200,3 +238,36 @@ class PagedAttention(ABC):
         Returns:
             ``[rows, heads, head_dim]``.
         """
+
+
+class StaticAttention(PagedAttention):
+    """Attention of batches of fixed sizes: planned before a forward is replayed, not within it.
+
+    This one hands calls on to an attention that plans by itself, and cannot be recorded.
+    """
+
+    def __init__(self, attention: PagedAttention) -> None:
+        """Attend as ``attention`` does."""
+        self.pool = attention.pool
+        self._attention = attention
+
+    def plan(self, batch: PackedBatch) -> None:
+        """Prepare for a batch of the fixed sizes, before a forward over it is replayed."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PackedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`PagedAttention.attend`."""
+        return self._attention.attend(
+            layer, q, k, v, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )

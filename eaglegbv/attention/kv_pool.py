@@ -1,8 +1,8 @@
 """The paged KV pool: keys and values of every layer, one token a page, and who owns which slot.
 
-Slots are numbers; pools are storage. One allocator serves the target's pool and the drafter's: the
-token at position t of a request owns the same slot number in both. A committed tree node keeps its
-slot, a rejected one gives it back, and nothing is ever copied.
+Slots are numbers, kept on the host; pools are storage. One allocator serves the target's pool and
+the drafter's: the token at position t of a request owns the same slot number in both. A committed
+tree node keeps its slot, a rejected one gives it back, and nothing is ever copied.
 """
 
 import heapq
@@ -33,12 +33,11 @@ class SlotAllocator:
                              kept  --blank--> blank
     """
 
-    def __init__(self, num_slots: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_slots: int) -> None:
         """Start with every slot free.
 
         Args:
             num_slots: Number of slots, at least 1.
-            device: Where the slot tensors handed out live.
 
         Raises:
             InvalidArgument: ``num_slots`` is below 1.
@@ -46,7 +45,6 @@ class SlotAllocator:
         if num_slots < 1:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
-        self.device = torch.device(device)
         # Two heaps (a sorted list is one): blank slots from the floor on, and those below it.
         self._blank = list(range(num_slots))
         self._nooks: list[int] = []
@@ -90,7 +88,7 @@ class SlotAllocator:
         slots.sort()
         for slot in slots:
             self._state[slot] = _TAKEN
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return torch.tensor(slots, dtype=torch.int64)
 
     def release(self, slots: Tensor) -> None:
         """Give ``slots`` ``[count]`` back.

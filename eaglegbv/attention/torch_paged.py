@@ -11,7 +11,8 @@ keys are a slice of the pool:
 A request never reads a slot it does not own, not even with weight zero: 0 * NaN is NaN.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
 from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.transfer import send, upload
 
 _MAX_PADDED_SCORES = 1 << 24
 """Most padded scores (segments x queries x keys) of a group of segments: bounds its mask."""
@@ -68,9 +70,16 @@ class _Group:
 class TorchPagedAttention(PagedAttention):
     """Attention by ``scaled_dot_product_attention`` over a pool on any device."""
 
-    def __init__(self, pool: KVPool) -> None:
-        """Attend over ``pool``."""
+    def __init__(self, pool: KVPool, *, instead: str | None = None) -> None:
+        """Attend over ``pool``.
+
+        Args:
+            pool: Keys and values.
+            instead: Why faster attention does not; calls are then counted as fall-backs.
+        """
         self.pool = pool
+        self._instead = instead
+        self._fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
         self._plans: dict[int | None, tuple[_Group, ...]] = {}
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
@@ -90,6 +99,8 @@ class TorchPagedAttention(PagedAttention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`PagedAttention.attend`."""
+        if self._instead is not None:
+            self._fallbacks[self._instead] += 1
         keys, values = self.pool.layer(layer)
         keys.index_copy_(0, batch.slots, k)
         values.index_copy_(0, batch.slots, v)
@@ -115,6 +126,11 @@ class TorchPagedAttention(PagedAttention):
             out.index_copy_(0, row_map.packed, flat.index_select(0, row_map.kept))
         assert out is not None  # a batch has segments, so it has groups
         return out
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """See :meth:`PagedAttention.fallbacks`."""
+        return self._fallbacks
 
     def _plan(self, batch: PackedBatch, window: int | None) -> tuple[_Group, ...]:
         if batch is not self._planned:
@@ -204,12 +220,14 @@ def _attend_explicit(
 
 def _plan(batch: PackedBatch, window: int | None, dtype: torch.dtype) -> tuple[_Group, ...]:
     if len(batch.segments) == 1:
-        return (_plan_single(batch.segments[0], window, dtype),)
+        return (_plan_single(batch.segments[0], window, dtype, batch.slots.device),)
     members = _group_segments(batch.segments)
     return tuple(_plan_padded(batch, group, window, dtype) for group in members)
 
 
-def _plan_single(segment: Segment, window: int | None, dtype: torch.dtype) -> _Group:
+def _plan_single(
+    segment: Segment, window: int | None, dtype: torch.dtype, device: torch.device
+) -> _Group:
     slots = segment.key_slots()
     keys = slots.shape[0]
     lowest, highest = slots.aminmax()
@@ -224,16 +242,17 @@ def _plan_single(segment: Segment, window: int | None, dtype: torch.dtype) -> _G
     )
     seen = None if causal else segment.key_mask(window)
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        seen = send(seen, device)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
         mask.masked_fill_(~seen, -torch.inf)
         if dense:  # keys come in the pool's order
-            mask = torch.empty_like(mask).index_copy_(1, slots - start, mask)
+            mask = torch.empty_like(mask).index_copy_(1, send(slots - start, device), mask)
         mask = mask.view(1, 1, *mask.shape)
     return _Group(
         segments=1,
         queries=segment.num_new,
         row_map=None,
-        key_slots=slice(start, start + keys) if dense else slots,
+        key_slots=slice(start, start + keys) if dense else send(slots, device),
         mask=mask,
         causal=causal,
     )
@@ -262,21 +281,21 @@ def _plan_padded(
     segments = [batch.segments[i] for i in members]
     queries = max(s.num_new for s in segments)
     keys = max(s.num_keys for s in segments)
-    device = batch.token_ids.device
-    key_slots = torch.empty((len(segments), keys), dtype=torch.int64, device=device)
+    device = batch.slots.device
+    key_slots = torch.empty((len(segments), keys), dtype=torch.int64)
     seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=device)
     for row, segment in enumerate(segments):
         own = segment.num_keys
         key_slots[row, :own] = segment.key_slots()
         key_slots[row, own:] = segment.new_slots[0]  # any slot of the request itself
         own_seen = segment.key_mask(window)
-        seen[row, : segment.num_new, :own] = True if own_seen is None else own_seen
+        seen[row, : segment.num_new, :own] = True if own_seen is None else send(own_seen, device)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
     return _Group(
         segments=len(segments),
         queries=queries,
         row_map=_map_rows(batch, members, queries),
-        key_slots=key_slots.flatten(),
+        key_slots=send(key_slots.flatten(), device),
         mask=mask.unsqueeze(1),
         causal=False,
     )
@@ -295,9 +314,9 @@ def _map_rows(batch: PackedBatch, members: list[int], queries: int) -> _RowMap |
         kept.extend(range(place * queries, place * queries + len(own)))
         packed.extend(own)
         gather.extend(own + [first] * (queries - len(own)))
-    device = batch.token_ids.device
+    rows, device = torch.int64, batch.slots.device
     return _RowMap(
-        gather=torch.tensor(gather, device=device),
-        kept=torch.tensor(kept, device=device),
-        packed=torch.tensor(packed, device=device),
+        gather=upload(gather, dtype=rows, device=device),
+        kept=upload(kept, dtype=rows, device=device),
+        packed=upload(packed, dtype=rows, device=device),
     )

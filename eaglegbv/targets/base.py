@@ -1,8 +1,8 @@
 """What every target is: next-token logits, and features for the drafter, of packed segments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import SlotAllocator
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.transfer import send
 
 
 class FeatureKind(StrEnum):
@@ -70,7 +71,7 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What one forward computes.
+    """What one forward computes. It is valid until the next forward, which may overwrite it.
 
     Attributes:
         logits: ``[rows asked for, vocab]`` float32, not warped.
@@ -80,6 +81,12 @@ class TargetOutput:
 
     logits: Tensor
     features: Tensor | None
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """Keep the logits of some rows, ``[rows]`` int64 on the host: often all, in order."""
+        if len(rows) == len(self.logits) and torch.equal(rows, torch.arange(len(rows))):
+            return self
+        return replace(self, logits=self.logits.index_select(0, send(rows, self.logits.device)))
 
 
 class Target(ABC):
@@ -106,6 +113,16 @@ class Target(ABC):
     eos_token_ids: frozenset[int]
     features: FeatureSpec
     allocator: SlotAllocator
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """Forwards by whether a recording was replayed, or why not; empty where none is made."""
+        return {}
+
+    @property
+    def attention_fallbacks(self) -> Mapping[str, int]:
+        """Calls of attention that a slower one served in place of a faster, by what that lacks."""
+        return {}
 
     @property
     def max_slots(self) -> int:

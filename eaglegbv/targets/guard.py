@@ -67,9 +67,9 @@ class Probe(PagedAttention):
         self.calls: list[LayerCall] = []
 
     @staticmethod
-    def segment(device: torch.device) -> Segment:
+    def segment() -> Segment:
         """Return the lone token's segment."""
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        zero = torch.zeros(1, dtype=torch.int64)
         return Segment.causal(zero, zero[:0], zero)
 
     def attend(
@@ -171,13 +171,13 @@ def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
     trees: list[Segment] = []
     start = 0
     for sample in _SAMPLES:
-        tokens = torch.tensor(_tokens(sample, target.vocab_size), device=target.device)
+        tokens = torch.tensor(_tokens(sample, target.vocab_size))
         own = slots[start : start + len(tokens)]
         start += len(tokens)
         prompt = own[: sample.prompt]
         prefills.append(Segment.causal(tokens[: sample.prompt], prompt[:0], prompt))
         trees.append(_tree_segment(sample, tokens[sample.prompt :], prompt, own[sample.prompt :]))
-    last_rows = torch.tensor([s.prompt for s in _SAMPLES], device=target.device).cumsum(0) - 1
+    last_rows = torch.tensor([s.prompt for s in _SAMPLES]).cumsum(0) - 1
     prefill = target.forward(prefills, logit_rows=last_rows)
     if prefill.logits.shape != (len(_SAMPLES), target.vocab_size):
         raise ModelNotSupported("model", name, "logits of the rows asked for (logits_to_keep)")
@@ -191,7 +191,7 @@ def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
 
 def _tree_segment(sample: _Sample, tokens: Tensor, prompt: Tensor, slots: Tensor) -> Segment:
     nodes = range(len(sample.parents))
-    visible = torch.zeros((len(nodes), len(nodes)), dtype=torch.bool, device=tokens.device)
+    visible = torch.zeros((len(nodes), len(nodes)), dtype=torch.bool)
     for node in nodes:
         visible[node, sample.path(node)] = True
     positions = sample.prompt + visible.sum(1) - 1

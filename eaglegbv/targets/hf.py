@@ -5,7 +5,7 @@ attention is ours. One function is registered under one name, and the forward in
 it as a keyword argument, so nothing global says which request or which pool is meant.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,9 +26,12 @@ from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
+from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
+from eaglegbv.targets.static_forward import StaticForward
+from eaglegbv.transfer import send
 
 _NAME = "eaglegbv_paged"
 _OPAQUE_NAME = "eaglegbv_paged_opaque"
@@ -96,6 +99,7 @@ class HFTarget(Target):
         max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = paged_attention,
         compile_backend: str | None = None,
+        graphs: GraphMode | Recorder = GraphMode.OFF,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -107,11 +111,12 @@ class HFTarget(Target):
             compile_backend: Compile the model between its attentions by this backend of
                 ``torch.compile``, such as ``"inductor"``; None runs it as it is. The check of the
                 target is the first to run it, and waits for the compiler.
+            graphs: Whether forwards of draft trees are recorded and replayed.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
             InvalidArgument: ``features`` names a layer the model lacks, ``max_slots`` is too
-                small, or there is no such backend.
+                small, there is no such backend, or graphs cannot be recorded here.
         """
         name = type(model).__name__
         size = max_slots if isinstance(max_slots, PoolSize) else PoolSize(slots=max_slots)
@@ -140,21 +145,31 @@ class HFTarget(Target):
         expected = plain_outputs(model, self.features)
         model.set_attn_implementation(_NAME)
         probe = Probe()
-        self._run(pack([probe.segment(self.device)]), probe, None)
+        self._run(pack([probe.segment()], self.device), probe, None)
         check_layers(name, probe.calls, config, self.max_context)
         kv_heads, head_dim = probe.calls[0].kv_heads, probe.calls[0].head_dim
+        # Where forwards are padded, padding writes to a slot of the pool that nobody owns.
+        spare = spare_slots(graphs, cuda=self.device.type == "cuda")
         slots = size.slots_of(
             slot_bytes(self.num_layers, kv_heads, head_dim, self.dtype),
             max_context=self.max_context,
-            least=MIN_SLOTS,
+            least=MIN_SLOTS + (spare if size.slots is None else 0),
             device=self.device,
         )
-        self.allocator = SlotAllocator(slots, device=self.device)
-        self.pool = KVPool(self.num_layers, slots, kv_heads, head_dim, self.dtype, self.device)
+        slots -= spare if size.slots is None else 0
+        self.allocator = SlotAllocator(slots)
+        held = (self.num_layers, slots + spare, kv_heads, head_dim)
+        self.pool = KVPool(*held, self.dtype, self.device)
         self.attention = attention(self.pool)
         if compile_backend is not None:
             self._call = _compiled(model, compile_backend)
+        self._static: StaticForward | None = None
         check_forward(name, self, expected)
+        self._static = self._static_forward(graphs)
+        if self._static is not None:
+            for _ in range(2):  # recorded, and replayed
+                check_forward(name, self, expected)
+            self._static.counts.clear()
 
     @classmethod
     def from_pretrained(
@@ -167,6 +182,7 @@ class HFTarget(Target):
         max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = paged_attention,
         compile_backend: str | None = None,
+        graphs: GraphMode | Recorder = GraphMode.OFF,
     ) -> Self:
         """Load a model folder, or a model of the Hugging Face hub (or its local cache).
 
@@ -182,13 +198,41 @@ class HFTarget(Target):
             max_slots=max_slots,
             attention=attention,
             compile_backend=compile_backend,
+            graphs=graphs,
+        )
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """See :meth:`Target.graph_counts`."""
+        return {} if self._static is None else self._static.counts
+
+    @property
+    def attention_fallbacks(self) -> Mapping[str, int]:
+        """See :meth:`Target.attention_fallbacks`."""
+        return self.attention.fallbacks
+
+    def _static_forward(self, mode: GraphMode | Recorder) -> StaticForward | None:
+        recordable = self.attention.recordable
+        recorder = make_recorder(mode, cuda=self.device.type == "cuda", recordable=recordable)
+        if recorder is None:
+            return None
+        return StaticForward(
+            lambda batch, attention: self._run(batch, attention, None),
+            self.attention,
+            recorder,
+            scratch_slot=self.allocator.num_slots,
+            max_context=self.max_context,
+            device=self.device,
         )
 
     def forward(
         self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
     ) -> TargetOutput:
         """See :meth:`Target.forward`."""
-        return self._run(pack(segments), self.attention, logit_rows)
+        found = None if self._static is None else self._static.forward(segments)
+        if found is not None:
+            return found if logit_rows is None else found.of_rows(logit_rows)
+        return self._run(pack(segments, self.device), self.attention, logit_rows)
 
     def _run(
         self, batch: PackedBatch, attention: PagedAttention, logit_rows: Tensor | None
@@ -199,7 +243,7 @@ class HFTarget(Target):
                 position_ids=batch.positions.unsqueeze(0),
                 attention_mask=None,
                 use_cache=False,
-                logits_to_keep=0 if logit_rows is None else logit_rows,
+                logits_to_keep=0 if logit_rows is None else send(logit_rows, self.device),
                 output_hidden_states=self._captured,
                 eaglegbv_call=_PagedCall(attention, batch),
             )

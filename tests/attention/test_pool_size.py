@@ -12,6 +12,7 @@ from eaglegbv.attention import pool_size
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize, free_memory
 from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.graphs import GraphMode
 from eaglegbv.targets.hf import HFTarget
 
 CPU = torch.device("cpu")
@@ -71,6 +72,15 @@ def test_a_target_takes_the_bytes_it_is_given() -> None:
     target = HFTarget(tiny_model("llama"), max_slots=PoolSize(bytes=1_000_000, beside=64))
     each = slot_bytes(LAYERS, 2, 8, torch.float32)
     assert target.max_slots == target.pool.num_slots == 1_000_000 // (each + 64)
+
+
+def test_a_slot_for_padding_is_among_the_bytes_given() -> None:
+    bytes_given = PoolSize(bytes=1_000_000)
+    padded = HFTarget(tiny_model("llama"), max_slots=bytes_given, graphs=GraphMode.EAGER)
+    slots = 1_000_000 // slot_bytes(LAYERS, 2, 8, torch.float32)
+    assert padded.max_slots + 1 == padded.pool.num_slots == slots
+    counted = HFTarget(tiny_model("llama"), max_slots=100, graphs=GraphMode.EAGER)
+    assert (counted.max_slots, counted.pool.num_slots) == (100, 101)
 
 
 def test_the_pools_of_a_pair_are_sized_together(tmp_path: Path) -> None:

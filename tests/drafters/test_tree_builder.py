@@ -16,7 +16,6 @@ from eaglegbv.drafters.tree_builder import BestFirstTree, GrownTree, stack_trees
 from eaglegbv.tree import Law, check_tree
 from eaglegbv.uniforms import Purpose, Stream
 
-CPU = torch.device("cpu")
 WIDTH = 4
 
 
@@ -51,7 +50,7 @@ def stack(grown, law, *, paths=None, length=None):
     """A batch, its paths padded to the most and the longest there are unless told."""
     paths = paths or max(len(tree.paths) for tree in grown)
     length = length or max(len(path) for tree in grown for path in tree.paths)
-    return stack_trees(grown, law, paths=paths, length=length, device=CPU)
+    return stack_trees(grown, law, paths=paths, length=length)
 
 
 def sampled(uniforms, law=law_at):

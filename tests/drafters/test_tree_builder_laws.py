@@ -25,7 +25,6 @@ from eaglegbv.verifiers.reference.drafting import (
     draw_wor,
 )
 
-CPU = torch.device("cpu")
 VOCAB = 5
 CLASSES = {Law.IID: IidTree, Law.WOR: WorTree, Law.GREEDY: GreedyTree, Law.HUB: HubTree}
 FORKED = {Law.WOR: draw_wor, Law.GREEDY: draw_greedy}
@@ -78,7 +77,7 @@ def paths_of(tree):
 
 def stacked(trees, law, length):
     grown = [tree.finish() for tree in trees]
-    return stack_trees(grown, law, paths=trees[0].max_paths, length=length, device=CPU)
+    return stack_trees(grown, law, paths=trees[0].max_paths, length=length)
 
 
 # --- the reference, by the definitions of the laws

@@ -43,8 +43,20 @@ def test_chances_come_near_the_true_ones() -> None:
 
 def test_expected_tokens_are_those_of_the_hazards() -> None:
     acceptance = Acceptance()
+    feed(acceptance, Evidence(), [0.6, 0.6], paths=2, steps=2000)
     a, b = acceptance.hazards[1, :2].tolist()
-    assert tokens(acceptance, paths=2, depth=2) == pytest.approx(1 + a + a * b)
+    assert tokens(acceptance, paths=2, depth=2) == pytest.approx(1 + a + a * b, abs=0.01)
+
+
+def test_depths_of_which_little_was_seen_look_worth_a_try() -> None:
+    acceptance = Acceptance()
+    a, b = acceptance.hazards[1, :2].tolist()
+    assert tokens(acceptance, paths=2, depth=2) > 1 + a + a * b + 0.2
+    # Depth 1 is well known now, depth 2 is not.
+    feed(acceptance, Evidence(), [0.6], paths=2, steps=400)
+    a, b = acceptance.hazards[1, :2].tolist()
+    assert tokens(acceptance, paths=2, depth=1) == pytest.approx(1 + a, abs=0.01)
+    assert tokens(acceptance, paths=2, depth=2) > 1 + a + a * b + 0.05
 
 
 def test_what_one_number_of_paths_shows_is_carried_over_to_others() -> None:
@@ -54,6 +66,16 @@ def test_what_one_number_of_paths_shows_is_carried_over_to_others() -> None:
     assert (acceptance.hazards[:4, :3] < before[:4, :3] - 0.1).all()
     # Depths that were never offered follow those above them.
     assert (acceptance.hazards[:4, 5] < before[:4, 5] - 0.1).all()
+
+
+@pytest.mark.parametrize("exponent", [0.2, 0.5, 1.0])
+def test_how_much_more_paths_bring_is_learned_from_two_numbers_of_them(exponent: float) -> None:
+    acceptance = Acceptance()
+    for paths in (1, 4):
+        chance = 1 - 0.5 ** (paths**exponent)
+        feed(acceptance, Evidence(), [chance], paths=paths, steps=300)
+    # Of two paths nothing was seen.
+    assert acceptance.hazards[1, 0] == pytest.approx(1 - 0.5 ** (2**exponent), abs=0.06)
 
 
 def test_requests_are_told_apart_by_few_steps() -> None:

@@ -103,3 +103,17 @@ def test_steps_are_counted_by_cell() -> None:
     assert costs.steps == 3
     assert costs.steps_in(Cell(2, 2, 2)) == 2
     assert costs.steps_in(Cell(2, 0, 0)) == 0
+
+
+def test_a_size_far_from_what_the_law_says_is_known_after_a_few_steps() -> None:
+    costs = StepCosts()
+    for _ in range(60):
+        costs.observe(shape(1, 3, 4), 0.010)
+        costs.observe(shape(1, 0, 0), 0.005)
+    # One request says nothing of what each further one costs.
+    for _ in range(3):
+        costs.observe(shape(32, 0, 0), 0.006)
+    assert 0.006 < costs.seconds(shape(32, 0, 0)) < 0.011
+    for _ in range(10):
+        costs.observe(shape(32, 0, 0), 0.006)
+    assert costs.seconds(shape(32, 0, 0)) == pytest.approx(0.006, rel=0.2)

@@ -67,8 +67,9 @@ def test_large_batches_decode_plainly_where_small_ones_draft() -> None:
     assert simulation.best(32) == simulation.rate(32, PLAIN)
     simulation.run(1, 100)
     assert simulation.share(is_plain, 100) < 0.2
-    simulation.run(32, 100)
+    rate = simulation.run(32, 100)
     assert simulation.share(is_plain, 100) > 0.9
+    assert rate > 0.97 * simulation.rate(32, PLAIN)
 
 
 def test_it_returns_when_the_drafter_gets_better() -> None:

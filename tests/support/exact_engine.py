@@ -45,6 +45,7 @@ class ExactEngine:
 
     engine: Engine
     target: TabularTarget
+    draft_model: TabularTarget
     _alone: dict[Spec, list[int]] = field(default_factory=dict)
 
     def add(self, spec: Spec, *, priority: int = 0) -> Request:
@@ -81,4 +82,4 @@ def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
     model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
     config = EngineConfig(kv_slots=slots, check_slots=True, **settings)
     drafter = StandaloneDrafter(model, vocab_size=VOCAB)
-    return ExactEngine(Engine(target, drafter, config), target)
+    return ExactEngine(Engine(target, drafter, config), target, model)

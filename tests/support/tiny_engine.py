@@ -1,10 +1,12 @@
 """A small random target with a small random EAGLE head, put together into an engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eaglegbv.attention.base import PagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.config import EngineConfig, Plan
@@ -18,6 +20,7 @@ from eaglegbv.drafters.eagle_head import (
     default_feature_layers,
 )
 from eaglegbv.engine import Engine
+from eaglegbv.graphs import GraphMode, Recorder
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.targets.base import FeatureSpec
@@ -58,6 +61,9 @@ def tiny_engine(
     slots: int = 4096,
     max_batch: int = 64,
     sharpness: float = 2.0,
+    device: str = "cpu",
+    graphs: GraphMode | Recorder = GraphMode.OFF,
+    attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -71,9 +77,11 @@ def tiny_engine(
         if arch is Arch.EAGLE1
         else FeatureSpec.layer_inputs(default_feature_layers(LAYERS))
     )
-    target = HFTarget(_model_copy(model), features=features, max_slots=slots)
-    pool = KVPool(1, slots, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
-    drafter = EagleDrafter(_head(target, vocab, arch), TorchPagedAttention(pool))
+    own = _model_copy(model).to(device)
+    target = HFTarget(own, features=features, max_slots=slots, graphs=graphs, attention=attention)
+    pool = KVPool(1, slots + 1, 2, HEAD_DIM, torch.float32, torch.device(device))
+    head = _head(target, vocab, arch).to(device)
+    drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256)
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     engine = Engine(target, drafter, config)
     return TinyEngine(engine, model, target)

@@ -104,9 +104,7 @@ def convex_selection(p: Floats, q: Floats, drafts: int) -> ConvexSelection:
         q: ``[width]`` float64, a law.
         drafts: n.
     """
-    drawn = np.flatnonzero(q > 0)
-    with np.errstate(over="ignore"):
-        order = drawn[np.argsort(p[drawn] / q[drawn], kind="stable")]
+    order = ranked_support(p, q)
     ps, qs = p[order], q[order]
     critical = critical_size(ps, qs, drafts)
     T = _kept(qs, critical, drafts)
@@ -140,6 +138,13 @@ def convex_selection(p: Floats, q: Floats, drafts: int) -> ConvexSelection:
         shortfall=float(np.maximum(short, 0.0).sum()),
         truncated=float(drafts * qs[~T].sum()),
     )
+
+
+def ranked_support(p: Floats, q: Floats) -> Indices:
+    """Return q's support by p/q ascending, ties by token id."""
+    drawn = np.flatnonzero(q > 0)
+    with np.errstate(over="ignore"):
+        return drawn[np.argsort(p[drawn] / q[drawn], kind="stable")]
 
 
 def critical_size(p: Floats, q: Floats, n: int) -> int:

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, minimize
 
-from eaglegbv.verifiers.reference.convex_selection import critical_size
+from eaglegbv.verifiers.reference.convex_selection import critical_size, ranked_support
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -132,9 +132,7 @@ def race_selection(p: Floats, q: Floats, drafts: int) -> RaceSelection:
         q: ``[width]`` float64, a law.
         drafts: n.
     """
-    drawn = np.flatnonzero(q > 0)
-    with np.errstate(over="ignore"):
-        order = drawn[np.argsort(p[drawn] / q[drawn], kind="stable")]
+    order = ranked_support(p, q)
     critical = critical_size(p[order], q[order], drafts)
     free = np.zeros(len(q), dtype=np.bool_)
     free[_likely(q, drafts)] = True

@@ -1,0 +1,305 @@
+"""A head's whole draft loop on the device, for fixed sizes: recorded once and replayed.
+
+The host loads a step's numbers (roots, features, contexts, random numbers, settings), and takes the
+trees as they are: padded, on the device, not looked at. One recording serves a plan, a law, a
+number of requests (a power of two, those that are missing padded), and the kind of warping.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eaglegbv.attention.base import PagedAttention
+from eaglegbv.attention.branches import BranchAttention, BranchShape
+from eaglegbv.config import MAX_DEPTH, Plan
+from eaglegbv.drafters.device_trees import LAWS, start_device_trees
+from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.growth import draft_params
+from eaglegbv.drafters.tree_choice import support
+from eaglegbv.graphs import MAX_ROWS, NotRecordable, Recorder, Work
+from eaglegbv.request import Request
+from eaglegbv.transfer import send
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Purpose
+from eaglegbv.warp import WarpSettings
+
+REPLAYED = "replayed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a recording is made for.
+
+    Attributes:
+        requests: Requests, padded.
+        plan: Their plan.
+        law: How children arise.
+        greedy: Whether any warping has temperature 0.
+        limits: The finite top-k limits.
+        top_p: Whether any warping has one.
+        min_p: Whether any warping has one.
+    """
+
+    requests: int
+    plan: Plan
+    law: Law
+    greedy: bool
+    limits: frozenset[int]
+    top_p: bool
+    min_p: bool
+
+
+class DeviceDrafting:
+    """Drafts of a head by recordings.
+
+    Attributes:
+        counts: Drafts by what became of them: ``replayed``, or why they grew on the host.
+    """
+
+    def __init__(
+        self, head: EagleHead, attention: PagedAttention, recorder: Recorder, *, max_context: int
+    ) -> None:
+        """Begin with nothing recorded.
+
+        Args:
+            head: The head.
+            attention: Attention over its pool, the last slot of which nobody owns.
+            recorder: Makes work repeatable.
+            max_context: Most positions of a text.
+        """
+        self.counts: Counter[str] = Counter()
+        self._head = head
+        self._attention = attention
+        self._recorder = recorder
+        self._max_context = max_context
+        self._recorded: dict[_Kind, _Drafting] = {}
+        self._refused: str | None = None
+
+    def draft(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        law: Law,
+        hidden: Tensor,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree | None:
+        """Draft one tree per request; None where that has to be done on the host.
+
+        The result is overwritten by the next draft of the same kind.
+
+        Args:
+            requests: The requests.
+            plan: The plan they share.
+            law: How children arise.
+            hidden: ``[requests, hidden]``, the head's output at the last true positions.
+            tree_slots: For each request KV slots to write to freely.
+        """
+        padded = 1 << (len(requests) - 1).bit_length()
+        branches = plan.fixed_beam if law is Law.FIXED else plan.paths
+        if law not in LAWS:
+            self.counts[f"law {law}"] += 1
+        elif law is Law.FIXED and plan.shape:
+            self.counts["shape"] += 1
+        elif padded * branches > MAX_ROWS:
+            self.counts["too many rows"] += 1
+        elif self._refused is not None:
+            self.counts[self._refused] += 1
+        else:
+            try:
+                tree = self._replay(padded, requests, plan, law, hidden, tree_slots)
+            except NotRecordable as obstacle:
+                self._refused = obstacle.reason
+                self.counts[obstacle.reason] += 1
+                return None
+            self.counts["too many keys" if tree is None else REPLAYED] += 1
+            return tree
+        return None
+
+    def _replay(
+        self,
+        padded: int,
+        requests: Sequence[Request],
+        plan: Plan,
+        law: Law,
+        hidden: Tensor,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree | None:
+        """Draft; None where the texts are too long."""
+        params = [draft_params(request.params, plan) for request in requests]
+        params += params[-1:] * (padded - len(requests))
+        settings = WarpSettings.of(params, [1] * padded)
+        kind = _Kind(
+            padded,
+            plan,
+            law,
+            settings.greedy is not None,
+            settings.limits,
+            settings.top_p is not None,
+            settings.min_p is not None,
+        )
+        known = self._recorded.get(kind)
+        drafting = known or _Drafting(kind, self._head, self._attention, self._max_context)
+        if not drafting.holds(requests):
+            return None
+        drafting.load(requests, settings, hidden, tree_slots)
+        if known is None:
+            drafting.replay = self._recorder.record(drafting.work)
+            self._recorded[kind] = drafting
+        return _first(DraftTree(law, *drafting.replay()), len(requests))
+
+
+def _first(tree: DraftTree, count: int) -> DraftTree:
+    """Return the trees of the first ``count`` requests."""
+    tensors = {f.name: getattr(tree, f.name)[:count] for f in fields(tree) if f.name != "law"}
+    return replace(tree, **tensors)
+
+
+class _Drafting:
+    """Static buffers of one kind of draft, and the loop over them."""
+
+    def __init__(
+        self, kind: _Kind, head: EagleHead, attention: PagedAttention, max_context: int
+    ) -> None:
+        plan, config, batch = kind.plan, head.config, kind.requests
+        self._kind = kind
+        self._head = head
+        self._rows = plan.fixed_beam if kind.law is Law.FIXED else plan.paths
+        self._width = support(plan, kind.law, len(head.draft_to_target))
+        self._scratch_slot = attention.pool.num_slots - 1
+        levels = plan.depth - 1
+        self._attention: BranchAttention | None = None
+        if levels:
+            shape = BranchShape(
+                requests=batch,
+                branches=self._rows,
+                levels=levels,
+                max_context=max_context,
+                heads=config.num_heads,
+                scale=config.head_dim**-0.5,
+            )
+            self._attention = attention.branches(shape)
+        device, dtype = attention.pool.keys.device, attention.pool.keys.dtype
+        self.replay: Work
+        with torch.inference_mode(mode=False):
+
+            def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+                return torch.zeros(shape, dtype=dtype, device=device)
+
+            self._roots = room(batch)
+            self._contexts = room(batch)
+            self._slots = room(batch, levels, self._rows)
+            self._hidden = room(batch, config.hidden_size, dtype=dtype)
+            self._uniforms = room(batch, plan.paths, plan.depth, dtype=torch.float64)
+            self._settings = WarpSettings(
+                temperature=room(batch, dtype=torch.float32),
+                greedy=room(batch, dtype=torch.bool) if kind.greedy else None,
+                top_k=room(batch) if kind.limits else None,
+                limits=kind.limits,
+                top_p=room(batch, dtype=torch.float64) if kind.top_p else None,
+                min_p=room(batch, dtype=torch.float64) if kind.min_p else None,
+            )
+
+    def holds(self, requests: Sequence[Request]) -> bool:
+        """Whether attention can list the keys of all rows."""
+        if self._attention is None or self._attention.most_keys is None:
+            return True
+        keys = sum(request.context + self._kind.plan.depth for request in requests)
+        missing = self._kind.requests - len(requests)
+        return self._rows * (keys + missing * MAX_DEPTH) <= self._attention.most_keys
+
+    def load(
+        self,
+        requests: Sequence[Request],
+        settings: WarpSettings,
+        hidden: Tensor,
+        tree_slots: Sequence[Tensor],
+    ) -> None:
+        """Copy a step's numbers into the buffers, and plan its attention."""
+        kind, real = self._kind, len(requests)
+        missing = kind.requests - real
+        roots = [request.token_ids[-1] for request in requests]
+        _fill(self._roots, torch.tensor([*roots, *[0] * missing]))
+        contexts = [request.slots for request in requests]
+        contexts += [torch.tensor([self._scratch_slot])] * missing
+        _fill(self._contexts, torch.tensor([len(context) for context in contexts]))
+        self._hidden[:real].copy_(hidden)
+        for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
+            buffer, value = getattr(self._settings, name), getattr(settings, name)
+            if buffer is not None:
+                _fill(buffer, value)
+        if kind.law is not Law.FIXED:
+            count = kind.plan.paths * kind.plan.depth
+            numbers = np.zeros((kind.requests, count))
+            for row, request in zip(numbers[:real], requests, strict=True):
+                row[:] = request.stream.draw(request.step, Purpose.DRAFT, count)
+            _fill(self._uniforms, torch.from_numpy(numbers).view(self._uniforms.shape))
+        if self._attention is not None:
+            places = self._slots[0].numel()
+            slots = torch.full((kind.requests, places), self._scratch_slot)
+            for b, own in enumerate(tree_slots):
+                slots[b] = own[:places]
+            _fill(self._slots, slots.view(self._slots.shape))
+            self._attention.plan(contexts)
+
+    def work(self) -> tuple[Tensor, ...]:
+        """Draft; return the tensors of the trees in order."""
+        kind, head, rows = self._kind, self._head, self._rows
+        trees = start_device_trees(kind.plan, kind.law, self._roots, self._uniforms)
+        frontier = trees.begin(self._laws(head.logits(self._hidden), 1))
+        hidden = self._hidden.unsqueeze(1)
+        tails = self._slots.new_empty((kind.requests, 1, 0))
+        for level in range(kind.plan.depth - 1):
+            above = frontier.parents.unsqueeze(2)
+            if level == 0:  # all go on from the root
+                above = torch.zeros_like(above)
+            hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
+            tails = tails.gather(1, above.expand(-1, -1, tails.shape[2]))
+            tails = torch.cat((tails, self._slots[:, level].unsqueeze(2)), dim=2)
+            positions = (self._contexts + level).repeat_interleave(rows)
+            output = self._step(frontier.token_ids, hidden, positions, tails)
+            hidden = output.view(kind.requests, rows, -1)
+            frontier = trees.grow(self._laws(head.logits(output), rows))
+        tree = trees.finish()
+        return tuple(getattr(tree, f.name) for f in fields(tree) if f.name != "law")
+
+    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, tails: Tensor) -> Tensor:
+        attention = self._attention
+        assert attention is not None  # there is a level to go on to
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.attend(q, k, v, tails.flatten(0, 1))
+
+        embedded = functional.embedding(tokens.flatten(), self._head.embedding)
+        rotation = self._head.rotary(positions, embedded.dtype)
+        return self._head.step(embedded, hidden.flatten(0, 1), rotation, attend)
+
+    def _laws(self, logits: Tensor, rows: int) -> DraftLaws:
+        """Return the laws of ``rows`` rows a request."""
+        ids, width = self._head.draft_to_target, self._width
+        if self._kind.law is Law.FIXED:
+            return log_laws(logits, width=width, draft_to_target=ids)
+        own = self._settings
+
+        def each(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.repeat_interleave(rows)
+
+        settings = WarpSettings(
+            temperature=own.temperature.repeat_interleave(rows),
+            greedy=each(own.greedy),
+            top_k=each(own.top_k),
+            limits=own.limits,
+            top_p=each(own.top_p),
+            min_p=each(own.min_p),
+        )
+        return draft_laws(logits, settings, width=width, draft_to_target=ids)
+
+
+def _fill(buffer: Tensor, values: Tensor) -> None:
+    """Copy host numbers into a static buffer, without waiting for the device."""
+    buffer.copy_(send(values, buffer.device))

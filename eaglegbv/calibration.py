@@ -1,0 +1,115 @@
+"""What steps cost on this machine, measured before the first request is served."""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from eaglegbv.auto_plan import AutoPlan
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.engine import Engine
+from eaglegbv.loading import Pair
+from eaglegbv.params import SamplingParams
+from eaglegbv.scheduler.costs import StepCosts, StepShape
+from eaglegbv.scheduler.planner import KnownCosts
+from eaglegbv.targets.base import Target
+
+SECONDS = 4.0
+"""Time for all of it. The most telling steps come first."""
+
+_SIZES = (1, 4, 16)
+LARGEST = _SIZES[-1]
+"""The largest batch that is measured."""
+
+_PROMPT = 32
+_UNTIMED, _TIMED = 2, 3
+"""Steps of each kind: the first ones read the prompts and prepare kernels for new shapes."""
+
+
+def calibrate(
+    pair: Pair, auto: AutoPlan, config: EngineConfig, *, seconds: float = SECONDS
+) -> KnownCosts:
+    """Run made-up requests by several plans in batches of several sizes, and time their steps.
+
+    Args:
+        pair: Target and drafter; nothing of the requests is left in their pools.
+        auto: The plans to choose from later.
+        config: Of the engine to come.
+        seconds: Begin no more kinds of steps after so long.
+
+    Returns:
+        What was learned: nothing where neither the pool nor the context holds such requests.
+
+    Raises:
+        InvalidArgument: The pair cannot run the plans.
+        LawMismatch: The plans' verifier is not lossless for the drafter's law.
+    """
+    quiet = msgspec.structs.replace(config, prefix_cache=False, check_slots=False)
+    engine = Engine(pair.target, pair.drafter, quiet)
+    engine.check_plan(auto)
+    costs = {temperature: StepCosts() for temperature in (1.0, 0.0)}
+    end = time.perf_counter() + seconds
+    for number, (size, plan) in enumerate(_kinds(auto, config.max_batch)):
+        # One kind at least: costs of nothing could not be compared.
+        if number and time.perf_counter() > end:
+            break
+        if not _fits(pair.target, size, plan):
+            continue
+        for temperature, known in costs.items():
+            _time(engine, pair.target.vocab_size, size, plan, temperature, known)
+    return KnownCosts(greedy=costs[0.0].table(), sampled=costs[1.0].table())
+
+
+def _fits(target: Target, size: int, plan: Plan) -> bool:
+    """Return whether a batch of made-up requests has room in the pool, and each in the context."""
+    steps = _UNTIMED + _TIMED
+    longest = _PROMPT + (steps + 1) * (plan.depth + 1) + plan.depth
+    slots = size * (_PROMPT + steps * plan.tree_slots)
+    return slots <= target.max_slots and longest <= target.max_context
+
+
+def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
+    """Return sizes of batches and plans: none, and drafts of different shapes."""
+    paths, depths = (
+        sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
+    )
+    shapes = [
+        (paths[len(paths) // 2], depths[len(depths) // 4]),
+        (paths[0], depths[len(depths) // 3]),
+        (paths[-1], depths[len(depths) // 2]),
+        (paths[0], depths[0]),
+        (paths[len(paths) // 4], depths[max(0, len(depths) - 2)]),
+    ]
+    plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
+    for size in (size for size in _SIZES if size <= most):
+        yield size, PLAIN
+        for shape in dict.fromkeys(shapes):
+            yield size, plans[shape]
+
+
+def _time(
+    engine: Engine, vocab: int, size: int, plan: Plan, temperature: float, costs: StepCosts
+) -> None:
+    params = SamplingParams(
+        temperature=temperature,
+        max_tokens=(_UNTIMED + _TIMED + 1) * (plan.depth + 1),
+        ignore_eos=True,
+    )
+    requests = [
+        engine.add([(7 * n + 13 * i) % vocab for i in range(_PROMPT)], params, plan)
+        for n in range(size)
+    ]
+    try:
+        for step in range(_UNTIMED + _TIMED):
+            context = sum(request.context for request in requests)
+            drafting = size if plan.speculative else 0
+            shape = StepShape.of(plan, requests=size, context=context, drafting=drafting)
+            start = time.perf_counter()
+            engine.step()
+            if any(request.finished for request in requests):
+                break
+            if step >= _UNTIMED:
+                costs.observe(shape, time.perf_counter() - start)
+    finally:
+        for request in requests:
+            engine.cancel(request)

@@ -1,0 +1,85 @@
+"""Where measured costs of steps are kept between runs."""
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+
+from eaglegbv.scheduler.planner import KnownCosts
+
+FOLDER = "EAGLEGBV_CACHE"
+"""Variable of the environment that names the folder; by default the user's cache."""
+
+_FORMAT = 1
+
+_NAMES = ("_name_or_path", "transformers_version")
+"""Entries of a configuration that say nothing about shapes."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCache:
+    """The file of one setting: models, device, threads, and what else decides what steps cost.
+
+    Attributes:
+        path: The file; it need not exist.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, *facts: object, device: torch.device, dtype: torch.dtype) -> Self:
+        """Return the cache of a setting.
+
+        Args:
+            facts: What decides costs besides: models, plans, options.
+            device: Where the target runs.
+            dtype: What it computes in.
+        """
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        known = (_FORMAT, torch.__version__, torch.get_num_threads(), name, str(dtype), *facts)
+        key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+        return cls(_folder() / f"costs-{key}.json")
+
+    def read(self) -> KnownCosts | None:
+        """Return what was kept, or None; a file that cannot be read counts as none, and is told."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=KnownCosts)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            _log.warning("costs of steps are measured again: %s: %s", self.path, error)
+            return None
+
+    def write(self, costs: KnownCosts) -> None:
+        """Keep ``costs``; where that is not possible, say so and go on."""
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(costs))
+            part.replace(self.path)
+        except OSError as error:
+            _log.warning("costs of steps are not kept: %s: %s", self.path, error)
+
+
+def shape_of(model: str | None) -> str | None:
+    """Return what decides a model's costs: its configuration, or its name where there is none."""
+    if model is None or not (Path(model) / "config.json").is_file():
+        return model
+    config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    facts = {key: value for key, value in config.items() if key not in _NAMES}
+    return str(msgspec.json.encode(facts, order="sorted"))
+
+
+def _folder() -> Path:
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named)
+    usual = os.environ.get("XDG_CACHE_HOME")
+    return (Path(usual) if usual else Path.home() / ".cache") / "eaglegbv"

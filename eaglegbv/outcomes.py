@@ -1,0 +1,76 @@
+"""What a step decided, on the host: one copy from the device for all requests of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eaglegbv.transfer import fetch
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.base import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Trees that were judged, where that was done.
+
+    Attributes:
+        tree: The trees.
+        verdict: The verdict on them.
+        faults: ``[batch]`` int64, what is wrong with the probabilities it rests on, or 0.
+    """
+
+    tree: DraftTree
+    verdict: Verdict
+    faults: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step decided for one request.
+
+    Attributes:
+        nodes: Accepted nodes of its tree, the root not counted.
+        token_ids: Their tokens, and the correction or bonus token.
+        fault: What is wrong with the probabilities this rests on, or 0.
+        offered: Depth of the tree.
+        drafted: Nodes of the tree, the root not counted.
+    """
+
+    nodes: list[int]
+    token_ids: list[int]
+    fault: int
+    offered: int
+    drafted: int
+
+
+def read_outcomes(judged: Sequence[Judged]) -> list[list[Outcome]]:
+    """Return what was decided for every request of every group, by one copy to the host."""
+    if not judged:  # a step that only read parts of texts
+        return []
+    tables = [_table(group) for group in judged]
+    [numbers] = fetch(torch.cat([table.flatten() for table in tables]))
+    parts = numbers.split([table.numel() for table in tables])
+    return [
+        [_outcome(row) for row in part.view(table.shape).tolist()]
+        for part, table in zip(parts, tables, strict=True)
+    ]
+
+
+_COLUMNS = 5
+
+
+def _table(judged: Judged) -> Tensor:
+    """Return ``[batch, 5 + 2 length]`` int64: five columns, the path's nodes, and their tokens."""
+    tree, verdict = judged.tree, judged.verdict
+    depth = tree.depth.amax(dim=1)
+    columns = (verdict.accepted, verdict.token_ids, judged.faults, depth, tree.num_nodes)
+    tokens = tree.token_ids.gather(1, verdict.path_nodes)
+    return torch.cat((torch.stack(columns, dim=1), verdict.path_nodes, tokens), dim=1)
+
+
+def _outcome(row: list[int]) -> Outcome:
+    accepted, token, fault, offered, nodes = row[:_COLUMNS]
+    path, tokens = row[_COLUMNS : (_COLUMNS + len(row)) // 2], row[(_COLUMNS + len(row)) // 2 :]
+    return Outcome(path[:accepted], [*tokens[:accepted], token], fault, offered, nodes - 1)

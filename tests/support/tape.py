@@ -1,0 +1,82 @@
+"""A recording of tensor operations on the CPU: what a CUDA graph is, without a GPU.
+
+Operations are noted with the very tensors they were given. A replay runs them again on those
+tensors and writes the results where the first run left them; no Python of the recorded work runs.
+So numbers that were read on the host, shapes that depended on them, and tensors that were made
+outside stay what they were when the work was recorded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eaglegbv.graphs import Recorder, Work
+from support.watch import HOST_READS
+
+
+class HostRead(Exception):
+    """Work that is recorded asked for a number on the host."""
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations while they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in HOST_READS:
+            raise HostRead(func.overloadpacket.__name__)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if is_tensor(x)}
+        fresh = [
+            out
+            for out in tree_leaves(result)
+            if is_tensor(out) and out.untyped_storage()._cdata not in given
+        ]
+        writes = bool(func._schema.is_mutable)
+        if fresh or writes:  # views of the same memory need no second time
+            self._steps.append((func, args, kwargs, fresh))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self._steps:
+            result = func(*args, **kwargs)
+            outs = [out for out in tree_leaves(result) if is_tensor(out)]
+            for place, out in zip(fresh, outs, strict=False):
+                place.copy_(out)
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+class TapeRecorder(Recorder):
+    """Records tapes."""
+
+    needs_device = True
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, work: Work) -> Work:
+        work()  # as with a graph: what is prepared once is prepared outside
+        self.recorded += 1
+        tape = Tape()
+        with torch.no_grad(), tape:
+            results = work()
+
+        def replay() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                tape.replay()
+            return results
+
+        return replay

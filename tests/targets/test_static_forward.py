@@ -1,0 +1,208 @@
+"""Forwards padded to buckets, and replayed, compute what plain forwards do."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.packed_trees import Text, random_parents, scattered
+from support.static_stand import StandAttention
+from support.tape import HostRead, TapeRecorder
+from support.tiny_models import VOCAB, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
+from eaglegbv.targets.base import FeatureSpec, TargetOutput
+from eaglegbv.targets.hf import HFTarget
+
+FEATURES = FeatureSpec.layer_inputs([1, 3])
+MAX_CONTEXT = 128
+
+
+def llama(graphs: GraphMode | Recorder) -> HFTarget:
+    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=512, graphs=graphs)
+
+
+@pytest.fixture(scope="module")
+def plain() -> HFTarget:
+    return llama(GraphMode.OFF)
+
+
+@pytest.fixture(scope="module")
+def padded() -> HFTarget:
+    return llama(GraphMode.EAGER)
+
+
+Batch = list[tuple[int, int]]
+"""Tokens before the root, and nodes, of each request."""
+
+batches = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def tree_outputs(target: HFTarget, batch: Batch, seed: int) -> TargetOutput:
+    """Read the texts, then their trees; the results of the trees, and everything freed again."""
+    generator = torch.Generator().manual_seed(seed)
+    taken = []
+
+    def slots(count: int) -> torch.Tensor:
+        taken.append(scattered(target.allocator, count, generator))
+        return taken[-1]
+
+    texts = [Text(torch.randint(VOCAB, (c,), generator=generator).tolist()) for c, _ in batch]
+    target.forward([text.prefill(slots(len(text.tokens))) for text in texts])
+    segments = [
+        text.tree(
+            torch.randint(VOCAB, (nodes,), generator=generator).tolist(),
+            random_parents(nodes, generator),
+            slots(nodes),
+        )
+        for text, (_, nodes) in zip(texts, batch, strict=True)
+    ]
+    rows = torch.arange(sum(nodes for _, nodes in batch))
+    found = target.forward(segments, logit_rows=rows)
+    assert found.features is not None
+    for own in taken:
+        target.allocator.release(own)
+    return TargetOutput(found.logits.clone(), found.features.clone())
+
+
+def assert_same(found: TargetOutput, expected: TargetOutput) -> None:
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.features, expected.features, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.logits.argmax(1), expected.logits.argmax(1))
+
+
+@given(batch=batches, seed=st.integers(0, 2**31))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_padded_forwards_equal_plain_ones(
+    plain: HFTarget, padded: HFTarget, batch: Batch, seed: int
+) -> None:
+    before = padded.graph_counts["replayed"]
+    # Other tests read texts of their own into these pools.
+    for target in (plain, padded):
+        target.pool.keys.zero_()
+    assert_same(tree_outputs(padded, batch, seed), tree_outputs(plain, batch, seed))
+    assert padded.graph_counts["replayed"] == before + 1
+    # The same slots hold the same keys: padding wrote to the spare one alone.
+    torch.testing.assert_close(padded.pool.keys[:, :512], plain.pool.keys, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_not_padded_is_counted_by_reason() -> None:
+    target = llama(GraphMode.EAGER)
+    tree_outputs(target, [(3, 2)], 0)
+    assert target.graph_counts == {"prefill": 1, "replayed": 1}
+    tree_outputs(target, [(3, MAX_ROWS)], 0)
+    assert target.graph_counts["too many rows"] == 1
+    # A prompt beside a tree: the whole forward runs as it is.
+    generator = torch.Generator().manual_seed(0)
+    text, other = Text([1, 2, 3]), Text([4, 5])
+    target.forward([text.prefill(scattered(target.allocator, 3, generator))])
+    trees = text.tree([7], [0], scattered(target.allocator, 1, generator))
+    target.forward([trees, other.prefill(scattered(target.allocator, 2, generator))])
+    assert target.graph_counts == {"prefill": 4, "replayed": 1, "too many rows": 1}
+    assert llama(GraphMode.OFF).graph_counts == {}
+
+
+def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
+    with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'.*need a CUDA device"):
+        llama(GraphMode.ON)
+    target = llama(GraphMode.AUTO)
+    tree_outputs(target, [(3, 2)], 0)
+    assert target.graph_counts == {}
+
+
+class Obstinate(TorchPagedAttention):
+    """Attention that cannot be recorded, as it turns out."""
+
+    refusing = False
+
+    def attend(self, *arguments: object, **named: object) -> torch.Tensor:
+        if self.refusing and arguments[4].rows == 8:  # type: ignore[attr-defined]
+            raise NotRecordable("sinks")
+        return super().attend(*arguments, **named)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:
+    target = HFTarget(
+        tiny_model("llama"),
+        features=FEATURES,
+        max_slots=512,
+        attention=Obstinate,
+        graphs=GraphMode.EAGER,
+    )
+    assert isinstance(target.attention, Obstinate)
+    target.attention.refusing = True
+    for batch in ([(3, 2)], [(4, 5)], [(4, 20)]):
+        assert_same(tree_outputs(target, batch, 1), tree_outputs(plain, batch, 1))
+    assert target.graph_counts == {"prefill": 3, "sinks": 3}
+
+
+@given(st.integers(1, 64), st.integers(1, 300))
+def test_buckets_hold_what_they_are_made_for(requests: int, extra: int) -> None:
+    rows = requests + extra
+    bucket = Bucket.holding(requests, rows)
+    pads = (1 << (requests - 1).bit_length()) + 1 - requests
+    if rows + pads > MAX_ROWS:
+        assert bucket is None
+        return
+    assert bucket is not None
+    # Every request that pads has a row, and at least one does.
+    assert bucket.requests >= requests
+    assert bucket.rows - rows >= bucket.requests + 1 - requests >= 1
+    assert bucket.rows < 1.5 * (rows + pads) + 8
+
+
+def wide_model(window: int | None) -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.fixture
+def tapes() -> tuple[HFTarget, HFTarget, TapeRecorder]:
+    recorder = TapeRecorder()
+    made = [
+        HFTarget(
+            wide_model(None), features=FEATURES, max_slots=512, attention=StandAttention, graphs=how
+        )
+        for how in (recorder, GraphMode.EAGER)
+    ]
+    return made[0], made[1], recorder
+
+
+def test_recordings_depend_on_their_static_buffers_alone(
+    tapes: tuple[HFTarget, HFTarget, TapeRecorder],
+) -> None:
+    recorded, eager, recorder = tapes
+    batches = ([(5, 3)], [(17, 6)], [(2, 1)], [(9, 4), (1, 7)], [(30, 7), (4, 2)], [(1, 6)])
+    for seed, batch in enumerate(batches):
+        found, expected = (tree_outputs(target, batch, seed) for target in (recorded, eager))
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.features, expected.features)
+    # A request with up to 6 rows, two with up to 13, and the guard's two with up to 5 each.
+    assert recorder.recorded == 2
+    assert recorded.graph_counts["replayed"] == len(batches)
+    attention = recorded.attention
+    assert isinstance(attention, StandAttention)
+    # One kind of layers: a wrapper for each bucket, planned once a forward.
+    assert len(attention.stands.trees) == 2
+
+
+def test_a_host_read_cannot_be_recorded() -> None:
+    with pytest.raises(HostRead):
+        TapeRecorder().record(lambda: (torch.ones(int(torch.ones(1).sum())),))

@@ -1,0 +1,128 @@
+"""The engine on a device that is not the host: everything in its place, one wait a step.
+
+There is no such device here; a stand-in marks tensors, refuses to mix them with the host's, and
+notes whatever would make the host wait (``support.pretend_device``).
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.pretend_device import PretendDevice, marked
+from support.tiny_engine import TinyEngine, tiny_engine
+from support.tiny_models import VOCAB, tiny_model
+
+from eaglegbv.attention.flashinfer_paged import paged_attention
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.engine import Engine
+from eaglegbv.metrics import ATTENTION_FALLBACKS
+from eaglegbv.params import SamplingParams
+from eaglegbv.targets.hf import HFTarget
+from eaglegbv.tree import Law
+
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
+    monkeypatch.setattr("eaglegbv.transfer._wait_for", lambda device: None)
+    with PretendDevice() as mode:
+        yield mode
+
+
+SETTINGS = {
+    "plain": (PLAIN, SamplingParams(max_tokens=12, seed=3, ignore_eos=True)),
+    "otbv": (Plan(paths=3, depth=3), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)),
+    "warped": (
+        Plan(verifier="gbv", paths=2, depth=3),
+        SamplingParams(max_tokens=12, seed=5, temperature=0.8, top_k=7, top_p=0.9, min_p=0.01),
+    ),
+    "penalised": (
+        Plan(verifier="specinfer", paths=2, depth=2, law=Law.WOR),
+        SamplingParams(max_tokens=12, seed=5, repetition_penalty=1.2, presence_penalty=0.3),
+    ),
+    "greedy": (Plan(paths=2, depth=3), SamplingParams(max_tokens=12, temperature=0)),
+    "stateful": (
+        Plan(verifier="greedy_block", paths=1, depth=3),
+        SamplingParams(max_tokens=12, seed=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts_are_those_of_the_host(name: str, device: PretendDevice) -> None:
+    plan, params = SETTINGS[name]
+    away = tiny_engine(device="cuda", attention=paged_attention)
+    assert marked(away.target.pool.keys)
+    found = away.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+    away.engine.check()
+    # Heads of 16 are none of FlashInfer's: PyTorch attends, and that is counted.
+    assert away.engine.metrics.value(ATTENTION_FALLBACKS, "head_dim") > 0
+
+
+def reads_of_steps(away: TinyEngine, device: PretendDevice, plan: Plan) -> list[list[str]]:
+    params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True, top_k=8, top_p=0.95)
+    for prompt in PROMPTS:
+        away.engine.add(prompt, params, plan)
+    steps = []
+    for _ in range(3):
+        device.reads.clear()
+        device.blocking.clear()
+        away.engine.step()
+        assert device.blocking == []
+        steps.append(list(device.reads))
+    return steps
+
+
+def test_a_step_waits_once(device: PretendDevice) -> None:
+    away = tiny_engine(device="cuda")
+    assert reads_of_steps(away, device, PLAIN) == [["fetch"]] * 3
+
+
+def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
+    away = tiny_engine(device="cuda")
+    first, *others = reads_of_steps(away, device, Plan(paths=2, depth=3))
+    assert first == ["fetch"]  # prompts are read
+    # Candidates and their probabilities of three levels, by one wait each; then the verdict.
+    assert others == [["fetch"] * 7] * 2
+
+
+def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:
+    away, here = torch.zeros(3, device="cuda"), torch.zeros(3)
+    assert device.blocking == []
+    with pytest.raises(RuntimeError, match="on the host and on the device"):
+        away + here
+    away[[0, 1]].tolist()
+    away[away > 0]
+    away.to("cpu")
+    here.to("cuda")
+    assert device.blocking == ["__getitem__", "to"]
+    assert device.reads == ["tolist", "__getitem__ by a mask", "to"]
+
+
+def other_engine(device: str, drafter: str) -> Engine:
+    """A target with a language model of its vocabulary, or prompt lookup, as drafter."""
+    target = HFTarget(tiny_model("llama").to(device), max_slots=512)
+    small = HFTarget(tiny_model("qwen2").to(device), max_slots=512)
+    drafts = NgramDrafter() if drafter == "ngram" else StandaloneDrafter(small, vocab_size=VOCAB)
+    return Engine(target, drafts, EngineConfig(kv_slots=512))
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "language model"])
+def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> None:
+    law = Law.FIXED if drafter == "ngram" else Law.IID
+    params = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+    texts = []
+    for place in ("cuda", "cpu"):
+        engine = other_engine(place, drafter)
+        requests = [engine.add(p, params, Plan(paths=2, depth=2, law=law)) for p in PROMPTS]
+        while engine.has_work:
+            engine.step()
+        texts.append([request.token_ids for request in requests])
+    assert texts[0] == texts[1]
+    assert all(len(tokens) == 8 for tokens in texts[0])

@@ -1,0 +1,181 @@
+"""Recorded and padded steps commit what plain ones do, token for token."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.pretend_device import PretendDevice
+from support.static_stand import StandAttention
+from support.tape import TapeRecorder
+from support.tiny_engine import TinyEngine, tiny_engine
+
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import GraphMode, NotRecordable, Work
+from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
+from eaglegbv.params import SamplingParams
+from eaglegbv.tree import Law
+
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
+
+
+def sampling(**settings: float) -> SamplingParams:
+    return SamplingParams(max_tokens=14, seed=3, ignore_eos=True, **settings)
+
+
+SETTINGS = {
+    "plain": (PLAIN, sampling()),
+    "iid": (Plan(paths=3, depth=3), sampling()),
+    "iid, confident": (Plan(paths=4, depth=3, min_confidence=0.05), sampling(top_k=6, top_p=0.9)),
+    "iid, one level": (Plan(verifier="gbv", paths=3, depth=1), sampling()),
+    "iid, narrow": (Plan(paths=2, depth=3, draft_width=4, draft_temperature=1.5), sampling()),
+    "wor": (Plan(verifier="specinfer", paths=3, depth=2, law=Law.WOR), sampling(min_p=0.02)),
+    "greedy": (Plan(paths=3, depth=3, law=Law.GREEDY), sampling(temperature=0.8)),
+    "fixed": (Plan(paths=3, depth=3, law=Law.FIXED, beam=4, nodes=9), sampling()),
+    "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
+    "debts": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_padded_steps_commit_what_plain_ones_do(name: str) -> None:
+    plan, params = SETTINGS[name]
+    arch = Arch.EAGLE1 if name == "iid" else Arch.EAGLE3
+    padded = tiny_engine(arch=arch, graphs=GraphMode.EAGER, check_slots=True)
+    found = padded.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine(arch=arch).tokens(PROMPTS, params, plan)
+    metrics = padded.engine.metrics
+    assert metrics.value(GRAPH_FORWARDS, "prefill") == 1
+    assert metrics.value(GRAPH_FORWARDS, "replayed") > 0
+    drafted = 0 if plan is PLAIN else metrics.value(GRAPH_FORWARDS, "replayed")
+    assert metrics.value(GRAPH_DRAFTS, "replayed") == drafted
+
+
+def test_what_grows_on_the_host_is_counted_by_reason() -> None:
+    padded = tiny_engine(graphs=GraphMode.EAGER)
+    metrics = padded.engine.metrics
+    plans = {
+        "law hub": Plan(verifier="spechub", paths=2, depth=2),
+        "shape": Plan(law=Law.FIXED, paths=1, depth=1, shape=((0,), (1,))),
+    }
+    for reason, plan in plans.items():
+        expected = tiny_engine().tokens(PROMPTS, sampling(), plan)
+        assert padded.tokens(PROMPTS, sampling(), plan) == expected
+        assert metrics.value(GRAPH_DRAFTS, reason) > 0
+    wide = Plan(law=Law.FIXED, paths=2, depth=2, beam=64, nodes=4)
+    padded.tokens([[1, 2]] * 5, sampling(), wide)
+    assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
+    assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
+    assert 'eaglegbv_graph_drafts_total{outcome="law hub"}' in metrics.exposition()
+
+
+@pytest.mark.parametrize("name", ["iid, confident", "greedy", "fixed"])
+def test_recorded_steps_commit_what_plain_ones_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    plan, params = SETTINGS[name]
+    recorder = TapeRecorder()
+    taped = tiny_engine(slots=256, graphs=recorder, attention=StandAttention)
+    found = taped.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+    drafts = taped.engine.metrics.value(GRAPH_DRAFTS, "replayed")
+    # A recording each for 4, 2 and 1 requests at most, and for the rows of their trees.
+    assert 2 <= recorder.recorded <= 9
+    assert drafts > recorder.recorded
+
+
+def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged._MOST_ROW_KEYS", 120)
+    plan, params = Plan(paths=2, depth=3), sampling()
+    narrow = tiny_engine(slots=256, graphs=GraphMode.EAGER, attention=StandAttention)
+    found = narrow.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+    metrics = narrow.engine.metrics
+    assert metrics.value(GRAPH_DRAFTS, "too many keys") > 0
+    assert metrics.value(GRAPH_DRAFTS, "replayed") > 0
+
+
+class Stubborn(TapeRecorder):
+    """Finds that nothing can be recorded, as a graph does of layers that read on the host."""
+
+    def record(self, work: Work) -> Work:
+        work()
+        raise NotRecordable("not recordable")
+
+
+def test_what_cannot_be_recorded_is_counted_and_done_as_it_is() -> None:
+    plan, params = SETTINGS["iid"]
+    stubborn = tiny_engine(graphs=Stubborn())
+    assert stubborn.tokens(PROMPTS, params, plan) == tiny_engine().tokens(PROMPTS, params, plan)
+    metrics = stubborn.engine.metrics
+    for metric in (GRAPH_FORWARDS, GRAPH_DRAFTS):
+        assert metrics.value(metric, "not recordable") > 1
+        assert metrics.value(metric, "replayed") == 0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
+    monkeypatch.setattr("eaglegbv.transfer._wait_for", lambda device: None)
+    with PretendDevice() as mode:
+        yield mode
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
+@pytest.mark.parametrize("name", ["plain", "iid, confident", "wor", "fixed"])
+def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None:
+    plan, params = SETTINGS[name]
+    away = tiny_engine(device="cuda", graphs=GraphMode.EAGER)
+    requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
+    while away.engine.has_work:
+        device.reads.clear()
+        device.blocking.clear()
+        away.engine.step()
+        # One copy, of everything the host has to know.
+        assert (device.reads, device.blocking) == (["fetch"], [])
+    found = [request.token_ids for request in requests]
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+
+
+def counts(tiny: TinyEngine) -> dict[str, int]:
+    return dict(tiny.target.graph_counts)
+
+
+def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
+    tiny = tiny_engine(graphs=GraphMode.AUTO)
+    tiny.tokens(PROMPTS[:1], sampling(), PLAIN)
+    assert counts(tiny) == {}
+    with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'"):
+        tiny_engine(graphs=GraphMode.ON)
+    assert EngineConfig(cuda_graphs="eager").cuda_graphs is GraphMode.EAGER  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="cuda_graphs='fast': expected one of auto, on"):
+        EngineConfig(cuda_graphs="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_graphs_commit_what_eager_steps_do(name: str) -> None:
+    """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
+    pytest.importorskip("flashinfer")
+    from eaglegbv.eval.steps import Shape, StepSetting, build
+
+    plan, params = SETTINGS[name]
+    shape = Shape(
+        hidden=128, layers=4, heads=2, kv_heads=1, intermediate=256, vocab=512, draft_vocab=256
+    )
+    setting = StepSetting(plan=plan, batch=3, context=16, steps=8)
+    texts = []
+    for mode in (GraphMode.ON, GraphMode.EAGER):
+        where = torch.device("cuda")
+        rig = build(shape, setting, dtype=torch.float16, device=where, graphs=mode)
+        requests = [rig.engine.add(prompt, params, plan) for prompt in PROMPTS]
+        while rig.engine.has_work:
+            rig.engine.step()
+        texts.append([request.token_ids for request in requests])
+        assert rig.target.graph_counts["replayed"] > 0
+    assert texts[0] == texts[1]

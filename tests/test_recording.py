@@ -1,0 +1,324 @@
+"""Records of draft trees say what the verifier saw and did, and change nothing."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
+
+from eaglegbv.config import Plan
+from eaglegbv.engine import Engine
+from eaglegbv.metrics import StepRecord
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.targets.base import TargetOutput
+from eaglegbv.tree import Law
+from eaglegbv.tree_record import TreeRecord
+from eaglegbv.uniforms import Purpose
+from eaglegbv.verifiers.otbv import OtbvVerifier
+from eaglegbv.verifiers.reference.transport import transport
+
+PROMPT = (3, 1, 4, 1, 5)
+ALL_PLANS = [
+    *PLANS,
+    Plan(verifier="otbv", law=Law.GREEDY, paths=3, depth=3),
+    Plan(verifier="otbv", law=Law.FIXED, paths=3, depth=3),
+    Plan(verifier="specinfer", law=Law.WOR, paths=3, depth=2),
+    Plan(verifier="traversal", paths=3, depth=3),
+    Plan(verifier="spechub", paths=4, depth=2),
+]
+BLOCK_RULES = {"block", "gbv", "otbv", "greedy_block", "spectr_gbv"}
+
+
+@dataclass(slots=True)
+class Notes:
+    """An observer that keeps everything."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def trees(self, request: Request) -> list[TreeRecord]:
+        return [t for step in self.steps for t in step.trees if t.request == request.number]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A request, its records, and the engine it ran in."""
+
+    exact: ExactEngine
+    request: Request
+    trees: list[TreeRecord]
+
+    def prefix(self, tree: TreeRecord, node: int) -> tuple[int, ...]:
+        """The text up to and with a node of a tree."""
+        path = []
+        while node:
+            path.append(tree.token_ids[node])
+            node = tree.parents[node]
+        return (*PROMPT, *self.request.token_ids[: tree.start], *reversed(path))
+
+    def p(self, prefix: Sequence[int]) -> torch.Tensor:
+        logits = self.exact.target.logits_after(prefix)
+        return (logits.double() / self.request.params.temperature).softmax(dim=0)
+
+    def q(self, prefix: Sequence[int]) -> torch.Tensor:
+        """The draft law: of the likeliest tokens that the plan keeps."""
+        plan = self.request.plan
+        logits = self.exact.draft_model.logits_after(prefix).double()
+        kept = torch.full_like(logits, -math.inf)
+        best = logits.topk(min(VOCAB, plan.draft_width)).indices
+        kept[best] = logits[best] / (self.request.params.temperature * plan.draft_temperature)
+        return kept.softmax(dim=0)
+
+
+def watched(plan: Plan, *, temperature: float = 0.8, tokens: int = 30) -> Watched:
+    exact, notes = exact_engine(slots=256), Notes()
+    exact.engine.observe(notes, trees=True)
+    params = SamplingParams(max_tokens=tokens, seed=5, temperature=temperature)
+    request = exact.add(Spec(PROMPT, params, plan))
+    exact.run()
+    return Watched(exact, request, notes.trees(request))
+
+
+def named(plan: Plan) -> str:
+    return f"{plan.verifier}-{plan.law}-{plan.paths}x{plan.depth}"
+
+
+@pytest.fixture(scope="module", params=ALL_PLANS, ids=named)
+def run(request: pytest.FixtureRequest) -> Watched:
+    return watched(request.param)
+
+
+def test_records_tell_the_whole_text(run: Watched) -> None:
+    first, *later = run.trees
+    assert first.prompt_ids == PROMPT
+    assert (first.token_ids, first.accepted, first.start) == ((PROMPT[-1],), (), 0)
+    assert all(tree.prompt_ids == () for tree in later)
+    text: list[int] = []
+    for tree in run.trees:
+        assert tree.start == len(text)
+        assert tree.token_ids[0] == (*PROMPT, *text)[-1]
+        drafted = [tree.token_ids[node] for node in tree.accepted]
+        assert list(tree.committed) == [*drafted, tree.next_token][: len(tree.committed)]
+        text += tree.committed
+    assert text == run.request.token_ids
+    assert [tree.finish_reason for tree in run.trees[-2:]] == [None, "length"]
+
+
+def test_accepted_nodes_are_a_path_from_the_root(run: Watched) -> None:
+    accepted = 0
+    for tree in run.trees:
+        above = 0
+        for node in tree.accepted:
+            assert tree.parents[node] == above
+            above = node
+        accepted += len(tree.accepted)
+        assert sum(tree.multiplicity[1:]) >= len(tree.token_ids) - 1
+    assert accepted >= run.request.metrics.accepted_tokens
+    if run.request.plan.speculative:
+        assert accepted > 0
+
+
+def test_p_and_q_are_those_of_the_tables(run: Watched) -> None:
+    for tree in run.trees:
+        assert tree.target_probs[0] is tree.draft_probs[0] is None
+        for node in range(1, len(tree.token_ids)):
+            before = run.prefix(tree, tree.parents[node])
+            token = tree.token_ids[node]
+            assert tree.target_probs[node] == pytest.approx(float(run.p(before)[token]), rel=1e-5)
+            if tree.law == Law.FIXED:
+                assert tree.draft_probs[node] is None
+            else:
+                q = float(run.q(before)[token])
+                assert tree.draft_probs[node] == pytest.approx(q, rel=1e-5)
+        after = run.prefix(tree, tree.accepted[-1] if tree.accepted else 0)
+        assert tree.next_target_prob == pytest.approx(
+            float(run.p(after)[tree.next_token]), rel=1e-5
+        )
+
+
+def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
+    """The longest prefix whose own number lies below its h was accepted, step by step."""
+    if run.request.plan.verifier not in BLOCK_RULES:
+        pytest.skip("a rule without chances of prefixes")
+    judged = 0
+    for step, tree in enumerate(run.trees):
+        if len(tree.token_ids) == 1:
+            assert not tree.figures
+            continue
+        chances = selected(tree, "h")
+        numbers = run.request.stream.draw(step, Purpose.ACCEPTANCE, len(chances))
+        passed = [d + 1 for d, h in enumerate(chances) if numbers[d] < h]
+        assert len(tree.accepted) == max(passed, default=0)
+        judged += 1
+    assert judged > 3
+
+
+def selected(tree: TreeRecord, figure: str) -> list[float]:
+    """A figure along the selected path: the only nodes that have it."""
+    found, above = [], 0
+    for node, value in enumerate(tree.figures[figure]):
+        if value is not None:
+            assert tree.parents[node] == above
+            above = node
+            found.append(value)
+    return found
+
+
+def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
+    run = watched(Plan(verifier="otbv", paths=3, depth=3))
+    several = 0
+    for tree in run.trees[1:]:
+        b, w = tree.figures["b"], tree.figures["w"]
+        path = [node for node, value in enumerate(w) if value is not None]
+        assert len(path) == 3
+        weight = 1.0
+        for node in path:
+            parent = tree.parents[node]
+            before = run.prefix(tree, parent)
+            children = [c for c in range(1, len(b)) if tree.parents[c] == parent]
+            drafts = sum(tree.multiplicity[c] for c in children)
+            several += drafts > 1
+            p, q = run.p(before).tolist(), run.q(before).tolist()
+            law = transport(tuple(p), tuple(q), drafts).law
+            for child in children:
+                assert b[child] == pytest.approx(law[tree.token_ids[child]], rel=1e-4, abs=1e-9)
+            token = tree.token_ids[node]
+            weight = min(1.0, weight * p[token] / law[token])
+            assert w[node] == pytest.approx(weight, rel=1e-3)
+        known = {node for node, value in enumerate(b) if value is not None}
+        assert known == {n for n in range(1, len(b)) if tree.parents[n] in {0, *path[:-1]}}
+    assert several > 10
+
+
+def test_w_and_h_of_block_are_those_of_the_paper() -> None:
+    run = watched(Plan(verifier="block", paths=1, depth=4))
+    for tree in run.trees[1:]:
+        assert tree.figures["b"] == tree.draft_probs
+        weight = 1.0
+        for node in range(1, 5):
+            p, q = (float(x) for x in (tree.target_probs[node], tree.draft_probs[node]))
+            weight = min(1.0, weight * p / q)
+            here = run.prefix(tree, node)
+            left = (weight * run.p(here) - run.q(here)).clamp(min=0).sum().item()
+            h = weight if node == 4 or weight == 1 else left / (left + 1 - weight)
+            assert tree.figures["w"][node] == pytest.approx(weight, rel=1e-3)
+            assert tree.figures["h"][node] == pytest.approx(h, rel=1e-3, abs=1e-6)
+
+
+def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
+    run = watched(Plan(verifier="traversal", paths=3, depth=3))
+    stops = 0
+    for step, tree in enumerate(run.trees):
+        if tree.accepted:
+            stop = tree.accepted[-1]
+            number = run.request.stream.draw(step, Purpose.ACCEPTANCE, 9)[stop - 1]
+            assert number < tree.figures["w"][stop]
+            stops += 1
+    assert stops > 5
+
+
+def test_modified_targets_of_greedy_rules_are_shown() -> None:
+    """Without a debt M is p; behind one it is another law."""
+    run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
+    differ = 0
+    for tree in run.trees[1:]:
+        for p, m in zip(tree.target_probs[1:], tree.figures["M"][1:], strict=True):
+            differ += m != pytest.approx(p, rel=1e-4)
+    assert 0 < differ < 4 * len(run.trees)
+
+
+@pytest.mark.parametrize("plan", ALL_PLANS, ids=named)
+def test_recording_changes_no_token(plan: Plan) -> None:
+    spec = Spec(PROMPT, SamplingParams(max_tokens=20, seed=9), plan)
+    alone = exact_engine(slots=256).alone(spec)
+    exact, notes = exact_engine(slots=256), Notes()
+    exact.engine.observe(notes, trees=True)
+    request = exact.add(spec)
+    exact.run()
+    assert request.token_ids == alone
+    assert notes.trees(request)
+
+
+def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("figures were asked for")
+
+    monkeypatch.setattr(OtbvVerifier, "figures", refuse)
+    monkeypatch.setattr("eaglegbv.engine.tree_records", refuse)
+    exact, notes = exact_engine(slots=256), Notes()
+    exact.engine.observe(notes)
+    evidence = []
+    whole = Engine._verify
+
+    def verify(engine: Engine, *arguments: object) -> object:
+        judgement = whole(engine, *arguments)
+        evidence.append(judgement.evidence)
+        return judgement
+
+    monkeypatch.setattr(Engine, "_verify", verify)
+    spec = Spec(PROMPT, SamplingParams(max_tokens=9, seed=1), Plan(verifier="otbv", paths=2))
+    request = exact.add(spec)
+    exact.run()
+    assert request.error is None
+    assert len(evidence) == len(notes.steps)
+    assert set(evidence) == {None}
+    assert all(step.trees == [] for step in notes.steps)
+
+
+def test_requests_of_one_step_have_a_record_each() -> None:
+    exact, notes = exact_engine(slots=512), Notes()
+    exact.engine.observe(notes, trees=True)
+    requests = [
+        exact.add(Spec(PROMPT, SamplingParams(max_tokens=12, seed=seed), plan))
+        for seed, plan in enumerate([PLANS[0], PLANS[4], PLANS[4], PLANS[7], PLANS[8]])
+    ]
+    exact.run()
+    assert max(len(step.trees) for step in notes.steps) == 5
+    for request in requests:
+        tokens = [token for tree in notes.trees(request) for token in tree.committed]
+        assert tokens == request.token_ids
+
+
+def test_a_token_that_ends_the_text_is_the_last_kept() -> None:
+    plan = Plan(verifier="otbv", paths=3, depth=4)
+    free = watched(plan).request.token_ids
+    exact, notes = exact_engine(slots=256), Notes()
+    exact.engine.observe(notes, trees=True)
+    ends = max(set(free), key=free.index)
+    params = SamplingParams(max_tokens=30, seed=5, temperature=0.8, stop_token_ids=(ends,))
+    request = exact.add(Spec(PROMPT, params, plan))
+    exact.run()
+    last = notes.trees(request)[-1]
+    assert last.committed[-1] == ends
+    assert last.finish_reason == "stop"
+    assert request.token_ids == free[: free.index(ends) + 1]
+
+
+def spoilt(rows: Iterator[int], output: TargetOutput) -> TargetOutput:
+    logits = output.logits.clone()
+    logits[next(rows)] = math.nan
+    return dataclasses.replace(output, logits=logits)
+
+
+def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, notes = exact_engine(slots=256), Notes()
+    exact.engine.observe(notes, trees=True)
+    spec = Spec(PROMPT, SamplingParams(max_tokens=12, seed=1), PLANS[4])
+    bad, good = exact.add(spec), exact.add(spec)
+    exact.engine.step()
+    forward = exact.target.forward
+    monkeypatch.setattr(
+        exact.target, "forward", lambda *a, **k: spoilt(iter([0]), forward(*a, **k))
+    )
+    exact.engine.step()
+    monkeypatch.undo()
+    exact.run()
+    assert bad.error is not None
+    assert len(notes.trees(bad)) == 1
+    assert sum(len(tree.committed) for tree in notes.trees(good)) == len(good.token_ids) == 12

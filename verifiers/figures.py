@@ -1,0 +1,59 @@
+"""What a rule goes by, node by node, for those who look at trees; no verdict depends on it."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.drafted_path import DraftedPath
+
+NodeFigures: TypeAlias = Mapping[str, Tensor]
+"""Numbers by their letter in the documentation, ``[batch, nodes]`` float64 each; NaN at nodes for
+which the rule had none."""
+
+
+def along_path(tree: DraftTree, path: DraftedPath, values: Tensor) -> Tensor:
+    """Put numbers of a path's nodes where these stand in the tree.
+
+    Args:
+        tree: The draft trees.
+        path: A path of each.
+        values: ``[batch, length]`` float64, at depths 1 ... length; those past a path's end mean
+            nothing.
+
+    Returns:
+        ``[batch, nodes]`` float64, NaN at all other nodes.
+    """
+    placed = torch.full_like(tree.depth, torch.nan, dtype=torch.float64)
+    for step, real in enumerate(_steps(path)):
+        here = path.nodes[:, step + 1].unsqueeze(1)
+        value = torch.where(real, values[:, step : step + 1], placed.gather(1, here))
+        placed = placed.scatter(1, here, value)
+    return placed
+
+
+def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
+    """Look up, for every child of a path's nodes, its token's probability by the law there.
+
+    Args:
+        tree: The draft trees.
+        path: A path of each.
+        laws: ``[batch, length, width]`` float64, over ``path.ids``.
+
+    Returns:
+        ``[batch, nodes]`` float64, NaN at nodes that are no children of the path's.
+    """
+    placed = torch.full_like(tree.depth, torch.nan, dtype=torch.float64)
+    for step, real in enumerate(_steps(path)):
+        child = (tree.parents == path.nodes[:, step : step + 1]) & (tree.depth == step + 1) & real
+        same = path.ids[:, step].unsqueeze(1) == tree.token_ids.unsqueeze(2)
+        probs = torch.where(same, laws[:, step].unsqueeze(1), 0.0).sum(dim=2)
+        placed = torch.where(child, probs, placed)
+    return placed
+
+
+def _steps(path: DraftedPath) -> list[Tensor]:
+    """Return for each step ``[batch, 1]`` bool: the path takes it."""
+    return [(path.lengths > step).unsqueeze(1) for step in range(path.ids.shape[1])]
