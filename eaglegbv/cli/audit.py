@@ -319,8 +319,9 @@ def picture(
     """
     import msgspec
 
-    from eaglegbv.eval.audit_picture import check_matplotlib, draw
+    from eaglegbv.eval.audit_picture import draw
     from eaglegbv.eval.audit_synthetic import SyntheticSettings, measure
+    from eaglegbv.eval.picture import check_matplotlib
     from eaglegbv.eval.report import plain_text
 
     if out is not None:

@@ -20,9 +20,8 @@ from eaglegbv.cli.options import (
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from eaglegbv.auto_plan import Planning
+    from eaglegbv.eval.baselines import Baseline, Library
     from eaglegbv.eval.batches import Way
     from eaglegbv.llm import LLM
 
@@ -37,12 +36,19 @@ def batch(
         str,
         typer.Option(
             help="What to compare: auto, none, PATHSxDEPTH for a fixed plan of --verifier, "
-            "transformers, lookup:TOKENS or exit:LAYERS:TOKENS for its assisted generation."
+            "transformers, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its "
+            "assisted generation."
         ),
     ] = "auto,3x4,none,transformers",
     verifier: Annotated[str, typer.Option(help="Verifier of the fixed plans.")] = "otbv",
     tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 3,
+    prompts: Annotated[
+        int,
+        typer.Option(
+            help="Least number of prompts a repeat answers, batch after batch, spread over the set."
+        ),
+    ] = 8,
     questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
     data: Annotated[
         Path | None, typer.Option(help="JSON lines of questions instead of the usual sources.")
@@ -70,6 +76,7 @@ def batch(
     from tqdm import tqdm
 
     from eaglegbv.eval.batches import Grid, PromptSource, measure, summarise, table
+    from eaglegbv.eval.evidence import BatchResults
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
@@ -80,19 +87,23 @@ def batch(
         temperatures=numbers("temperature", temperature),
         tokens=tokens,
         repeats=repeats,
+        prompts=prompts,
         seed=seed,
     )
     fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled)
     wanted = names("ways", ways)
-    chosen = [fleet.way(name) for name in wanted]
     if assistant is not None:
-        chosen.append(fleet.assisted(assistant))
-    questions = load_questions(questions_set, data).questions
-    prompts = PromptSource.of(fleet.plain, [question.turns[0] for question in questions])
+        wanted.append(f"assistant:{assistant}")
+    chosen = [fleet.way(name) for name in wanted]
+    most = max(batch * grid.calls(batch) for batch in grid.batches)
+    chosen_set = load_questions(questions_set, data)
+    questions = chosen_set.first(min(most, len(chosen_set.questions))).questions
+    source = PromptSource.of(fleet.plain, [question.turns[0] for question in questions])
     timings = []
-    cells = len(grid.batches) * len(grid.contexts) * len(grid.temperatures) * repeats * len(chosen)
-    with tqdm(total=cells, unit="call") as bar:
-        for timing in measure(chosen, prompts.take, grid):
+    cells = len(grid.contexts) * len(grid.temperatures) * repeats * len(chosen)
+    calls = cells * sum(map(grid.calls, grid.batches))
+    with tqdm(total=calls, unit="call") as bar:
+        for timing in measure(chosen, source.take, grid):
             timings.append(timing)
             bar.set_postfix_str(
                 f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s", refresh=False
@@ -103,7 +114,15 @@ def batch(
         typer.echo(fleet.explain())
     if out is not None:
         environment = describe_environment(str(fleet.plain.device))
-        out.write_bytes(msgspec.json.encode({"environment": environment, "timings": timings}))
+        content = BatchResults(
+            timings=tuple(timings),
+            environment=environment,
+            model=model or "tiny",
+            drafter=drafter or "eagle3" if model is None else drafter or "",
+            verifier=verifier,
+            suite=questions_set,
+        )
+        out.write_bytes(msgspec.json.encode(content))
         typer.echo(f"wrote {out}", err=True)
 
 
@@ -128,6 +147,7 @@ class _Fleet:
         # Plain decoding has an engine of its own, which need not keep anything for a drafter.
         self.plain = self._load(PLAIN)
         self._drafting: LLM | None = None
+        self._library: Library | None = None
 
     def way(self, name: str) -> "Way":
         """Return the way that a name stands for."""
@@ -139,42 +159,19 @@ class _Fleet:
             return EngineWay(name, self.plain, PLAIN)
         if name == "auto":
             return EngineWay(name, self.drafting, AUTO)
-        if name == "transformers":
-            return TransformersWay(name, self._hf(), {})
         if found := re.fullmatch(r"(\d+)x(\d+)", name):
             paths, depth = map(int, found.groups())
             plan = Plan(verifier=self._verifier, paths=paths, depth=depth)
             return EngineWay(name, self.drafting, plan)
-        if found := re.fullmatch(r"lookup:(\d+)", name):
-            options: dict[str, object] = {"prompt_lookup_num_tokens": int(found[1])}
-            return TransformersWay(name, self._hf(), options, max_batch=1)
-        if found := re.fullmatch(r"exit:(\d+):(\d+)", name):
-            model = self._hf()
-            model.generation_config.num_assistant_tokens = int(found[2])
-            options = {"assistant_early_exit": int(found[1])}
-            return TransformersWay(name, model, options, max_batch=1)
-        expected = "auto, none, PATHSxDEPTH, transformers, lookup:TOKENS or exit:LAYERS:TOKENS"
-        raise InvalidArgument("ways", name, expected)
-
-    def assisted(self, folder: str) -> "Way":
-        """Return transformers' assisted generation by a small model."""
-        from torch import nn
-        from transformers import AutoModelForCausalLM
-
-        from eaglegbv.eval.batches import TransformersWay
-
-        small = AutoModelForCausalLM.from_pretrained(folder, dtype=self.plain.dtype)
-        nn.Module.to(small, self.plain.device)
-        options = {"assistant_model": small}
-        return TransformersWay("assisted", self._hf(), options, max_batch=1)
+        return TransformersWay(name, self.library.generation(_baseline(name), ends=False))
 
     @property
     def drafting(self) -> "LLM":
         """The engine with a drafter."""
-        from eaglegbv.config import Plan
+        from eaglegbv.auto_plan import AUTO
 
         if self._drafting is None:
-            self._drafting = self._load(Plan())
+            self._drafting = self._load(AUTO)
         return self._drafting
 
     def explain(self) -> str:
@@ -198,15 +195,22 @@ class _Fleet:
         config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
         return load_llm(model, drafter, plan, device, dtype, engine=config, compiled=self._compiled)
 
-    def _hf(self) -> "PreTrainedModel":
-        """Return a model for transformers' own loop; every way has one, with its settings."""
-        from torch import nn
-        from transformers import AutoModelForCausalLM
+    @property
+    def library(self) -> "Library":
+        """The target in transformers' own loop."""
+        from eaglegbv.eval.baselines import Library
 
-        name, dtype = self.plain.model_name, self.plain.dtype
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        nn.Module.to(model, self.plain.device)
-        model.train(mode=False)
-        # Answers have all the same length.
-        model.generation_config.eos_token_id = None
-        return model
+        if self._library is None:
+            name, dtype, device = self.plain.model_name, self.plain.dtype, self.plain.device
+            self._library = Library(name, dtype=dtype, device=device)
+        return self._library
+
+
+def _baseline(name: str) -> "Baseline":
+    from eaglegbv.eval.baselines import EXPECTED, baseline
+
+    try:
+        return baseline(name, argument="ways")
+    except InvalidArgument:
+        expected = f"auto, none, PATHSxDEPTH, {EXPECTED}"
+        raise InvalidArgument("ways", name, expected) from None

@@ -17,27 +17,37 @@ from eaglegbv.cli.options import (
     Model,
     integers,
     laws,
-    load_llm,
     names,
     numbers,
 )
 from eaglegbv.cli.paper import paper
 from eaglegbv.cli.plot import plot
+from eaglegbv.cli.results import results
+from eaglegbv.cli.served import served
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
+from eaglegbv.cli.study import study
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from eaglegbv.eval.records import Record
+    from eaglegbv.cli.backends import Backend, Models
+    from eaglegbv.eval.records import Record, RunSettings
+
+DEFAULT_VERIFIERS = "none,token,block,gbv,otbv"
+LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
+BACKENDS = (LOCAL, SGLANG, TRANSFORMERS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
 app.command()(solvers)
+app.command()(study)
 app.command()(drafters)
 app.command()(batch)
 app.command()(step)
 app.command()(compare)
 app.command()(plot)
+app.command()(results)
 app.command()(paper)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(served)
 
 
 @app.callback()
@@ -62,8 +72,26 @@ def mt_bench(
         Path | None, typer.Option(help="File or folder to read them from; see below for others.")
     ] = None,
     verifiers: Annotated[
-        str, typer.Option(help="Verifiers to compare; 'none' is plain decoding.")
-    ] = "none,token,block,gbv,otbv",
+        str | None,
+        typer.Option(
+            help="Verifiers to compare; 'none' is plain decoding.",
+            show_default="none,token,block,gbv,otbv; with --backend transformers no one",
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="What runs the plans: local, sglang, or transformers for none.")
+    ] = "local",
+    backend_arguments: Annotated[
+        str | None, typer.Option(help="JSON object of what SGLang's engine is told besides.")
+    ] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option(
+            help="Other ways, in turns with the rest: transformers for its plain decoding, "
+            "lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its assisted generation.",
+            show_default="none; with --backend transformers its plain decoding",
+        ),
+    ] = None,
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
@@ -102,9 +130,12 @@ def mt_bench(
     """
     import msgspec
 
-    from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.eval.audit_picture import check_matplotlib
+    from eaglegbv.cli.backends import Models
+    from eaglegbv.cli.backends import backend_arguments as parse_arguments
+    from eaglegbv.config import Plan
+    from eaglegbv.eval.baselines import baseline
     from eaglegbv.eval.grid import grid
+    from eaglegbv.eval.picture import check_matplotlib
     from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import RunSettings, describe_environment
@@ -116,14 +147,20 @@ def mt_bench(
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
+    if backend not in BACKENDS:
+        raise InvalidArgument("backend", backend, f"one of {', '.join(BACKENDS)}")
+    others = _baselines(backend, baselines)
+    for name in others:
+        baseline(name)
     wanted = grid(
-        names("verifiers", verifiers),
+        _verifiers(backend, verifiers),
         integers("paths", paths),
         integers("depth", depth),
         numbers("temperature", temperature),
         base=Plan(draft_width=draft_width),
         laws=laws(law),
         draft_temperatures=numbers("draft-temperature", draft_temperature),
+        baselines=others,
     )
     settings = RunSettings(
         suite=chosen.suite,
@@ -137,46 +174,74 @@ def mt_bench(
         seed=seed,
         repeats=repeats,
         questions_sha256=chosen.sha256,
+        backend=backend,
+        backend_arguments=parse_arguments(backend_arguments),
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     out = out or Path("runs") / chosen.suite
-    plans = [setting.plan for setting in settings.settings]
-    widest = next((plan for plan in plans if plan.speculative), plans[0])
-    # Every setting and repeat answers the same prompts, and reads them itself.
-    engine = EngineConfig(prefix_cache=False)
-    llm = load_llm(model, drafter, widest, device, dtype, engine=engine)
-    if llm.tokenizer.chat_template is None:
+    serving = _serving(Models(model, drafter, device, dtype), settings)
+    if serving.tokenizer.chat_template is None:
         raise InvalidArgument(
             "model", settings.model, "a model whose tokenizer has a chat template"
         )
     settings = msgspec.structs.replace(
-        settings,
-        template=_template(llm.tokenizer.chat_template),
-        dtype=str(llm.dtype).removeprefix("torch."),
+        settings, template=_template(serving.tokenizer.chat_template), dtype=serving.dtype
     )
-    folder = RunFolder(out, settings, describe_environment(str(llm.device)))
-    with progress(settings, len(folder.records)) as show:
+    folder = RunFolder(out, settings, describe_environment(serving.device, serving.packages))
+    with progress(settings, folder.records) as show:
 
         def keep(record: "Record") -> None:
             folder.add(record)
             show(record)
 
-        run(
-            llm.generate,
-            chosen.questions,
-            settings,
-            done=[record.key for record in folder.records],
-            on_record=keep,
-        )
-    results = folder.results()
-    summaries = summarise(results)
-    written = [write_results(out, results, summaries), write_markdown(out, results, summaries)]
+        for sitting in serving.sittings:
+            done = {record.key for record in folder.records}
+            if all(key in done for key in settings.keys(sitting.settings)):
+                continue
+            with sitting.open() as generate:
+                run(
+                    generate,
+                    chosen.questions,
+                    msgspec.structs.replace(settings, settings=sitting.settings),
+                    baselines=sitting.baselines,
+                    done=done,
+                    on_record=keep,
+                )
+    found = folder.results()
+    summaries = summarise(found)
+    written = [write_results(out, found, summaries), write_markdown(out, found, summaries)]
     if plots:
-        written += draw_all(results, out / "plots")
+        written += draw_all(found, out / "plots")
     typer.echo(plain_text(table(summaries)))
     report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
+
+
+def _verifiers(backend: str, text: str | None) -> list[str]:
+    if backend == TRANSFORMERS:
+        if text is not None:
+            raise InvalidArgument("verifiers", text, f"no one with --backend {TRANSFORMERS}")
+        return []
+    return names("verifiers", DEFAULT_VERIFIERS if text is None else text)
+
+
+def _baselines(backend: str, text: str | None) -> list[str]:
+    if text is not None:
+        return names("baselines", text)
+    return [TRANSFORMERS] if backend == TRANSFORMERS else []
+
+
+def _serving(models: "Models", settings: "RunSettings") -> "Backend":
+    from eaglegbv.cli import backends
+
+    arguments = settings.backend_arguments
+    if arguments and settings.backend != SGLANG:
+        raise InvalidArgument("backend-arguments", arguments, f"none but with --backend {SGLANG}")
+    if settings.backend == SGLANG:
+        return backends.sglang(models, settings.settings, arguments)
+    load = backends.transformers if settings.backend == TRANSFORMERS else backends.local
+    return load(models, settings.settings)
 
 
 def _template(template: str | dict[str, str]) -> str:

@@ -52,7 +52,7 @@ def demo(
         f"\nThe same tiny model on {questions} two-turn questions, temperature 1, one at a time:"
     )
     records: list[Record] = []
-    with progress(settings, 0) as show:
+    with progress(settings) as show:
 
         def keep(record: Record) -> None:
             records.append(record)

@@ -68,6 +68,7 @@ def drafters(
         measure_drafter,
     )
     from eaglegbv.eval.questions import load_questions
+    from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
 
     base = base_plan(law, draft_width, draft_temperature)
@@ -79,7 +80,7 @@ def drafters(
     conversations = Conversations(
         chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
     )
-    named = [_split(text) for text in drafter]
+    named = [split_name(text) for text in drafter]
     reports: list[DrafterReport] = []
     names: list[str] = []
     total = len(named) * len(plans) * len(chosen.questions)
@@ -96,7 +97,12 @@ def drafters(
                 names.append(name)
     if as_json:
         listed = [{"name": n, "report": r} for n, r in zip(names, reports, strict=True)]
-        typer.echo(msgspec.json.encode({"origin": chosen.origin, "drafters": listed}).decode())
+        content = {
+            "origin": chosen.origin,
+            "environment": describe_environment(str(llm.device)),
+            "drafters": listed,
+        }
+        typer.echo(msgspec.json.encode(content).decode())
         return
     typer.echo(plain_text(depth_table(reports, names)))
     typer.echo()
@@ -106,7 +112,7 @@ def drafters(
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
 
-def _split(text: str) -> tuple[str, str]:
+def split_name(text: str) -> tuple[str, str]:
     """Return the name to show and the drafter of ``NAME=DRAFTER`` or ``DRAFTER``."""
     name, equals, where = text.partition("=")
     return (name, where) if equals else (text, text)

@@ -10,6 +10,7 @@ import typer
 
 from eaglegbv.cli.options import (
     Compiled,
+    CudaGraphs,
     Device,
     Drafter,
     DraftTemperature,
@@ -18,6 +19,7 @@ from eaglegbv.cli.options import (
     LawName,
     Model,
     base_plan,
+    graph_mode,
     load_llm,
     max_paths,
     read_text,
@@ -84,14 +86,24 @@ def generate(
         Path | None,
         typer.Option(help="Write a timeline of the engine's steps, a Chrome trace for Perfetto."),
     ] = None,
+    trace_trees: Annotated[
+        bool,
+        typer.Option(
+            "--trace-trees", help="Put every draft tree into the trace; 'eaglegbv view' draws them."
+        ),
+    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     compiled: Compiled = False,
+    cuda_graphs: CudaGraphs = "auto",
 ) -> None:
     """Answer a prompt; the text follows the target's law, whatever the drafter and verifier."""
     message = _prompt(prompt, prompt_file)
     if raw and system is not None:
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
+    if trace_trees and trace is None:
+        raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
+    from eaglegbv.config import EngineConfig
     from eaglegbv.params import SamplingParams
 
     params = SamplingParams(
@@ -108,9 +120,10 @@ def generate(
         seed=seed,
     )
     plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
-    llm = load_llm(model, drafter, plan, device, dtype, compiled=compiled)
+    config = EngineConfig(cuda_graphs=graph_mode(cuda_graphs))
+    llm = load_llm(model, drafter, plan, device, dtype, engine=config, compiled=compiled)
     request = message if raw else messages(message, system)
-    with _tracing(llm, trace):
+    with _tracing(llm, trace, trees=trace_trees):
         if as_json:
             start = time.perf_counter()
             completion = answer(llm, request, params)
@@ -121,15 +134,15 @@ def generate(
 
 
 @contextmanager
-def _tracing(llm: "LLM", path: Path | None) -> Iterator[None]:
+def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
     """Write the steps of the body to a trace, if there is to be one."""
     if path is None:
         yield
         return
     from eaglegbv.trace import Tracer
 
-    with Tracer(path) as tracer:
-        llm.observe(tracer)
+    with Tracer(path, decode=llm.decode if trees else None) as tracer:
+        llm.observe(tracer, trees=trees)
         yield
     typer.echo(f"wrote {path}", err=True)
 

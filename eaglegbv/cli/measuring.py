@@ -8,29 +8,74 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eaglegbv.eval.records import Record, RunSettings
     from eaglegbv.eval.summary import Summary
 
+SHOWN = 6
+"""Settings whose figures fit beside a progress bar."""
+
 
 @contextmanager
-def progress(settings: "RunSettings", done: int) -> Iterator[Callable[["Record"], None]]:
-    """Show a progress bar on standard error, with the latest record's figures."""
+def progress(
+    settings: "RunSettings", records: "Sequence[Record]" = ()
+) -> "Iterator[Callable[[Record], None]]":
+    """Show a progress bar on standard error, with every setting's figures so far.
+
+    Of many settings it shows the latest one and the one that is fastest so far.
+
+    Args:
+        settings: Of the run.
+        records: What earlier sittings have measured.
+    """
     from tqdm import tqdm
 
     total = len(settings.question_ids) * len(settings.settings) * settings.repeats
+    figures = _SoFar([setting.name for setting in settings.settings])
+    for record in records:
+        figures.add(record)
 
-    with tqdm(total=total, initial=done, unit="conversation", file=sys.stderr) as bar:
+    with tqdm(total=total, initial=len(records), unit="conversation", file=sys.stderr) as bar:
 
         def show(record: "Record") -> None:
-            tokens = sum(turn.metrics.committed_tokens for turn in record.turns)
-            forwards = sum(turn.metrics.target_forwards for turn in record.turns)
-            seconds = sum(turn.decode_seconds for turn in record.turns)
-            if forwards and seconds:
-                figures = f"{tokens / forwards:.2f} tokens/forward, {tokens / seconds:.0f} tokens/s"
-                bar.set_postfix_str(f"{record.setting}: {figures}", refresh=False)
+            figures.add(record)
+            bar.set_postfix_str(figures.text(record.setting), refresh=False)
             bar.update()
 
         yield show
+
+
+class _SoFar:
+    """Figures of each setting over all that was measured so far."""
+
+    def __init__(self, settings: list[str]) -> None:
+        from eaglegbv.eval.figures import BLOCK_EFFICIENCY, TOKENS_PER_SECOND, Sums
+
+        self._figures = (BLOCK_EFFICIENCY, TOKENS_PER_SECOND)
+        self._sums = {name: [Sums(0.0, 0.0) for _ in self._figures] for name in settings}
+
+    def add(self, record: "Record") -> None:
+        """Count a conversation that was held to its end."""
+        if record.error is None:
+            known = self._sums[record.setting]
+            self._sums[record.setting] = [
+                total + figure.of(record)
+                for total, figure in zip(known, self._figures, strict=True)
+            ]
+
+    def text(self, latest: str) -> str:
+        """Return tokens a forward and tokens a second, by setting."""
+        measured = [name for name, sums in self._sums.items() if sums[0].below]
+        if len(self._sums) > SHOWN:
+            fastest = max(measured, key=lambda name: self._sums[name][1].ratio, default=latest)
+            shown = dict.fromkeys((latest, fastest))
+            measured = [name for name in shown if name in measured]
+        return " | ".join(self._text_of(name) for name in measured)
+
+    def _text_of(self, name: str) -> str:
+        efficiency, rate = self._sums[name]
+        return f"{name}: {efficiency.ratio:.2f} tokens/forward, {rate.ratio:.0f} tokens/s"
 
 
 def report_errors(summaries: list["Summary"]) -> None:

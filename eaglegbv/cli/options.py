@@ -8,10 +8,9 @@ import typer
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    import torch
-
     from eaglegbv.auto_plan import Planning
     from eaglegbv.config import EngineConfig, Plan
+    from eaglegbv.graphs import GraphMode
     from eaglegbv.llm import LLM
     from eaglegbv.tree import Law
 
@@ -22,8 +21,8 @@ Model = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Folder of an EAGLE head, a small language model or a table; 'ngram'; 'eagle1' or "
-        "'eagle3' of the tiny model."
+        help="Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
+        "'eagle1' or 'eagle3' of the tiny model."
     ),
 ]
 Device = Annotated[
@@ -36,6 +35,14 @@ Dtype = Annotated[
 Compiled = Annotated[
     bool,
     typer.Option("--compile", help="Compile the target first, which takes a minute or more."),
+]
+CudaGraphs = Annotated[
+    str,
+    typer.Option(
+        "--cuda-graphs",
+        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (padded "
+        "alike, not recorded, on any device).",
+    ),
 ]
 LawName = Annotated[
     str | None,
@@ -103,28 +110,19 @@ def load_llm(
         drafter,
         plan=plan,
         device=device,
-        dtype=None if dtype is None else _dtype_of(dtype),
+        dtype=dtype,
         engine=engine,
         compiled=compiled,
     )
 
 
-def place_of(device: str | None, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
-    """Return where and in which type to compute, by the same defaults as the engine's."""
-    import torch
+def graph_mode(name: str) -> "GraphMode":
+    """Return the mode of that name."""
+    from eaglegbv.graphs import GraphMode
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = "bfloat16" if where.type == "cuda" else "float32"
-    return where, _dtype_of(dtype or usual)
-
-
-def _dtype_of(name: str) -> "torch.dtype":
-    import torch
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise InvalidArgument("dtype", name, f"one of {sorted(dtypes)}")
-    return dtypes[name]
+    if name not in list(GraphMode):
+        raise InvalidArgument("cuda-graphs", name, f"one of {', '.join(GraphMode)}")
+    return GraphMode(name)
 
 
 def read_text(path: Path) -> str:

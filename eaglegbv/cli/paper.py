@@ -1,69 +1,155 @@
 """``eaglegbv bench paper``: a paper's comparison on any pair, and whether its directions hold."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eaglegbv.cli.options import Device, Drafter, Dtype, Model
+from eaglegbv.cli.options import Device, Drafter, Dtype, Model, load_llm, names
 from eaglegbv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from eaglegbv.eval.papers.base import Bar, Paper, Report
+    from eaglegbv.llm import LLM
 
 
 def paper(
-    name: Annotated[str, typer.Argument(help="bv, gbv-paths or gbv-temperatures.")],
+    name: Annotated[str, typer.Argument(help="Such as bv, gbv or spectr-gbv.")],
     questions: Annotated[
-        int | None, typer.Option(help="Number of questions.", show_default="all")
+        int | None,
+        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
     ] = None,
     questions_set: Annotated[str, typer.Option(help="As of mt-bench.")] = "mt-bench",
     data: Annotated[Path | None, typer.Option(help="As of mt-bench.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
-    seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 1,
+    places: Annotated[
+        int, typer.Option(help="Places of each text at which verifiers judge the same drafts.")
+    ] = 5,
+    judgements: Annotated[int, typer.Option(help="How often each judges each tree.")] = 4,
+    engine_questions: Annotated[
+        int, typer.Option(help="Questions answered by engines, where one step does not tell.")
+    ] = 16,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Measure in the engine what one step tells, too.")
+    ] = False,
+    sheets: Annotated[
+        str | None,
+        typer.Option(
+            help="Parts of the comparison, separated by commas, where it has some: drafts, engine "
+            "and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
+            show_default="all, gbv's engine with --engine only",
+        ),
+    ] = None,
+    so_far: Annotated[
+        bool, typer.Option("--so-far", help="Only report what an earlier command has measured.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of texts, drafts and judgements.")] = 0,
     model: Model = None,
     drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run.", show_default="runs/paper-NAME")
+        Path | None,
+        typer.Option(
+            help="Folder of the run; goes on with its own.", show_default="runs/paper-NAME"
+        ),
     ] = None,
 ) -> None:
     """Measure what a paper compares, and say in which direction each figure should differ.
 
     Other models give other figures: it is order and trend that should agree. Each is tested by a
-    paired bootstrap interval of the ratio of block efficiencies.
+    paired bootstrap interval of a ratio. What is measured is kept as it comes: the same command
+    goes on where an earlier one stopped.
     """
-    from eaglegbv.cli.bench import mt_bench
-    from eaglegbv.eval.papers import AGAINST, AGREES, PAPERS, findings, table
-    from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.store import load_results
+    from eaglegbv.config import EngineConfig, Plan
+    from eaglegbv.eval.papers.base import Options, Site
+    from eaglegbv.eval.papers.registry import paper_named
+    from eaglegbv.eval.questions import load_questions
 
-    if name not in PAPERS:
-        raise InvalidArgument("name", name, f"one of {', '.join(sorted(PAPERS))}")
-    chosen = PAPERS[name]
+    chosen = paper_named(name)
     folder = out or Path("runs") / f"paper-{name}"
-    typer.echo(chosen.title)
-    mt_bench(
-        questions=questions,
-        questions_set=questions_set,
-        data=data,
-        verifiers=",".join(chosen.verifiers),
-        paths=_list(chosen.paths),
-        depth=_list(chosen.depths),
-        temperature=_list(chosen.temperatures),
-        max_tokens=max_tokens,
-        seed=seed,
-        repeats=repeats,
-        model=model,
-        drafter=drafter,
-        device=device,
-        dtype=dtype,
-        out=folder,
+    if so_far:
+        _tell(chosen.title, _report_so_far(chosen, folder), folder)
+        return
+
+    def load() -> "LLM":
+        # Every setting reads the same prompts, and reads them itself.
+        config = EngineConfig(prefix_cache=False)
+        return load_llm(model, drafter, Plan(), device, dtype, engine=config)
+
+    site = Site(
+        folder,
+        load_questions(questions_set, data).first(questions),
+        Options(
+            seed=seed,
+            max_tokens=max_tokens,
+            places=places,
+            judgements=judgements,
+            engine_questions=engine_questions,
+            engine=engine,
+        ),
+        load,
+        _progress,
+        sheets=names("sheets", sheets) if sheets is not None else (),
     )
-    found = findings(chosen, load_results(folder))
-    typer.echo("\n" + plain_text(table(found)))
-    counts = [f"{sum(one.verdict == v for one in found)} {v}" for v in (AGREES, AGAINST)]
-    typer.echo(f"of {len(found)} directions: {', '.join(counts)}, the rest not told apart")
+    typer.echo(chosen.title)
+    _tell(chosen.title, chosen.measure(site), folder)
 
 
-def _list(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)
+def _tell(title: str, report: "Report", folder: Path) -> None:
+    """Print a report, and write it to ``folder``."""
+    import msgspec
+
+    text = report_text(report)
+    (folder / "report.txt").write_text(f"{title}\n\n{text}\n", encoding="utf-8")
+    (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
+    typer.echo("\n" + text)
+
+
+def _report_so_far(chosen: "Paper", folder: Path) -> "Report":
+    """Report the parts that are in a folder, and write them as cells."""
+    import msgspec
+
+    from eaglegbv.eval.papers.cells import CELLS, measured_so_far
+    from eaglegbv.eval.papers.sheets import GridPaper
+
+    if not isinstance(chosen, GridPaper):
+        raise InvalidArgument("so-far", True, "nothing, for a paper that is not measured in cells")
+    measured = measured_so_far(folder)
+    (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
+    return chosen.report(measured.sheets, measured.run)
+
+
+def report_text(report: "Report") -> str:
+    """Return a report for the terminal: tables, directions, and those that are contradicted."""
+    from eaglegbv.eval.papers.base import AGAINST, AGREES, findings_table
+    from eaglegbv.eval.report import plain_text
+
+    parts = []
+    for table in report.tables:
+        notes = "".join(f"\n({note})" for note in table.notes)
+        parts.append(f"{table.title}\n{plain_text(table.rows)}{notes}")
+    found = report.findings
+    if found:
+        counts = ", ".join(
+            f"{sum(one.verdict == verdict for one in found)} {verdict}"
+            for verdict in (AGREES, AGAINST)
+        )
+        parts.append(plain_text(findings_table(found)))
+        parts.append(f"of {len(found)} directions: {counts}, the rest not told apart")
+    if report.exceptions:
+        exceptions = plain_text(findings_table(report.exceptions))
+        parts.append(f"exceptions, with 95% intervals of the ratio\n{exceptions}")
+    return "\n\n".join([*parts, *report.notes])
+
+
+@contextmanager
+def _progress(what: str, steps: int) -> "Iterator[Bar]":
+    """Show a progress bar on standard error."""
+    from tqdm import tqdm
+
+    with tqdm(total=steps, desc=what, unit="text", file=sys.stderr) as bar:
+        yield bar

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eaglegbv.cli.options import Device, Dtype, place_of
+from eaglegbv.cli.options import Compiled, CudaGraphs, Device, Dtype, graph_mode
 from eaglegbv.errors import InvalidArgument
 
 
@@ -29,6 +29,8 @@ def step(
     steps: Annotated[int, typer.Option(help="Steps timed.")] = 30,
     device: Device = None,
     dtype: Dtype = None,
+    compiled: Compiled = False,
+    cuda_graphs: CudaGraphs = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Time the phases of a step with random weights, a target and an EAGLE-3 head.
@@ -41,6 +43,7 @@ def step(
     from eaglegbv.config import Plan
     from eaglegbv.eval.report import plain_text
     from eaglegbv.eval.steps import SHAPES, StepSetting, build, measure_machine, run, table
+    from eaglegbv.loading import place_of
 
     if shape not in SHAPES:
         raise InvalidArgument("shape", shape, f"one of {', '.join(SHAPES)}")
@@ -63,11 +66,21 @@ def step(
         steps=steps,
     )
     where, precision = place_of(device, dtype)
-    machine = measure_machine(precision, where)
-    report = run(build(model, setting, dtype=precision, device=where), setting, machine)
+    rig = build(
+        model,
+        setting,
+        dtype=precision,
+        device=where,
+        compile_backend="inductor" if compiled else None,
+        graphs=graph_mode(cuda_graphs),
+    )
+    report = run(rig, setting, measure_machine(precision, where))
+    machine = report.machine
     typer.echo(plain_text(table(report)))
+    launched = "" if report.launches is None else f", {report.launches} launches"
     typer.echo(
-        f"{report.operations} operations a step; {report.weights / 1e9:.2f} GB of weights; "
+        f"{report.operations} operations a step{launched}; "
+        f"{report.weights / 1e9:.2f} GB of weights; "
         f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.flops / 1e12:.2f} TFLOP/s measured; "
         f"{report.block_efficiency:.2f} tokens a step and request"
     )

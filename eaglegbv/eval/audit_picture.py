@@ -2,31 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_synthetic import Figure
+from eaglegbv.eval.picture import (
+    CAPTION,
+    COLOURS,
+    check_matplotlib,
+    picture_style,
+    plain_axes,
+    save_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-COLOURS: Mapping[str, str] = MappingProxyType(
-    {
-        "otbv": "#0b5fa5",
-        "global_resolution": "#d1495b",
-        "traversal": "#00798c",
-        "gbv": "#e08e1b",
-        "spectr": "#7b5ea7",
-        "specinfer": "#66a182",
-        "block": "#3d3d3d",
-        "token": "#8a8a8a",
-        "target_only": "#b08968",
-    }
-)
-"""Readable with the common colour deficiencies; every line is labelled as well."""
 
 INTERVAL = 1.96
 SINGLE = frozenset({"token", "block"})
@@ -36,13 +26,6 @@ Axis: TypeAlias = Literal["temperature", "paths"]
 
 LABEL_GAP = 0.04
 """Least distance of two labels, as a share of the axis' height."""
-
-
-def check_matplotlib() -> None:
-    """Raise :class:`InvalidArgument` unless matplotlib can be imported."""
-    if find_spec("matplotlib") is None:
-        expected = "to be installed: pip install 'eaglegbv[bench]'"
-        raise InvalidArgument("matplotlib", None, expected)
 
 
 def draw(
@@ -60,13 +43,9 @@ def draw(
         InvalidArgument: matplotlib is missing, or the file cannot be written.
     """
     check_matplotlib()
-    import matplotlib
     from matplotlib.figure import Figure as Canvas
 
-    # Text stays text, and the same figures give the same file.
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "eaglegbv", "font.size": 9}
-    ):
+    with picture_style():
         canvas = Canvas(figsize=(10, 4.8), layout="constrained")
         left, right = canvas.subplots(1, 2, sharey=True)
         paths = max(figure.paths for figure in by_temperature)
@@ -76,11 +55,8 @@ def draw(
         several = [figure for figure in by_paths if figure.verifier not in SINGLE]
         _lines(right, {name: _curve(several, name, "paths") for name in COLOURS})
         right.set_xlabel(f"paths K (temperature {by_paths[0].temperature:g})")
-        canvas.supxlabel(caption, fontsize=8, color="#555555")
-        try:
-            canvas.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("out", str(path), f"a picture to write ({error})") from error
+        canvas.supxlabel(caption, fontsize=8, color=CAPTION)
+        save_picture(canvas, path)
     return path
 
 
@@ -120,9 +96,7 @@ def _lines(axes: "Axes", curves: Mapping[str, list[Point]]) -> None:
             marker="o",
             markersize=3,
         )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain_axes(axes, "y")
     right = max(point.x for curve in drawn.values() for point in curve)
     low, high = axes.get_ylim()
     ends = {name: curve[-1].y for name, curve in drawn.items()}

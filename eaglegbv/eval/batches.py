@@ -2,21 +2,21 @@
 
 Every way answers the same prompts with the same number of tokens, ends of sequence ignored; the
 time is that of the whole call, prompts included. Ways take turns, and the one that begins changes,
-so that whatever slows the machine for a while slows all of them alike.
+so that whatever slows the machine for a while slows all of them alike. A small batch is measured
+on several prompts, batch after batch: drafts of one text may do well or badly by chance.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import msgspec
-import torch
-from transformers import PreTrainedModel
 
 from eaglegbv.auto_plan import Planning
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.eval.baselines import Generation
 from eaglegbv.llm import LLM
 from eaglegbv.params import SamplingParams
 from eaglegbv.uniforms import request_seed
@@ -63,46 +63,32 @@ class EngineWay:
             for n in range(len(prompts))
         ]
         answers = self.llm.generate(prompts, params, plan=self.plan)
+        for answer in answers:
+            if answer.error is not None:  # a prompt longer than the model's context, say
+                raise EagleGBVError(answer.error)
         return sum(len(answer.token_ids) for answer in answers)
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersWay:
-    """transformers' ``generate``, prompts padded to the left.
+    """transformers' ``generate``; see :class:`Way`.
 
     Attributes:
-        name: See :class:`Way`.
-        model: A model that knows no end of sequence.
-        max_batch: See :class:`Way`.
-        options: Further arguments, such as those of assisted generation.
+        name: Its name in tables.
+        generation: Plain or assisted, ends of sequence ignored.
     """
 
     name: str
-    model: PreTrainedModel
-    options: Mapping[str, object]
-    max_batch: int | None = None
+    generation: Generation
+
+    @property
+    def max_batch(self) -> int | None:
+        """See :attr:`Way.max_batch`."""
+        return self.generation.baseline.max_batch
 
     def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
         """See :meth:`Way.run`."""
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        how: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            torch.manual_seed(seed)
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        device = self.model.device
-        with torch.inference_mode():
-            generate: Any = self.model.generate
-            out = generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
-                max_new_tokens=tokens,
-                pad_token_id=0,
-                **how,
-                **self.options,
-            )
-        return int((out.shape[1] - longest) * len(prompts))
+        return self.generation(prompts, tokens, temperature=temperature, seed=seed).numel()
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +102,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         repeat: Number of the repeat.
         tokens: Tokens that came.
         seconds: Wall time.
+        first: Number of the first prompt.
     """
 
     way: str
@@ -125,6 +112,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     tokens: int
     seconds: float
+    first: int = 0
 
     @property
     def rate(self) -> float:
@@ -179,6 +167,7 @@ class Grid:
         temperatures: Sampling temperatures.
         tokens: Tokens of an answer.
         repeats: How often.
+        prompts: Least number of prompts that a repeat answers, batch after batch.
         seed: Of everything drawn.
     """
 
@@ -187,6 +176,7 @@ class Grid:
     temperatures: Sequence[float]
     tokens: int
     repeats: int
+    prompts: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -195,9 +185,14 @@ class Grid:
             ("contexts", self.contexts, 0),
             ("tokens", (self.tokens,), 1),
             ("repeats", (self.repeats,), 1),
+            ("prompts", (self.prompts,), 1),
         ):
             if not values or min(values) < low:
                 raise InvalidArgument(name, list(values), f"integers of at least {low}")
+
+    def calls(self, batch: int) -> int:
+        """Return how many batches of this size a repeat answers."""
+        return -(-self.prompts // batch)
 
 
 def measure(
@@ -216,30 +211,38 @@ def measure(
         for context in grid.contexts:
             for batch in grid.batches:
                 fit = [way for way in ways if way.max_batch is None or batch <= way.max_batch]
-                yield from _cell(fit, prompts(batch, context), grid, context, temperature)
+                asked = prompts(batch * grid.calls(batch), context)
+                batches = [asked[n : n + batch] for n in range(0, len(asked), batch)]
+                yield from _cell(fit, batches, grid, context, temperature)
 
 
 def _cell(
-    ways: Sequence[Way], asked: list[list[int]], grid: Grid, context: int, temperature: float
+    ways: Sequence[Way],
+    batches: Sequence[list[list[int]]],
+    grid: Grid,
+    context: int,
+    temperature: float,
 ) -> Iterator[Timing]:
     for way in ways:
         tokens = min(grid.tokens, WARM_UP_TOKENS)
-        way.run(asked, tokens, temperature=temperature, seed=grid.seed)
+        way.run(batches[0], tokens, temperature=temperature, seed=grid.seed)
     for repeat in range(grid.repeats):
-        seed = request_seed(grid.seed, repeat)
-        for place in range(len(ways)):
-            way = ways[(place + repeat) % len(ways)]
-            start = time.perf_counter()
-            tokens = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
-            yield Timing(
-                way=way.name,
-                batch=len(asked),
-                context=context,
-                temperature=temperature,
-                repeat=repeat,
-                tokens=tokens,
-                seconds=time.perf_counter() - start,
-            )
+        for number, asked in enumerate(batches):
+            seed = request_seed(grid.seed, repeat * len(batches) + number)
+            for place in range(len(ways)):
+                way = ways[(place + repeat + number) % len(ways)]
+                start = time.perf_counter()
+                tokens = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
+                yield Timing(
+                    way=way.name,
+                    batch=len(asked),
+                    context=context,
+                    temperature=temperature,
+                    repeat=repeat,
+                    tokens=tokens,
+                    seconds=time.perf_counter() - start,
+                    first=number * len(asked),
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +267,25 @@ class Row:
 
 
 def summarise(timings: Sequence[Timing]) -> list[Row]:
-    """Return medians, in order of first appearance."""
-    cells: dict[tuple[float, int, int], dict[str, dict[int, float]]] = {}
+    """Return medians over the repeats, in order of first appearance."""
+    cells: dict[tuple[float, int, int], dict[str, dict[int, list[Timing]]]] = {}
     for t in timings:
         cell = cells.setdefault((t.temperature, t.context, t.batch), {})
-        cell.setdefault(t.way, {})[t.repeat] = t.rate
+        cell.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
     rows = []
     for (temperature, context, batch), ways in cells.items():
-        plain = ways.get(BASELINE, {})
-        for way, rates in ways.items():
-            ratios = [rate / plain[repeat] for repeat, rate in rates.items() if repeat in plain]
+        rates = {way: {r: rate_of(ts) for r, ts in found.items()} for way, found in ways.items()}
+        plain = rates.get(BASELINE, {})
+        for way, own in rates.items():
+            ratios = [rate / plain[repeat] for repeat, rate in own.items() if repeat in plain]
             ratio = median(ratios) if ratios else None
-            rows.append(Row(way, batch, context, temperature, median(rates.values()), ratio))
+            rows.append(Row(way, batch, context, temperature, median(own.values()), ratio))
     return rows
+
+
+def rate_of(timings: Sequence[Timing]) -> float:
+    """Return tokens a second over the calls of a repeat."""
+    return sum(t.tokens for t in timings) / sum(t.seconds for t in timings)
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
@@ -49,16 +49,32 @@ def bootstrap_ratio_of_ratios(
     seed: int = 0,
 ) -> Estimate:
     """Return (sum n / sum d) / (sum base n / sum base d), paired by unit, with its interval."""
-    columns = np.array(
-        [numerators, denominators, base_numerators, base_denominators], dtype=np.float64
+    return bootstrap(
+        [numerators, denominators, base_numerators, base_denominators], _double_ratio, seed=seed
     )
-    units = columns.shape[1]
+
+
+def bootstrap(
+    columns: Sequence[Sequence[float]],
+    figure: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    *,
+    seed: int = 0,
+) -> Estimate:
+    """Return a figure of column sums with its percentile bootstrap interval.
+
+    Args:
+        columns: Each with one entry a unit; units are resampled whole, all columns alike.
+        figure: From sums ``[columns, ...]`` to values ``[...]``.
+        seed: Seed of the resampling.
+    """
+    entries = np.array(columns, dtype=np.float64)
+    units = entries.shape[1]
     if not units:
         return Estimate(0.0, 0.0, 0.0)
     draws = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
-    resampled = _double_ratio(columns[:, draws].sum(axis=2))
+    resampled = figure(entries[:, draws].sum(axis=2))
     low, high = np.quantile(resampled, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return Estimate(float(_double_ratio(columns.sum(axis=1))), float(low), float(high))
+    return Estimate(float(figure(entries.sum(axis=1))), float(low), float(high))
 
 
 def _double_ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:

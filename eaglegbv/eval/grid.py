@@ -35,6 +35,7 @@ def grid(
     base: Plan,
     laws: Sequence[Law | None] = (),
     draft_temperatures: Sequence[float] = (),
+    baselines: Sequence[str] = (),
 ) -> Grid:
     """Return every combination once, in the order of the lists.
 
@@ -50,6 +51,7 @@ def grid(
         base: All else of every plan.
         laws: Draft laws, None for each verifier's own; by default that of ``base``.
         draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
+        baselines: Names of other libraries' ways, which stand once a temperature, after the rest.
 
     Raises:
         InvalidArgument: A value is out of range, or there is no such verifier.
@@ -83,6 +85,8 @@ def grid(
             kept[setting] = None
         except LawMismatch as error:
             left_out[setting] = error
+    for temperature, name in product(temperatures, baselines):
+        kept[Setting(plan=PLAIN, temperature=temperature, baseline=name)] = None
     running = {setting.plan.verifier for setting in kept}
     for setting, mismatch in left_out.items():
         if setting.plan.verifier not in running:

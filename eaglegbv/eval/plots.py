@@ -6,13 +6,20 @@ from itertools import cycle
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_picture import COLOURS, check_matplotlib
 from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.picture import (
+    CAPTION,
+    COLOURS,
+    check_matplotlib,
+    picture_style,
+    plain_axes,
+    save_pictures,
+)
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.summary import Summary, summarise
 
@@ -20,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-FORMATS = ("png", "svg")
-DPI = 150
 CHARACTERS_AN_INCH = 16
 """Of the caption."""
 PANELS_A_ROW = 3
@@ -36,6 +41,9 @@ PHASE_COLOURS: Mapping[str, str] = {
     "commit": "#66a182",
     "other": "#d9d9d9",
 }
+
+
+Corner: TypeAlias = Literal["lower left", "lower right", "upper right"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,6 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         InvalidArgument: matplotlib is missing, nothing was measured, or a file cannot be written.
     """
     check_matplotlib()
-    import matplotlib
 
     measured = measured_of(results)
     pictures: Mapping[str, Callable[[Sequence[Measured]], Canvas]] = {
@@ -93,16 +100,13 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     drafted = any(one.setting.plan.speculative for one in measured)
     chosen = pictures if drafted else {n: pictures[n] for n in list(pictures)[3:]}
     written = []
-    # Text stays text, and the same figures give the same file.
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "eaglegbv", "font.size": 9}
-    ):
+    with picture_style():
         for name, draw in chosen.items():
             canvas = draw(measured)
             width = int(CHARACTERS_AN_INCH * canvas.get_figwidth())
             caption = "\n".join(wrap(_caption(results), width))
-            canvas.supxlabel(caption, fontsize=7, color="#555555")
-            written += _save(canvas, folder, name)
+            canvas.supxlabel(caption, fontsize=7, color=CAPTION)
+            written += save_pictures(canvas, folder, name)
     return written
 
 
@@ -149,7 +153,7 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
         lines = _lines(
             here, lambda one: one.temperature, dropped="KT", alike=lambda one: one.setting.plan
         )
-        _draw_lines(axes, lines, dashed=single if paths > 1 else frozenset())
+        _draw_lines(axes, lines, dashed=single if paths > 1 else frozenset(), legend="lower left")
         axes.set_title(f"K = {paths}", fontsize=9)
         axes.set_xlabel("temperature")
     _label_left(panels.values(), "block efficiency (tokens per target forward)")
@@ -174,7 +178,7 @@ def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
             )
             for one in here
         ]
-        _draw_lines(axes, lines)
+        _draw_lines(axes, lines, legend="upper right")
         axes.set_title(f"temperature {temperature:g}", fontsize=9)
         axes.set_xlabel("depth")
         axes.set_xticks(range(1, 1 + max(len(one.summary.acceptance_by_depth) for one in here)))
@@ -207,7 +211,7 @@ def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
         axes.barh(range(len(measured)), widths, left=starts, color=colour, label=phase)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_xlabel("milliseconds per token of the answers, prefill counted")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     return canvas
 
 
@@ -272,7 +276,12 @@ def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
     }
 
 
-def _draw_lines(axes: "Axes", lines: Sequence[Line], dashed: frozenset[str] = frozenset()) -> None:
+def _draw_lines(
+    axes: "Axes",
+    lines: Sequence[Line],
+    dashed: frozenset[str] = frozenset(),
+    legend: Corner = "lower right",
+) -> None:
     styles: dict[str, Iterable[str]] = {}
     for line in lines:
         style = next(iter(styles.setdefault(line.verifier, cycle(LINE_STYLES))))
@@ -289,10 +298,9 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], dashed: frozenset[str] = fr
             marker="o",
             markersize=3,
         )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=7)
+    plain_axes(axes, "y")
+    # A place that is named: matplotlib's search for the best one may take seconds, and then warns.
+    axes.legend(frameon=False, fontsize=7, loc=legend)
 
 
 def _whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
@@ -335,9 +343,7 @@ def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":
     axes = canvas.subplots()
     axes.set_yticks(range(len(measured)), [one.setting.name for one in measured])
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain_axes(axes, "x")
     return canvas, axes
 
 
@@ -348,15 +354,3 @@ def _caption(results: Results) -> str:
         f"{settings.model} + {settings.drafter or 'no drafter'}; {where.processor}, "
         f"{where.threads} threads; {where.started[:10]}"
     )
-
-
-def _save(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
-    paths = [folder / f"{name}.{suffix}" for suffix in FORMATS]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            canvas.savefig(path, dpi=DPI, metadata=metadata)
-    except OSError as error:
-        raise InvalidArgument("out", str(folder), f"a folder for pictures ({error})") from error
-    return paths

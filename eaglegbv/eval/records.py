@@ -2,18 +2,23 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
+
+Key: TypeAlias = tuple[str, str, int]
+"""Setting, question and repeat of a record."""
 
 FORMAT = 1
 """Version of the layout of ``results.json``."""
@@ -23,21 +28,32 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One way of decoding that a run compares.
 
     Attributes:
-        plan: How to speculate.
+        plan: How to speculate; plain for a baseline.
         temperature: Sampling temperature.
+        baseline: Name of another library's way to generate, or None for the engine's.
     """
 
     plan: Plan
     temperature: float = 1.0
+    baseline: str | None = None
 
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature)  # raises where it is out of range
+        if self.baseline is not None and self.plan.speculative:
+            raise InvalidArgument("plan", self.plan, f"plain decoding for {self.baseline}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the engine decodes plainly: what speed-ups are over."""
+        return self.baseline is None and not self.plan.speculative
 
     @property
     def name(self) -> str:
         """Short name, unique among settings: what differs from the defaults is spelled out."""
         plan, default = self.plan, Plan()
-        if not plan.speculative:
+        if self.baseline is not None:
+            parts = [self.baseline]
+        elif not plan.speculative:
             parts = ["none"]
         else:
             parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}"]
@@ -74,6 +90,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         template: The chat template, whole; None in results that did not record it.
         questions_sha256: Hash of the questions; empty in results that did not record it.
         dtype: Type the target computes in; empty likewise.
+        backend: What runs the plans: ``local``, ``sglang``; ``transformers`` for baselines alone.
+        backend_arguments: What the backend was told besides.
         settings: What is compared.
         max_tokens: Most tokens of an answer.
         seed: Seed every request's seed derives from.
@@ -93,6 +111,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     template: str | None = None
     questions_sha256: str = ""
     dtype: str = ""
+    backend: str = "local"
+    backend_arguments: dict[str, str | int | float | bool | None] = {}
 
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("repeats", self.repeats)):
@@ -104,6 +124,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not names or len(set(names)) < len(names):
             raise InvalidArgument("settings", names, "one or more settings, each once")
 
+    def keys(self, settings: Sequence[Setting]) -> Iterator[Key]:
+        """Yield the keys of all records that some of the settings come to."""
+        for repeat in range(self.repeats):
+            for question in self.question_ids:
+                for setting in settings:
+                    yield setting.name, question, repeat
+
 
 class Turn(msgspec.Struct, kw_only=True):
     """One answer.
@@ -113,7 +140,8 @@ class Turn(msgspec.Struct, kw_only=True):
         completion_tokens: Its length in tokens; the first comes from the prompt's own forward.
         finish_reason: Why it ended.
         wall_seconds: From the call to its return: prefill, decoding, and (de)tokenisation.
-        metrics: The engine's counts.
+        metrics: The engine's counts. Of phases other libraries tell prefill alone; the rest is
+            missing.
     """
 
     text: str
@@ -125,7 +153,7 @@ class Turn(msgspec.Struct, kw_only=True):
     @property
     def decode_seconds(self) -> float:
         """Wall time without the prompt's own forward."""
-        return self.wall_seconds - self.metrics.seconds.get(Phase.PREFILL, 0.0)
+        return self.wall_seconds - self.metrics.seconds[Phase.PREFILL]
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -148,7 +176,7 @@ class Record(msgspec.Struct, kw_only=True):
     error: str | None = None
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> Key:
         """What identifies the record within a run."""
         return self.setting, self.question_id, self.repeat
 
@@ -184,10 +212,15 @@ class Results(msgspec.Struct, kw_only=True):
     format: int = FORMAT
 
 
-def describe_environment(device: str) -> Environment:
-    """Return the environment of this process; ``device`` is the target's."""
-    packages = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
-    versions = {package: metadata.version(package) for package in packages}
+def describe_environment(device: str, packages: Sequence[str] = ()) -> Environment:
+    """Return the environment of this process.
+
+    Args:
+        device: The target's.
+        packages: Whose versions to note beside the usual ones.
+    """
+    usual = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
+    versions = {package: metadata.version(package) for package in (*usual, *packages)}
     return Environment(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **versions},
@@ -197,6 +230,11 @@ def describe_environment(device: str) -> Environment:
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     )
+
+
+def name_of_model(model: str) -> str:
+    """Return ``tiny`` for the packaged target, wherever it lies; other names as they are."""
+    return "tiny" if Path(model) == TINY_TARGET else model
 
 
 def _processor() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.figures import FIGURES
-from eaglegbv.eval.records import Results
+from eaglegbv.eval.records import Results, RunSettings
 from eaglegbv.eval.summary import Summary
 
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
@@ -56,11 +56,11 @@ def markdown(results: Results, summaries: Sequence[Summary]) -> str:
     sections = [
         f"# {results.settings.suite}",
         "\n".join(f"- {name}: {fact}" for name, fact in facts(results).items()),
-        _markdown_table(table(summaries)),
+        markdown_table(table(summaries)),
         "## What the figures mean",
-        _DEFINITIONS,
+        _definitions(results.settings),
         "## Acceptance by depth",
-        _acceptance(summaries),
+        acceptance_text(summaries),
         "## Milliseconds per token of the answers, by phase (prefill counted)",
         _phases(summaries),
         *_errors(results),
@@ -75,15 +75,31 @@ def write_markdown(folder: Path, results: Results, summaries: Sequence[Summary])
     return path
 
 
-_DEFINITIONS = "\n".join(
-    [f"- {figure.name}: {figure.definition}." for figure in FIGURES.values()]
-    + [
-        "- speed-up: tokens/s over that of `none`, plain decoding by the same engine in the same "
-        "process, question by question in turns; with prefill: the same of tokens/s with prefill.",
-        "- Batch size 1. Sums are pooled before they are divided; speeds are medians over repeats; "
-        "intervals are 95% bootstrap intervals over questions.",
-    ]
+_TURNS = (
+    "speed-up: tokens/s over that of `none`, plain decoding by the same engine in the same "
+    "process, question by question in turns; with prefill: the same of tokens/s with prefill.",
 )
+_ONE_BY_ONE = (
+    "speed-up: tokens/s over that of `none`, plain decoding by the same backend. Its engines ran "
+    "one after another, so settings did not take turns; with prefill: the same of tokens/s with "
+    "prefill.",
+    "Prefill is all up to the first token of the stream; other phases are not told.",
+)
+_BASELINES = (
+    "Of transformers' ways prefill is all up to the first token, drafts that are made before the "
+    "prompt is read included; other phases are not told (-).",
+)
+_ALWAYS = (
+    "Batch size 1. Sums are pooled before they are divided; speeds are medians over repeats; "
+    "intervals are 95% bootstrap intervals over questions.",
+)
+
+
+def _definitions(settings: RunSettings) -> str:
+    lines = [f"{figure.name}: {figure.definition}." for figure in FIGURES.values()]
+    lines += _ONE_BY_ONE if settings.backend == "sglang" else _TURNS
+    lines += _BASELINES if any(s.baseline is not None for s in settings.settings) else ()
+    return "\n".join(f"- {line}" for line in (*lines, *_ALWAYS))
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -94,6 +110,7 @@ def facts(results: Results) -> dict[str, str]:
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
         "Drafter": settings.drafter or "none",
+        "Backend": _backend(settings),
         "Chat template": _template(settings.template),
         "System prompt": settings.system or "none",
         "Most tokens an answer": str(settings.max_tokens),
@@ -105,6 +122,11 @@ def facts(results: Results) -> dict[str, str]:
     }
 
 
+def _backend(settings: RunSettings) -> str:
+    arguments = [f"{name}={value}" for name, value in settings.backend_arguments.items()]
+    return ", ".join([settings.backend, *arguments])
+
+
 def _template(template: str | None) -> str:
     if template is None:
         return "not recorded"
@@ -112,7 +134,8 @@ def _template(template: str | None) -> str:
     return f"{len(template)} characters, SHA-256 {digest[:16]}; whole in results.json"
 
 
-def _acceptance(summaries: Sequence[Summary]) -> str:
+def acceptance_text(summaries: Sequence[Summary]) -> str:
+    """Return acceptance by depth as a table of Markdown, or a sentence where nothing drafts."""
     drafted = [s for s in summaries if s.acceptance_by_depth]
     deepest = max((len(s.acceptance_by_depth) for s in drafted), default=0)
     if not deepest:
@@ -121,16 +144,17 @@ def _acceptance(summaries: Sequence[Summary]) -> str:
     for s in drafted:
         shares = [f"{share:.3f}" for share in s.acceptance_by_depth]
         rows.append([s.setting, *shares, *[""] * (deepest - len(shares))])
-    return _markdown_table(rows)
+    return markdown_table(rows)
 
 
 def _phases(summaries: Sequence[Summary]) -> str:
     phases = list(dict.fromkeys(phase for s in summaries for phase in s.milliseconds_by_phase))
     rows = [["setting", *phases]]
     for s in summaries:
-        cells = [f"{s.milliseconds_by_phase.get(phase, 0.0):.2f}" for phase in phases]
+        told = s.milliseconds_by_phase
+        cells = [f"{told[phase]:.2f}" if phase in told else "-" for phase in phases]
         rows.append([s.setting, *cells])
-    return _markdown_table(rows)
+    return markdown_table(rows)
 
 
 def _errors(results: Results) -> list[str]:
@@ -141,7 +165,9 @@ def _errors(results: Results) -> list[str]:
     return ["## Conversations that broke off (counted in no figure)", "\n".join(lines)]
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows, headings first, as a table of Markdown, the first column to the left."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 

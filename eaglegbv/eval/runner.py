@@ -1,7 +1,9 @@
 """Hold conversations in several settings, interleaved, and record what each took."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Protocol
 
 from eaglegbv.config import Plan
@@ -51,6 +53,7 @@ def run(
     questions: Sequence[Question],
     settings: RunSettings,
     *,
+    baselines: Mapping[str, Generate] = MappingProxyType({}),
     done: Collection[tuple[str, str, int]] = (),
     on_record: Callable[[Record], None],
 ) -> None:
@@ -61,9 +64,10 @@ def run(
     answers once unrecorded. Each conversation feeds the model's own answers back.
 
     Args:
-        generate: Answers one conversation.
+        generate: Answers one conversation by a plan.
         questions: What to ask.
         settings: What to compare, and how.
+        baselines: By name, what answers in the settings of a baseline instead.
         done: Keys of records that need not be measured again.
         on_record: Receives each record as soon as it is measured.
     """
@@ -73,11 +77,16 @@ def run(
         for repeat, number, setting in _schedule(len(questions), settings)
         if (setting.name, questions[number].id, repeat) not in finished
     ]
-    if todo:
-        _warm_up(generate, questions[0], settings, {setting.name for _, _, setting in todo})
+
+    def answering(setting: Setting) -> Generate:
+        return generate if setting.baseline is None else baselines[setting.baseline]
+
+    for setting in dict.fromkeys(setting for _, _, setting in todo):
+        _warm_up(answering(setting), questions[0], setting, settings)
     for repeat, number, setting in todo:
         seed = request_seed(settings.seed, repeat * len(questions) + number)
-        on_record(_converse(generate, questions[number], setting, settings, repeat, seed))
+        answer = answering(setting)
+        on_record(converse(answer, questions[number], setting, settings, repeat, seed))
 
 
 def _schedule(questions: int, settings: RunSettings) -> Iterator[tuple[int, int, Setting]]:
@@ -89,15 +98,15 @@ def _schedule(questions: int, settings: RunSettings) -> Iterator[tuple[int, int,
 
 
 def _warm_up(
-    generate: Generate, question: Question, settings: RunSettings, names: Collection[str]
+    generate: Generate, question: Question, setting: Setting, settings: RunSettings
 ) -> None:
-    for setting in settings.settings:
-        if setting.name in names:
-            params = SamplingParams(temperature=setting.temperature, max_tokens=WARM_UP_TOKENS)
-            generate(_messages(settings, question.turns[:1], []), params, plan=setting.plan)
+    params = SamplingParams(temperature=setting.temperature, max_tokens=WARM_UP_TOKENS)
+    # What is wrong with the question is told where it is asked.
+    with suppress(EagleGBVError):
+        generate(_messages(settings, question.turns[:1], []), params, plan=setting.plan)
 
 
-def _converse(
+def converse(
     generate: Generate,
     question: Question,
     setting: Setting,
@@ -105,6 +114,16 @@ def _converse(
     repeat: int,
     seed: int,
 ) -> Record:
+    """Hold one conversation, feeding the model's own answers back.
+
+    Args:
+        generate: Answers it.
+        question: What to ask.
+        setting: In which setting.
+        settings: Of the run.
+        repeat: Number of the repetition.
+        seed: Every turn's seed derives from it.
+    """
     record = Record(
         question_id=question.id,
         category=question.category,

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.node_acceptance import NodeLaws, optimum_iid
 from eaglegbv.verifiers.reference.global_resolution import TOLERANCE, Solver, solve
 from eaglegbv.verifiers.spectr import k_seq
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
@@ -78,6 +79,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         instances: Nodes.
         median_ms: Milliseconds of processor time from the two laws and the drafts to the draft
             selected, the median; None where all were refused.
+        mean_ms: Likewise, the mean.
         success: Share of the nodes solved in time and within the tolerance.
         refused: Nodes that were too large for the solver; they count in no other figure but
             ``success``.
@@ -96,6 +98,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     solver: str
     instances: int
     median_ms: float | None
+    mean_ms: float | None
     success: float
     refused: int
     fallbacks: int
@@ -162,6 +165,11 @@ class Answer:
     residual: Floats
     shortfall: float | None
 
+    @property
+    def acceptance(self) -> float:
+        """The probability that a draft is accepted."""
+        return float(self.accepted.sum())
+
     def deviation(self, node: Node) -> float:
         """Return the L1 distance of the law committed from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
@@ -211,10 +219,12 @@ def compare(
     rows = []
     for setting in settings:
         for solver in solvers:
-            row = _measure(setting, solver, instances, seed, time_limit, tolerance)
-            rows.append(row)
+            [warm] = nodes(setting, 1, seed + 1)
+            given = list(nodes(setting, instances, seed))
+            answers = solve_all(solver, given, warm=warm, tolerance=tolerance)
+            rows.append(row(setting, solver, given, answers, time_limit=time_limit))
             if on_row is not None:
-                on_row(row)
+                on_row(rows[-1])
     return Report(seed=seed, time_limit_ms=1e3 * time_limit, tolerance=tolerance, rows=tuple(rows))
 
 
@@ -241,22 +251,41 @@ def _softmax(logits: Floats) -> Floats:
     return np.asarray(weights / weights.sum())
 
 
-def _measure(
+def solve_all(
+    solver: Solver, given: Sequence[Node], *, warm: Node, tolerance: float = TOLERANCE
+) -> list[Answer | None]:
+    """Give one solver every node; None where a node is too large for it.
+
+    Args:
+        solver: Which.
+        given: The nodes.
+        warm: A node that is not measured: what a first call sets up is no node's cost.
+        tolerance: Loss of acceptance above which K-SEQ takes a solver's place.
+    """
+    if solver is not Solver.EXACT:
+        return [planned(node, solver, tolerance) for node in given]
+    exact(warm)
+    return [exact(node) for node in given]
+
+
+def row(
     setting: Setting,
     solver: Solver,
-    instances: int,
-    seed: int,
+    given: Sequence[Node],
+    answered: Sequence[Answer | None],
+    *,
     time_limit: float,
-    tolerance: float,
 ) -> Row:
-    warm = next(nodes(setting, 1, seed + 1))
-    if solver is Solver.EXACT:
-        exact(warm)  # what a first call sets up is no node's cost
-    answers: list[tuple[Node, Answer]] = []
-    for node in nodes(setting, instances, seed):
-        answer = exact(node) if solver is Solver.EXACT else planned(node, solver, tolerance)
-        if answer is not None:
-            answers.append((node, answer))
+    """Return what :func:`solve_all` came to on nodes of one size.
+
+    Args:
+        setting: Their size.
+        solver: Which solver.
+        given: The nodes.
+        answered: Its answers.
+        time_limit: Seconds of processor time above which a node counts as not solved.
+    """
+    answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
     bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
     solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
     found = bool(answers)
@@ -265,14 +294,15 @@ def _measure(
         drafts=setting.drafts,
         width=setting.width,
         solver=str(solver),
-        instances=instances,
+        instances=len(given),
         median_ms=1e3 * median(a.seconds for _, a in answers) if found else None,
-        success=len(solved) / instances,
-        refused=instances - len(answers),
+        mean_ms=1e3 * _mean([a.seconds for _, a in answers]) if found else None,
+        success=len(solved) / len(given),
+        refused=len(given) - len(answers),
         fallbacks=len(answers) - len(bounds),
         late=sum(a.seconds > time_limit for _, a in answers),
         deviation=max(a.deviation(node) for node, a in answers) if found else None,
-        acceptance=_mean([float(a.accepted.sum()) for _, a in answers]) if found else None,
+        acceptance=_mean([a.acceptance for _, a in answers]) if found else None,
         optimum=_mean([optimal_acceptance(node) for node, _ in answers]) if found else None,
         shortfall=max(bounds, default=None),
     )
@@ -283,10 +313,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def optimal_acceptance(node: Node) -> float:
-    """Return alpha* = 1 + min over prefixes H by p/q of P(H) - q(H)^n."""
-    order = np.argsort(node.wanted / node.draft, kind="stable")
-    excess = node.wanted[order].cumsum() - node.draft[order].cumsum() ** len(node.drawn)
-    return 1.0 + min(0.0, float(excess.min()))
+    """Return alpha* of the node's drafts."""
+    columns = (node.ids, node.draft, node.wanted)
+    laws = NodeLaws(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
+    return optimum_iid(laws, len(node.drawn)).item()
 
 
 def exact(node: Node) -> Answer:

@@ -28,11 +28,13 @@ from eaglegbv.drafters.eagle_head import (
 )
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import GraphMode
 from eaglegbv.loading import head_drafter
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
+from eaglegbv.targets.static_forward import REPLAYED
 
 WARM_UP_STEPS = 3
 
@@ -115,8 +117,8 @@ class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an answer: enough for all steps, and the one that counts operations."""
-        return (self.plan.depth + 1) * (WARM_UP_STEPS + self.steps + 2)
+        """Tokens of an answer: enough for all steps, and those that count what they launch."""
+        return (self.plan.depth + 1) * (WARM_UP_STEPS + self.steps + 3)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +153,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         phases: In order, the whole step last.
-        operations: Tensor operations a step dispatches.
+        operations: Tensor operations a step dispatches; those within a CUDA graph do not count.
+        launches: Kernels, copies and graphs that a step launches on a CUDA device; None elsewhere.
+        replayed: Forwards of the target that replayed a recording, of all since the start.
         machine: What the floors rest on.
         weights: Bytes of the weights a forward of the target reads.
         block_efficiency: Tokens committed per request and step; of random weights, so near 1.
@@ -159,6 +163,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     phases: tuple[PhaseTime, ...]
     operations: int
+    launches: int | None
+    replayed: int
     machine: Machine
     weights: int
     block_efficiency: float
@@ -214,8 +220,25 @@ class Rig:
     shape: Shape
 
 
-def build(shape: Shape, setting: StepSetting, *, dtype: torch.dtype, device: torch.device) -> Rig:
-    """Make a target and a head of random weights, and an engine with room for the setting."""
+def build(
+    shape: Shape,
+    setting: StepSetting,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    compile_backend: str | None = None,
+    graphs: GraphMode = GraphMode.OFF,
+) -> Rig:
+    """Make a target and a head of random weights, and an engine with room for the setting.
+
+    Args:
+        shape: Sizes of both.
+        setting: What will be timed.
+        dtype: Type of the weights.
+        device: Where they live.
+        compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
+        graphs: Whether tree forwards and drafting are recorded and replayed.
+    """
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -245,11 +268,15 @@ def build(shape: Shape, setting: StepSetting, *, dtype: torch.dtype, device: tor
         )
     slots = setting.batch * (setting.context + setting.tokens + setting.plan.tree_slots + 64)
     features = FeatureSpec.layer_inputs(head_config.feature_layers)
-    target = HFTarget(model, features=features, max_slots=slots)
+    target = HFTarget(
+        model, features=features, max_slots=slots, compile_backend=compile_backend, graphs=graphs
+    )
     chosen = torch.arange(shape.draft_vocab, device=device)
     with device, _default_dtype(dtype):
         head = Eagle3Head(head_config, target.input_embeddings, chosen)
-    drafter = head_drafter(head.train(mode=False), slots=slots)
+    drafter = head_drafter(
+        head.train(mode=False), slots=slots, graphs=graphs, max_context=target.max_context
+    )
     sizes = EngineConfig(
         kv_slots=slots,
         max_batch=setting.batch,
@@ -282,10 +309,28 @@ def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     return StepReport(
         phases=_phase_times(rig, setting, machine, timed),
         operations=counter.count,
+        launches=_launches(rig),
+        replayed=rig.target.graph_counts.get(REPLAYED, 0),
         machine=machine,
         weights=_target_bytes(rig),
         block_efficiency=committed / (len(timed) * setting.batch),
     )
+
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+def _launches(rig: Rig) -> int | None:
+    """Return what a further step launches, by the profiler."""
+    if rig.target.device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        rig.engine.step()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    launches: int = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
+    return launches
 
 
 def _phase_times(

@@ -1,5 +1,7 @@
 """The folder of a run: records are kept as they are measured, so a killed run loses none."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +44,7 @@ class RunFolder:
                 run = msgspec.json.decode(header.read_bytes(), type=_Run)
             else:
                 run = _Run(settings=settings, environment=environment)
-                header.write_bytes(_pretty(run))
+                _write_whole(header, _pretty(run))
         except (OSError, msgspec.DecodeError) as error:
             raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
         if run.settings != settings:
@@ -56,14 +58,14 @@ class RunFolder:
             )
         self.environment = run.environment
         self.records = self._read_records()
-        _check_names(path, settings, self.records)
+        _check(path, settings, self.records)
 
     def _read_records(self) -> list[Record]:
         if not self._records_file.is_file():
             return []
-        whole, _, cut = self._records_file.read_bytes().rpartition(b"\n")
+        whole, end, cut = self._records_file.read_bytes().rpartition(b"\n")
         if cut:  # the process was killed while it wrote this line; it is measured again
-            self._records_file.write_bytes(whole + b"\n" if whole else b"")
+            os.truncate(self._records_file, len(whole) + len(end))
         try:
             return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
         except msgspec.DecodeError as error:
@@ -95,7 +97,7 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
         "summary": summary,
         "records": results.records,
     }
-    path.write_bytes(_pretty(content))
+    _write_whole(path, _pretty(content))
     return path
 
 
@@ -109,7 +111,7 @@ def read_results(path: Path) -> Results:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
     except (OSError, msgspec.DecodeError) as error:
         raise InvalidArgument("results", str(path), f"a results.json ({error})") from error
-    _check_names(path, results.settings, results.records)
+    _check(path, results.settings, results.records)
     return results
 
 
@@ -129,12 +131,12 @@ def load_results(path: Path) -> Results:
         records = [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
     except (OSError, msgspec.DecodeError) as error:
         raise InvalidArgument("results", str(path), f"records of a run ({error})") from error
-    _check_names(path, run.settings, records)
+    _check(path, run.settings, records)
     return Results(settings=run.settings, environment=run.environment, records=records)
 
 
-def _check_names(path: Path, settings: RunSettings, records: Sequence[Record]) -> None:
-    """Raise unless every record belongs to a setting of the run.
+def _check(path: Path, settings: RunSettings, records: Sequence[Record]) -> None:
+    """Raise unless every record belongs to a setting of the run, and stands once.
 
     A setting's name leaves out what is the default, so a version with other defaults names the
     settings of an older run differently; their records must not be dropped in silence.
@@ -148,6 +150,10 @@ def _check_names(path: Path, settings: RunSettings, records: Sequence[Record]) -
             f"records of {', '.join(sorted(known))}, not of {', '.join(strange)}: "
             "another version, with other defaults, has measured it",
         )
+    twice = [key for key, count in Counter(record.key for record in records).items() if count > 1]
+    if twice:
+        expected = f"records that each stand once, unlike {twice[0]}: did two processes write it?"
+        raise InvalidArgument("results", str(path), expected)
 
 
 def _read_header(header: Path) -> _Run:
@@ -155,6 +161,13 @@ def _read_header(header: Path) -> _Run:
         return msgspec.json.decode(header.read_bytes(), type=_Run)
     except (OSError, msgspec.DecodeError) as error:
         raise InvalidArgument("results", str(header), f"the head of a run ({error})") from error
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a process that is killed leaves it as it was, or whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def _pretty(content: object) -> bytes:

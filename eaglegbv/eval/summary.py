@@ -4,8 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from eaglegbv.eval.estimates import Estimate, bootstrap_ratio_of_ratios, median_or_zero
+from eaglegbv.eval.estimates import (
+    Estimate,
+    bootstrap,
+    bootstrap_ratio_of_ratios,
+    median_or_zero,
+)
 from eaglegbv.eval.figures import (
     ACCEPTANCE_LENGTH,
     BLOCK_EFFICIENCY,
@@ -41,7 +48,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             median over repeats with a bootstrap interval over questions. None without plain
             decoding in the run.
         wall_speedup: The same of ``wall_tokens_per_second``.
-        milliseconds_by_phase: Per answer token; ``other`` is wall time outside the phases.
+        milliseconds_by_phase: Per answer token, of the phases that are told; ``other`` is wall time
+            outside them.
     """
 
     setting: str
@@ -76,7 +84,7 @@ def _plain(
 ) -> Sequence[Record]:
     """Records of plain decoding at the setting's temperature."""
     for other in results.settings.settings:
-        if not other.plan.speculative and other.temperature == setting.temperature:
+        if other.plain and other.temperature == setting.temperature:
             return by_setting.get(other.name, ())
     return ()
 
@@ -137,6 +145,35 @@ def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record])
     return Estimate(median_or_zero(ratios), pooled.low, pooled.high)
 
 
+def ratio_of_speedups(
+    figure: Figure,
+    records: Sequence[Record],
+    plain: Sequence[Record],
+    other_records: Sequence[Record],
+    other_plain: Sequence[Record],
+) -> Estimate:
+    """Return one run's speed-up over another's, on the questions that all four answered.
+
+    How fast the machine was during each run cancels within it.
+    """
+    sums = [figure.by_question(r) for r in (records, plain, other_records, other_plain)]
+    shared = sorted(set.intersection(*(set(one) for one in sums)))
+    columns = [
+        column
+        for one in sums
+        for column in ([one[q].above for q in shared], [one[q].below for q in shared])
+    ]
+
+    def ratio(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        ours, base, theirs, their_base = (
+            totals[2 * n] / np.maximum(totals[2 * n + 1], np.finfo(np.float64).tiny)
+            for n in range(4)
+        )
+        return np.asarray(ours / base / (theirs / their_base))
+
+    return bootstrap(columns, ratio)
+
+
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
     """Return a figure over that of ``base``, repeats pooled, on the questions both answered."""
     ours, theirs = figure.by_question(records), figure.by_question(base)
@@ -154,8 +191,11 @@ def _milliseconds_by_phase(records: Iterable[Record]) -> dict[str, float]:
     tokens = sum(turn.completion_tokens for turn in turns)
     if not tokens:
         return {}
+    told = {phase for turn in turns for phase in turn.metrics.seconds}
     seconds = {
-        str(phase): sum(turn.metrics.seconds.get(phase, 0.0) for turn in turns) for phase in Phase
+        str(phase): sum(turn.metrics.seconds.get(phase, 0.0) for turn in turns)
+        for phase in Phase
+        if phase in told
     }
     seconds[OTHER] = sum(turn.wall_seconds for turn in turns) - sum(seconds.values())
     return {phase: 1000 * value / tokens for phase, value in seconds.items()}

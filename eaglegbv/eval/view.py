@@ -2,10 +2,11 @@
 
 import html
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -15,8 +16,63 @@ from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import facts
 from eaglegbv.eval.store import load_results
 from eaglegbv.eval.summary import summarise
+from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
+T = TypeVar("T")
+
+MOST_STEPS = 10_000
+"""Steps of a trace that a page shows, the first ones."""
+MOST_NODES = 50_000
+"""Nodes of all draft trees that a page shows, some 5 MB, the first ones."""
+MOST_LETTERS = 10_000_000
+"""Letters of the answers of a run that a page shows, the first ones."""
+
+MOST_PLANS = 10
+"""Plans whose acceptance by depth is drawn, those of most trees."""
+
+SCRIPTS = ("elements.js", "charts.js", "tree.js", "results.js", "trace.js", "main.js")
+
+
+class _Tree(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A draft tree as :class:`eaglegbv.trace.Tracer` writes it; see ``TreeRecord``."""
+
+    request: int
+    plan: str
+    verifier: str
+    law: str
+    paths: int
+    token_ids: list[int]
+    parents: list[int]
+    multiplicity: list[int]
+    p: list[float | None]
+    q: list[float | None]
+    figures: dict[str, list[float | None]]
+    accepted: list[int]
+    next_token: int
+    next_p: float
+    committed: list[int]
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    prompt_text: str | None = None
+    texts: list[str] | None = None
+    next_text: str | None = None
+    committed_texts: list[str] | None = None
+    step: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+class _Arguments(msgspec.Struct):
+    """The draft trees among the arguments of a step."""
+
+    trees: list[_Tree] = msgspec.field(default_factory=list)
 
 
 class _Event(msgspec.Struct):
@@ -26,7 +82,7 @@ class _Event(msgspec.Struct):
     ph: str
     ts: float = 0.0
     dur: float = 0.0
-    args: dict[str, object] = msgspec.field(default_factory=dict)
+    args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 def view(path: Path) -> str:
@@ -51,12 +107,23 @@ def content_of(path: Path) -> Content:
 
 def page(content: Content) -> str:
     """Return the page that shows ``content``."""
-    template = resources.files("eaglegbv").joinpath("assets", "view", "page.html")
     # No "<" leaves the data, so that nothing in it can end the script it stands in.
     data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")
-    before, after = template.read_text(encoding="utf-8").split("@@DATA@@")
-    title = html.escape(str(content["title"]))
-    return before.replace("@@TITLE@@", title) + data + after
+    parts = {
+        "TITLE": html.escape(str(content["title"])),
+        "STYLE": _asset("page.css"),
+        "DATA": data,
+        "SCRIPT": "".join(_asset(name) for name in SCRIPTS),
+    }
+    first, *others = _asset("page.html").split("@@")
+    # Names and the text between them take turns; what is filled in is not looked at again.
+    texts = zip(others[::2], others[1::2], strict=True)
+    return first + "".join(parts[name] + text for name, text in texts)
+
+
+def _asset(name: str) -> str:
+    file = resources.files("eaglegbv").joinpath("assets", "view", name)
+    return file.read_text(encoding="utf-8")
 
 
 def results_content(results: Results) -> Content:
@@ -70,42 +137,147 @@ def results_content(results: Results) -> Content:
             {"name": summary.setting, **msgspec.to_builtins(summary)}
             for summary in summarise(results)
         ],
-        "conversations": [_conversation(record) for record in results.records],
+        **_conversations(results.records),
     }
 
 
 def trace_content(path: Path) -> Content:
-    """Return what a page shows of a trace: its steps, each with the phases inside it.
+    """Return what a page shows of a trace: its steps with their phases, and their draft trees.
 
     Raises:
         InvalidArgument: The file is no trace of the engine's steps.
     """
-    events = _events(path)
-    boxes = sorted((e for e in events if e.ph == "X"), key=lambda event: event.ts)
+    boxes = sorted(_boxes(path), key=lambda event: (event.ts, event.name != "step"))
     steps = [event for event in boxes if event.name == "step"]
     if not steps:
         raise InvalidArgument("trace", str(path), "a trace with at least one step")
-    phases: list[dict[str, float]] = [{} for _ in steps]
-    current = -1
-    for event in sorted(boxes, key=lambda event: (event.ts, event.name != "step")):
-        if event.name == "step":
-            current += 1
-        elif current >= 0:
-            known = phases[current]
-            known[event.name] = known.get(event.name, 0.0) + event.dur / 1000
+    arguments = [_decoded(step.args, dict[str, object], path) for step in steps]
+    trees = [_decoded(step.args, _Arguments, path).trees for step in steps]
+    phases = list(_phases(boxes))
+    drafted = [tree for of_step in trees for tree in of_step if len(tree.token_ids) > 1]
+    requests, left_out = _requests(trees[:MOST_STEPS])
+    notes = []
+    if len(steps) > MOST_STEPS:
+        notes.append(f"The first {MOST_STEPS:,} of {len(steps):,} steps are shown.")
+    if left_out:
+        notes.append(f"The last {left_out:,} draft trees are left out; the charts have all.")
+    if not any(trees):
+        notes.append("The trace has no draft trees: generate --trace FILE --trace-trees adds them.")
     return {
         "kind": "trace",
         "title": f"Trace: {path.name}",
-        "facts": [("Steps", str(len(steps))), ("Committed tokens", str(_total(steps)))],
+        "facts": _facts(arguments, drafted),
+        "notes": notes,
+        "by_depth": _acceptance_by_depth(drafted),
+        "phases": _sums(phases),
+        "requests": requests,
         "steps": [
             {
                 "start": step.ts / 1000,
                 "milliseconds": step.dur / 1000,
                 "phases": by_phase,
-                "args": step.args,
+                "args": {name: value for name, value in known.items() if name != "trees"},
             }
-            for step, by_phase in zip(steps, phases, strict=True)
-        ],
+            for step, by_phase, known in zip(steps, phases, arguments, strict=True)
+        ][:MOST_STEPS],
+    }
+
+
+def _phases(boxes: Sequence[_Event]) -> Iterator[dict[str, float]]:
+    """Give the milliseconds of each step by phase; ``boxes`` are in order, steps before phases."""
+    current: dict[str, float] | None = None
+    for event in boxes:
+        if event.name == "step":
+            if current is not None:
+                yield current
+            current = {}
+        elif current is not None:
+            current[event.name] = current.get(event.name, 0.0) + event.dur / 1000
+    if current is not None:
+        yield current
+
+
+def _sums(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    totals: Counter[str] = Counter()
+    for by_phase in phases:
+        totals.update(by_phase)
+    return dict(totals)
+
+
+def _facts(
+    arguments: Sequence[Mapping[str, object]], drafted: Sequence[_Tree]
+) -> list[tuple[str, str]]:
+    committed = [count for known in arguments if isinstance(count := known.get("committed"), int)]
+    facts = [("Steps", f"{len(arguments):,}"), ("Committed tokens", f"{sum(committed):,}")]
+    if drafted:
+        accepted = sum(len(tree.accepted) for tree in drafted)
+        facts += [
+            ("Draft trees", f"{len(drafted):,}"),
+            ("Acceptance length", f"{accepted / len(drafted):.2f} accepted tokens a tree"),
+        ]
+    return facts
+
+
+def _acceptance_by_depth(trees: Sequence[_Tree]) -> list[Content]:
+    """Return, plan by plan, the share of the trees so deep that accepted a node at each depth."""
+    offered: dict[str, Counter[int]] = {}
+    accepted: dict[str, Counter[int]] = {}
+    for tree in trees:
+        offered.setdefault(tree.plan, Counter()).update(range(1, tree.depth + 1))
+        accepted.setdefault(tree.plan, Counter()).update(range(1, len(tree.accepted) + 1))
+    return [
+        {
+            "plan": plan,
+            "shares": [accepted[plan][depth] / counts[depth] for depth in sorted(counts)],
+        }
+        for plan, counts in sorted(offered.items(), key=lambda item: -item[1][1])[:MOST_PLANS]
+    ]
+
+
+def _requests(trees: Sequence[Sequence[_Tree]]) -> tuple[list[Content], int]:
+    """Return the trees of each request in order, and how many were left out for want of room."""
+    shown: dict[int, list[_Tree]] = {}
+    nodes, left_out = 0, 0
+    for step, of_step in enumerate(trees):
+        for tree in of_step:
+            nodes += len(tree.token_ids)
+            if nodes > MOST_NODES:
+                left_out += 1
+                continue
+            tree.step = step
+            shown.setdefault(tree.request, []).append(tree)
+    return [_request(number, own) for number, own in sorted(shown.items())], left_out
+
+
+def _request(number: int, trees: list[_Tree]) -> Content:
+    return {
+        "number": number,
+        "plan": trees[-1].plan,
+        "prompt": _beginning(trees[0]),
+        "trees": [msgspec.to_builtins(tree) for tree in trees],
+    }
+
+
+def _beginning(tree: _Tree) -> str:
+    """Return what stands before the tokens of a request's first tree."""
+    if tree.prompt_text:
+        cut = tree.prompt_tokens > PROMPT_TOKENS
+        return f"{'…' if cut else ''}{tree.prompt_text}"
+    return f"[{tree.prompt_tokens} tokens]" if tree.prompt_tokens else "…"
+
+
+def _conversations(records: Sequence[Record]) -> Content:
+    """Return conversations as long as there is room, and a note on the others."""
+    shown, letters = 0, 0
+    for record in records:
+        letters += sum(len(turn.text) for turn in record.turns)
+        if letters > MOST_LETTERS:
+            break
+        shown += 1
+    cut = f"The first {shown:,} of {len(records):,} conversations are shown; the charts have all."
+    return {
+        "notes": [] if shown == len(records) else [cut],
+        "conversations": [_conversation(record) for record in records[:shown]],
     }
 
 
@@ -128,15 +300,27 @@ def _conversation(record: Record) -> Mapping[str, object]:
     }
 
 
-def _events(path: Path) -> list[_Event]:
+def _boxes(path: Path) -> list[_Event]:
+    """Return the events of a trace that have a duration."""
     try:
         raw = path.read_bytes().strip()
-        # A run that was killed left its list of events open.
-        closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
-        return msgspec.json.decode(closed, type=list[_Event])
-    except (OSError, msgspec.DecodeError) as error:
-        expected = f"a results.json, its folder, or a Chrome trace ({error})"
-        raise InvalidArgument("path", str(path), expected) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    # A run that was killed left its list of events open.
+    closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
+    return [event for event in _decoded(closed, list[_Event], path) if event.ph == "X"]
+
+
+def _decoded(raw: bytes | msgspec.Raw, kind: type[T], path: Path) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidArgument:
+    expected = f"a results.json, its folder, or a Chrome trace ({error})"
+    return InvalidArgument("path", str(path), expected)
 
 
 def _begins_with(path: Path, sign: bytes) -> bool:
@@ -144,10 +328,4 @@ def _begins_with(path: Path, sign: bytes) -> bool:
         with path.open("rb") as file:
             return file.read(64).lstrip().startswith(sign)
     except OSError as error:
-        expected = f"a results.json, its folder, or a Chrome trace ({error})"
-        raise InvalidArgument("path", str(path), expected) from error
-
-
-def _total(steps: list[_Event]) -> int:
-    counts = (step.args.get("committed", 0) for step in steps)
-    return sum(count for count in counts if isinstance(count, int))
+        raise _unreadable(path, error) from error

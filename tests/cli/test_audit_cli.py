@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.eval import audit_picture
+from eaglegbv.eval import picture
 from eaglegbv.verifiers.reference.registry import REFERENCES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_verifier.py"
@@ -204,7 +204,7 @@ def test_picture(cli, tmp_path: Path) -> None:
 
 
 def test_a_picture_without_matplotlib_names_the_extra(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     result = cli("audit", "picture", *PICTURE, "--out", "x.svg")
     assert result.status == 2
     assert "pip install 'eaglegbv[bench]'" in result.err

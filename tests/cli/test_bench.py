@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from eaglegbv.eval import audit_picture
+from eaglegbv.eval import picture
 from eaglegbv.eval.store import read_results
 from eaglegbv.eval.summary import Summary
 
@@ -158,7 +158,7 @@ def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
 def test_pictures_without_matplotlib_are_refused_before_anything_runs(
     cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     result = bench(cli, pair, *QUICK, "--plots", "--out", str(tmp_path / "run"))
     assert result.status == 2
     assert "pip install 'eaglegbv[bench]'" in result.err
@@ -242,12 +242,30 @@ def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
 
 def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path: Path) -> None:
     short = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "4"]
+    short += ["--places", "1", "--judgements", "1", "--engine-questions", "1"]
     result = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
     assert result.status == 0, result.err
     assert "Block verification" in result.out
     assert "block K1 L8 at least token K1 L8" in result.out
-    assert "of 5 directions: " in result.out
-    assert len(read_results(tmp_path / "results.json").records) == 2 * 2 * 3
+    assert "block K1 L6 at least greedy_block K1 L6" in result.out
+    # Five temperatures: an order at three lengths, two trends, a lead; then the engine's, and time.
+    assert f"of {5 * (3 + 2 + 1) + 2 * 3 + 1} directions: " in result.out
+    assert "the paper's figure of each cell is not at hand" in result.out
+    report = json.loads((tmp_path / "report.json").read_bytes())
+    assert len(report["findings"]) == 37
+    assert (tmp_path / "report.txt").read_text().startswith("Block verification")
+    again = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
+    assert again.out == result.out
+    told = cli("bench", "paper", "bv", "--so-far", "--out", str(tmp_path)).out
+    assert "of 37 directions" in told
+    assert told in result.out
+    part = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path), "--sheets", "drafts")
+    assert f"of {5 * (3 + 2 + 1)} directions: " in part.out
+    wrong = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path), "--sheets", "x")
+    assert "sheets='x': expected some of drafts, engine, time" in wrong.err
+    other = cli("bench", "paper", "bv", "--so-far", "--out", str(tmp_path / "none"))
+    assert other.status == 2
+    assert "cells of a paper" in other.err
     unknown = cli("bench", "paper", "nope", *pair)
     assert unknown.status == 2
-    assert "name='nope': expected one of bv, gbv-paths, gbv-temperatures" in unknown.err
+    assert "name='nope': expected one of " in unknown.err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1")
+QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1", "--prompts", "1")
 SMALL = ("--hidden", "32", "--layers", "4", "--heads", "2", "--kv-heads", "1")
 SIZES = (*SMALL, "--intermediate", "48", "--vocab", "64", "--draft-vocab", "32")
 
@@ -36,6 +36,13 @@ def test_a_way_that_is_none_is_named(cli, pair, way: str) -> None:
     assert ("paths=0" if way == "0x2" else f"ways='{way}'") in result.err
 
 
+def test_prompts_beyond_the_context_are_named(cli, pair) -> None:
+    result = cli("bench", "batch", *pair, *QUICK, "--ways", "none", "--contexts", "100000")
+    assert result.status == 2
+    assert "prompt='100000 tokens'" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_phases_of_a_step(cli, tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     options = ("--paths", "2", "--depth", "2", "--context", "8", "--steps", "2", "--batch", "2")
@@ -47,6 +54,26 @@ def test_phases_of_a_step(cli, tmp_path: Path) -> None:
     facts = json.loads(out.read_text())
     assert facts["shape"]["hidden"] == 32
     assert facts["report"]["operations"] > 0
+
+
+def test_the_shape_of_an_8b_model_scaled_down(cli, tmp_path: Path) -> None:
+    """What a GPU runs at full size: bfloat16, a draft vocabulary of its own, padded steps."""
+    out = tmp_path / "step.json"
+    sizes = ("--shape", "llama-3.1-8b", "--hidden", "128", "--layers", "4", "--intermediate", "96")
+    vocab = ("--heads", "4", "--kv-heads", "1", "--vocab", "512", "--draft-vocab", "128")
+    options = ("--paths", "4", "--depth", "6", "--context", "8", "--steps", "2")
+    how = ("--dtype", "bfloat16", "--cuda-graphs", "eager", "--out", str(out))
+    result = cli("bench", "step", *sizes, *vocab, *options, *how)
+    assert result.status == 0, result.err
+    facts = json.loads(out.read_text())
+    assert (facts["shape"]["hidden"], facts["shape"]["draft_vocab"]) == (128, 128)
+    # Five decoding steps at least, and the two that are counted; none on a GPU's profiler here.
+    assert facts["report"]["replayed"] >= 6
+    assert facts["report"]["launches"] is None
+    assert cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "fast").status == 2
+    refused = cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "on")
+    assert refused.status == 2
+    assert "cuda_graphs='on'" in refused.err
 
 
 def test_an_unknown_shape_is_named(cli) -> None:

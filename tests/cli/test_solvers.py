@@ -9,6 +9,7 @@ FIGURES = {
     "solver",
     "instances",
     "median_ms",
+    "mean_ms",
     "success",
     "refused",
     "fallbacks",

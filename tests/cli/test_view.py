@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,33 @@ def test_a_trace_of_generate_is_shown(cli, pair, tmp_path: Path) -> None:
     assert made.status == 0, made.err
     assert cli("view", str(trace)).status == 0
     assert '"kind": "trace"' in (tmp_path / "trace.html").read_text(encoding="utf-8")
+
+
+def test_the_trees_of_generate_are_shown(cli, pair, tmp_path: Path) -> None:
+    trace, plain = tmp_path / "trace.json", tmp_path / "plain.json"
+    same = ("generate", *pair, "--prompt", "hello", "--max-tokens", "6", "--seed", "2", "--json")
+    same = (*same, "--verifier", "otbv", "--paths", "2", "--depth", "3", "--ignore-eos")
+    recorded = json.loads(cli(*same, "--trace", str(trace), "--trace-trees").out)
+    alone = json.loads(cli(*same, "--trace", str(plain)).out)
+    assert recorded["token_ids"] == alone["token_ids"]
+    steps = [e["args"] for e in json.loads(trace.read_text()) if e["name"] == "step"]
+    trees = [tree for step in steps for tree in step["trees"]]
+    assert [token for tree in trees for token in tree["committed"]] == recorded["token_ids"]
+    assert "hello" in trees[0]["prompt_text"]
+    for tree in trees[1:]:
+        assert all(0 < x <= 1 for x in tree["q"][1:])
+        assert all(0 <= x <= 1 for x in tree["p"][1:])
+        assert {"b", "w", "h"} == set(tree["figures"])
+    assert '"trees"' not in plain.read_text()
+    assert cli("view", str(trace)).status == 0
+    page = (tmp_path / "trace.html").read_text(encoding="utf-8")
+    assert page.count('"multiplicity":') == len(trees)
+
+
+def test_trees_need_a_file_to_go_to(cli, pair) -> None:
+    result = cli("generate", *pair, "--prompt", "hello", "--trace-trees")
+    assert result.status == 2
+    assert "--trace FILE" in result.err
 
 
 def test_errors_are_one_line(cli, run_folder: Path, tmp_path: Path) -> None:

@@ -58,6 +58,27 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     assert timings[0].tokens == 40
 
 
+def test_small_batches_are_measured_on_several_prompts() -> None:
+    calls: list[tuple[str, int, int, int]] = []
+    first, second = Told("a", calls), Told("b", calls)
+    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3)
+    timings = list(measure([first, second], QUESTIONS.take, grid))
+    order = [(name, batch, length) for name, batch, length, tokens in calls if tokens == 40]
+    alone = [("a", 1, 3), ("b", 1, 3), ("b", 1, 2), ("a", 1, 2), ("a", 1, 4), ("b", 1, 4)]
+    assert order == [*alone, ("a", 2, 3), ("b", 2, 3), ("b", 2, 4), ("a", 2, 4)]
+    assert [t.first for t in timings if t.way == "a"] == [0, 1, 2, 0, 2]
+    assert len(set(first.seeds)) == 3 + 1
+
+
+def test_calls_of_a_repeat_count_together() -> None:
+    rows = summarise(
+        [timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0, 2)] * 2
+    )
+    found = {row.way: row for row in rows}
+    assert found["none"].rate == pytest.approx(50)
+    assert found["auto"].ratio == pytest.approx(2)
+
+
 def test_ratios_are_taken_within_a_repeat() -> None:
     # A machine that slows down threefold in the second repeat.
     rows = summarise(

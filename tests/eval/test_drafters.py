@@ -102,7 +102,9 @@ def test_the_command(
     ]
     assert "maths" in lines[6]
     printed = run(capsys, *arguments, "--json")
-    reports = json.loads(printed.out)["drafters"]
+    content = json.loads(printed.out)
+    assert content["environment"]["device"] == "cpu"
+    reports = content["drafters"]
     assert [r["name"] for r in reports] == ["head", "head", "ngram", "ngram"]
     assert reports[0]["report"]["ratio"] is None
     assert reports[3]["report"]["plan"]["paths"] == 2

@@ -6,7 +6,7 @@ from support.runs import ENVIRONMENT, NONE, record, run_settings
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import audit_picture
+from eaglegbv.eval import picture
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
     acceptance_by_depth,
@@ -132,7 +132,9 @@ def test_bars_are_rates_and_phases() -> None:
     [axes] = seconds_by_phase(MEASURED).axes
     last = axes.patches[len(MEASURED) - 1 :: len(MEASURED)]
     by_phase = MEASURED[-1].summary.milliseconds_by_phase
-    assert [bar.get_width() for bar in last] == pytest.approx([by_phase[p] for p in PHASE_COLOURS])
+    assert [bar.get_width() for bar in last] == pytest.approx(
+        [by_phase.get(p, 0.0) for p in PHASE_COLOURS]
+    )
     # The bars of a setting stand end to end.
     assert last[-1].get_x() + last[-1].get_width() == pytest.approx(sum(by_phase.values()))
 
@@ -169,6 +171,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidArgument, match="a folder for pictures"):
         draw_all(RUN, tmp_path / "file")
-    monkeypatch.setattr(audit_picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(InvalidArgument, match=r"pip install 'eaglegbv\[bench\]'"):
         draw_all(RUN, tmp_path)

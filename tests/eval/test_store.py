@@ -3,12 +3,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_llm import FakeLLM
-from support.runs import ENVIRONMENT, QUESTIONS, record, run_settings
+from support.runs import ENVIRONMENT, NONE, QUESTIONS, record, run_settings
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Record, Setting
 from eaglegbv.eval.runner import run
-from eaglegbv.eval.store import RunFolder, read_results, write_results
+from eaglegbv.eval.store import RunFolder, load_results, read_results, write_results
 from eaglegbv.eval.summary import summarise
 
 
@@ -47,6 +47,33 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     RunFolder(tmp_path, run_settings(), ENVIRONMENT)
     with pytest.raises(InvalidArgument, match=r"out=.*with the same max_tokens, seed"):
         RunFolder(tmp_path, run_settings(seed=1, max_tokens=9), ENVIRONMENT)
+
+
+def test_a_run_written_by_two_processes_at_once_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+    other = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+    one = record(NONE, "q0", 1, forwards=4, committed=8, decode_seconds=2.0)
+    folder.add(one)
+    assert load_results(tmp_path).records == [one]
+    other.add(one)
+    with pytest.raises(InvalidArgument, match="two processes"):
+        load_results(tmp_path)
+    with pytest.raises(InvalidArgument, match="two processes"):
+        RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+
+
+def test_a_line_that_was_cut_short_costs_no_other(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
+    folder.add(record(NONE, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
+    lines = tmp_path / "records.jsonl"
+    whole = lines.read_bytes()
+    for cut in (0, 1, len(whole) // 2, len(whole) - 1):
+        lines.write_bytes(whole + whole[:cut])
+        assert len(RunFolder(tmp_path, run_settings(), ENVIRONMENT).records) == 1
+        assert lines.read_bytes() == whole
+    lines.write_bytes(whole[:-1])  # cut at the very first
+    assert RunFolder(tmp_path, run_settings(), ENVIRONMENT).records == []
+    assert lines.read_bytes() == b""
 
 
 def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:

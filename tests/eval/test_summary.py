@@ -1,10 +1,11 @@
 import pytest
 from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_settings
 
-from eaglegbv.eval.records import Record, Results
+from eaglegbv.config import PLAIN
+from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.eval.report import markdown, plain_text, table
 from eaglegbv.eval.summary import summarise
-from eaglegbv.metrics import RequestMetrics
+from eaglegbv.metrics import Phase, RequestMetrics
 
 
 def results(*records: Record, **changes: object) -> Results:
@@ -19,6 +20,7 @@ def test_a_trace_computed_by_hand() -> None:
         metrics.count_forward(
             offered=3, accepted=accepted, committed=accepted + 1, nodes=6, plan="otbv 2x3"
         )
+    metrics.add_seconds(Phase.PREFILL, 1.0)
     one = record(OTBV, "q0", 0, forwards=3, committed=8, decode_seconds=4.0)
     one.turns[0].metrics = metrics
     plain = record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0)
@@ -28,6 +30,41 @@ def test_a_trace_computed_by_hand() -> None:
     assert summary.acceptance_length == pytest.approx(5 / 3)
     assert summary.block_efficiency.value == pytest.approx(8 / 3)
     assert summary.acceptance_by_depth == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    # Prefill: one second and one token. Decoding: 8 tokens in 4 s against 8 in 8 s.
+    assert summary.tokens_per_second.value == pytest.approx(8 / 4)
+    assert summary.speedup is not None
+    assert summary.speedup.value == pytest.approx((8 / 4) / (8 / 8))
+    assert summary.wall_tokens_per_second.value == pytest.approx(9 / 5)
+    assert summary.wall_speedup is not None
+    assert summary.wall_speedup.value == pytest.approx((9 / 5) / (9 / 9))
+
+
+def test_baselines_are_compared_with_the_engine_s_plain_decoding() -> None:
+    other = Setting(plan=PLAIN, baseline="lookup:3")
+    records = [
+        record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0),
+        record(other, "q0", 0, forwards=4, committed=8, decode_seconds=2.0),
+    ]
+    # Its place before plain decoding does not make it what others are compared with.
+    run = results(*records, settings=(other, NONE))
+    baseline, none = summarise(run)
+    assert (baseline.setting, none.setting) == ("lookup:3", "none")
+    assert baseline.speedup is not None
+    assert baseline.speedup.value == pytest.approx(4)
+    assert none.speedup is not None
+    assert none.speedup.value == 1
+
+
+def test_phases_that_are_not_told_are_missing_not_zero() -> None:
+    other = Setting(plan=PLAIN, baseline="transformers")
+    one = record(other, "q0", 0, forwards=8, committed=8, decode_seconds=8.0)
+    del one.turns[0].metrics.seconds[Phase.FORWARD]
+    plain = record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0)
+    run = results(plain, one, settings=(NONE, other))
+    _, summary = summarise(run)
+    assert set(summary.milliseconds_by_phase) == {"prefill", "other"}
+    lines = [line for line in markdown(run, summarise(run)).splitlines() if "111.11" in line]
+    assert lines[-1] == "| transformers | 111.11 | - | 888.89 |"
 
 
 def test_rates_and_speedups_are_medians_over_repeats() -> None:

@@ -3,21 +3,21 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
+from support.tree_traces import LONG, NASTY, bush, step, write_trace
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.store import write_results
 from eaglegbv.eval.summary import summarise
 from eaglegbv.eval.view import content_of, page, results_content, view
-from eaglegbv.metrics import Phase, Span, StepRecord
 from eaglegbv.trace import Tracer
 
-NASTY = "</script><script>alert(1)</script> <!-- \u2028 &amp; 'quoted' \"twice\" <b>"
 DOM = Path(__file__).parents[1] / "support" / "page_dom.js"
 
 
@@ -31,31 +31,17 @@ def a_run() -> Results:
     return Results(settings=run_settings(), environment=ENVIRONMENT, records=records)
 
 
-def step(number: int, *, committed: int) -> StepRecord:
-    return StepRecord(
-        number=number,
-        started=100.0 + number,
-        seconds=0.010,
-        spans=(Span(Phase.DRAFT, 0.0, 0.004), Span(Phase.FORWARD, 0.004, 0.005)),
-        requests=1,
-        prefilling=0,
-        waiting=0,
-        nodes=6,
-        accepted=committed - 1,
-        committed=committed,
-        plans={"otbv 2x3": 1},
-        reasons={"fixed": 1},
-        kv_used=3,
-        kv_slots=9,
-    )
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     with Tracer(tmp_path / "trace.json") as tracer:
         for number, committed in enumerate((3, 1, 4)):
             tracer.on_step(step(number, committed=committed))
     return tmp_path / "trace.json"
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "trees.json")
 
 
 class Page(HTMLParser):
@@ -88,11 +74,12 @@ def parsed(text: str) -> tuple[Page, dict]:
     found = Page(text)
     data, script = found.scripts
     assert script.lstrip().startswith('"use strict"')
+    assert "@@" not in script
     return found, json.loads(data)
 
 
-def test_a_page_refers_to_nothing_outside_itself(trace: Path) -> None:
-    for text in (page(results_content(a_run())), view(trace)):
+def test_a_page_refers_to_nothing_outside_itself(trace: Path, trees: Path) -> None:
+    for text in (page(results_content(a_run())), view(trace), view(trees)):
         found, _ = parsed(text)
         for _, attributes in found.tags:
             assert not set(attributes) & {"src", "href", "action", "onerror", "onclick"}
@@ -103,8 +90,9 @@ def test_a_page_refers_to_nothing_outside_itself(trace: Path) -> None:
         for word in ("fetch", "XMLHttpRequest", "import ", "innerHTML", "document.write", "eval("):
             assert word not in script
         # What the script looks for is there, or made by itself.
-        wanted = set(re.findall(r'getElementById\("(\w+)"\)', script))
+        wanted = set(re.findall(r'byId\("(\w+)"\)', script))
         assert wanted == {a["id"] for _, a in found.tags if "id" in a}
+        assert set(re.findall(r"https?:[^\"'` ]*", text)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_nothing_in_an_answer_ends_the_script() -> None:
@@ -141,6 +129,9 @@ def test_a_trace_is_shown_step_by_step(trace: Path) -> None:
     assert data["kind"] == "trace"
     assert ["Committed tokens", "8"] in data["facts"]
     assert [s["args"]["committed"] for s in data["steps"]] == [3, 1, 4]
+    assert data["phases"] == pytest.approx({"draft": 12, "forward": 15})
+    assert data["requests"] == data["by_depth"] == []
+    assert "--trace-trees" in data["notes"][0]
     for number, one in enumerate(data["steps"]):
         assert one["start"] == pytest.approx(1000 * number)
         assert one["milliseconds"] == pytest.approx(10)
@@ -163,6 +154,51 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
         view(tmp_path / "nowhere")
     with pytest.raises(InvalidArgument, match="results="):
         view(tmp_path)
+
+
+def test_trees_are_shown_request_by_request(trees: Path) -> None:
+    _, data = parsed(view(trees))
+    assert data["notes"] == []
+    assert ["Draft trees", "3"] in data["facts"]
+    assert ["Acceptance length", "1.67 accepted tokens a tree"] in data["facts"]
+    first, second = data["requests"]
+    assert (first["number"], second["number"]) == (0, 1)
+    assert first["prompt"] == "<s> the"
+    assert second["prompt"] == "…"  # recorded from its middle on
+    assert [tree["step"] for tree in first["trees"]] == [0, 1, 2]
+    twice = first["trees"][1]
+    assert twice["p"] == [None, 0.5, 0.25, 0.125, 1e-7]
+    assert twice["figures"]["w"] == [None, 1.0, None, 0.25, None]
+    assert twice["texts"][2] == NASTY
+    assert all("trees" not in one["args"] for one in data["steps"])
+    assert data["by_depth"] == [
+        {"plan": "otbv 3x2", "shares": [1.0, 0.0]},
+        {"plan": "otbv fixed", "shares": [1.0, 1.0]},
+        {"plan": "token 1x2", "shares": [1.0, 1.0]},
+    ]
+
+
+def test_a_trace_too_large_for_a_page_is_cut_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_trace(tmp_path / "trees.json", [(bush(20),)] * 9)
+    monkeypatch.setattr("eaglegbv.eval.view.MOST_NODES", 70)
+    _, data = parsed(view(path))
+    assert [len(request["trees"]) for request in data["requests"]] == [3]
+    assert data["notes"] == ["The last 6 draft trees are left out; the charts have all."]
+    monkeypatch.setattr("eaglegbv.eval.view.MOST_STEPS", 2)
+    _, data = parsed(view(path))
+    assert len(data["steps"]) == 2
+    assert data["notes"] == ["The first 2 of 9 steps are shown."]
+    assert ["Draft trees", "9"] in data["facts"]
+
+
+def test_a_run_too_large_for_a_page_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results_content(a_run())["notes"] == []
+    monkeypatch.setattr("eaglegbv.eval.view.MOST_LETTERS", len(NASTY) - 1)
+    content = results_content(a_run())
+    assert content["notes"] == ["The first 1 of 3 conversations are shown; the charts have all."]
+    assert len(content["conversations"]) == 1
 
 
 def nodes(tree: dict) -> Iterator[dict]:
@@ -215,14 +251,130 @@ def test_the_script_draws_every_chart_of_a_run(tmp_path: Path) -> None:
     assert len(answers) == 1
 
 
-def test_the_script_steps_through_a_trace(trace: Path, tmp_path: Path) -> None:
+def test_the_script_steps_through_a_trace_without_trees(trace: Path, tmp_path: Path) -> None:
     shown = drawn(view(trace), tmp_path, "step=2")
-    details = next(n for n in nodes(shown["browser"]) if n["attributes"].get("id") == "detail")
-    cells = [child["text"] for child in details["children"]]
-    facts = dict(zip(cells[::2], cells[1::2], strict=True))
+    facts = pairs(found(shown["browser"], "detail"))
     assert facts["committed"] == "4"
     assert facts["start"] == "2000.00 ms"
-    assert facts["forward"] == "5.00 ms"
+    assert facts["took"] == "10.00 ms (draft 4.00, forward 5.00)"
     assert json.loads(facts["plans"]) == {"otbv 2x3": 1}
     points = [n["text"] for n in nodes(shown["charts"]) if n["name"] == "circle"]
     assert points[:3] == ["committed, 1: 3.000", "committed, 2: 1.000", "committed, 3: 4.000"]
+
+
+def found(tree: dict, wanted: str) -> dict:
+    [one] = [n for n in nodes(tree) if n["attributes"].get("id") == wanted]
+    return one
+
+
+def pairs(tree: dict) -> dict[str, str]:
+    cells = [child["text"] for child in tree["children"]]
+    return dict(zip(cells[::2], cells[1::2], strict=True))
+
+
+def classes(shown: dict) -> list[str]:
+    """Classes of the nodes drawn, in order."""
+    groups = [
+        n for n in nodes(shown["browser"]) if n["attributes"].get("id", "").startswith("node")
+    ]
+    return [group["attributes"]["class"].removeprefix("node ") for group in groups]
+
+
+def marked(shown: dict) -> list[tuple[str, str]]:
+    marks = [n for n in nodes(shown["browser"]) if n["name"] == "mark"]
+    return [(mark["attributes"]["class"], mark["text"]) for mark in marks]
+
+
+def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Path) -> None:
+    shown = drawn(view(trees), tmp_path, "step=1", "node3!pointerenter")
+    assert classes(shown) == [
+        "root", "accepted duplicate", "rejected", "rejected duplicate", "rejected", "next"
+    ]  # fmt: skip
+    badges = [n["text"] for n in nodes(shown["browser"]) if n["attributes"].get("class") == "badge"]
+    assert badges == ["\u00d72", "\u00d72"]
+    labels = [found(shown["browser"], f"node{n}")["children"][1]["text"] for n in range(6)]
+    assert labels[1] == "·sat"
+    assert labels[2] == "</script><scr…"
+    assert labels[3] == "supercalif…"
+    assert labels[4] == "⏎"
+    assert labels[5] == "日本語日本語…"
+    edges = [n["attributes"]["class"] for n in nodes(shown["browser"]) if n["name"] == "path"]
+    assert edges == [
+        "edge accepted chosen", "edge rejected", "edge rejected chosen", "edge rejected",
+        "edge next",
+    ]  # fmt: skip
+    assert not shown["tip"]["hidden"]
+    title, details = shown["tip"]["children"]
+    assert LONG in title["text"]
+    assert pairs(details) == {
+        "state": "rejected",
+        "p, target": "0.125",
+        "q, draft": "0.0625",
+        "p / q": "2",
+        "b, chance to be selected": "0.5",
+        "w, weight of the prefix": "0.25",
+        "h, chance of its test": "0.25",
+        "depth": "2",
+        "law": "iid",
+        "paths": "drawn by 2 of 3",
+    }
+    assert drawn(view(trees), tmp_path)["tip"]["hidden"]
+    gone = drawn(view(trees), tmp_path, "node0!focus", "node0!blur")
+    assert gone["tip"]["hidden"]
+
+
+def test_the_text_so_far_marks_the_tokens_of_the_step(trees: Path, tmp_path: Path) -> None:
+    first = drawn(view(trees), tmp_path)
+    assert found(first["browser"], "text")["text"] == "<s> the cat"
+    assert marked(first) == [("next", " cat")]
+    assert classes(first) == ["root", "next"]
+    assert "first token" in found(first["browser"], "node1")["attributes"]["aria-label"]
+    second = drawn(view(trees), tmp_path, "key:ArrowRight")
+    assert found(second["browser"], "text")["text"] == "<s> the cat sat日本語日本語日本語"
+    assert marked(second) == [("accepted", " sat"), ("next", "日本語日本語日本語")]
+    assert "correction" in found(second["browser"], "node5")["attributes"]["aria-label"]
+    last = drawn(view(trees), tmp_path, "key:End")
+    assert marked(last) == [("accepted", "⏎\n"), ("accepted", "⟨#7⟩")]
+    assert "bonus" in found(last["browser"], "node3")["attributes"]["aria-label"]
+    facts = pairs(found(last["browser"], "detail"))
+    assert facts["committed"] == "2 tokens, 2 accepted; 1 more came after the end of the text"
+    assert facts["ended by"] == "length"
+    assert facts["step of the engine"].startswith("2: 10.00 ms (draft 4.00, forward 5.00)")
+
+
+def test_buttons_keys_and_slider_lead_to_the_same_steps(trees: Path, tmp_path: Path) -> None:
+    def where(*actions: str) -> str:
+        browser = drawn(view(trees), tmp_path, *actions)["browser"]
+        ends = tuple(found(browser, name)["disabled"] for name in ("first", "back", "on", "last"))
+        text = found(browser, "where")["text"]
+        assert ends == ((True, True, False, False) if text == "step 1 of 3" else
+                        (False, False, True, True) if text == "step 3 of 3" else
+                        (False,) * 4)  # fmt: skip
+        return text
+
+    for actions in (("key:ArrowRight",), ("on!click",), ("step=1",), ("key:End", "back!click"),
+                    ("last!click", "key:ArrowLeft"), ("key:ArrowLeft", "on!click")):  # fmt: skip
+        assert where(*actions) == "step 2 of 3"
+    assert where("key:End", "key:Home") == where("last!click", "first!click") == "step 1 of 3"
+    assert where("key:End", "key:ArrowRight") == "step 3 of 3"
+
+
+def test_of_a_long_text_the_end_is_shown(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "long.json", [(bush(600),)] * 90)
+    shown = drawn(view(path), tmp_path, "key:End")
+    assert found(shown["browser"], "where")["text"] == "step 83 of 83"
+    assert len(found(shown["browser"], "text")["text"]) < 1000
+    long = [(replace(bush(2), committed=(4,) * 70),)] * 2
+    shown = drawn(view(write_trace(path, long)), tmp_path, "key:End")
+    text = found(shown["browser"], "text")["children"][0]["text"]
+    assert text == "…" + (LONG * 70)[-20000:]
+
+
+def test_a_tree_of_many_nodes_and_another_request(trees: Path, tmp_path: Path) -> None:
+    shown = drawn(view(trees), tmp_path, "key:End", "request=1")
+    assert found(shown["browser"], "where")["text"] == "step 1 of 1"
+    assert len(classes(shown)) == 122
+    assert classes(shown).count("accepted") == 2
+    boxes = [found(shown["browser"], f"node{n}")["attributes"]["transform"] for n in range(122)]
+    assert len(set(boxes)) == 122  # no two in one place
+    assert "none: not drawn" in found(shown["browser"], "node1")["attributes"]["aria-label"]

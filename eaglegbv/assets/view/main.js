@@ -1,0 +1,5 @@
+const data = JSON.parse(byId("data").textContent);
+byId("title").textContent = data.title;
+facts(byId("facts"), data.facts);
+for (const note of data.notes) element(byId("notes"), "p", { class: "note warning" }, note);
+({ results: showResults, trace: showTrace })[data.kind](data);

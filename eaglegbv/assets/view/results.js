@@ -1,0 +1,49 @@
+// A benchmark run: its settings side by side, and what was said.
+function showResults(data) {
+  byId("browser").before(byId("charts"));
+  const colour = new Map(data.settings.map((s, i) => [s.name, colourOf(i)]));
+  const estimated = key => data.settings.filter(s => s[key] !== null).map(s => ({
+    name: s.name, low: s[key].low, high: s[key].high,
+    parts: [{ name: s.name, value: s[key].value, colour: colour.get(s.name) }],
+    label: `${format(s[key].value)} [${format(s[key].low)}, ${format(s[key].high)}]`,
+  }));
+  rows("Block efficiency", data.definitions["block efficiency"], estimated("block_efficiency"));
+  rows("Tokens per second", data.definitions["tokens/s"], estimated("tokens_per_second"));
+  const speedups = estimated("speedup");
+  if (speedups.length) rows("Speed-up over plain decoding", "prefill is not counted", speedups);
+  const drafted = data.settings.filter(s => s.acceptance_by_depth.length);
+  if (drafted.length)
+    lines("Acceptance by depth", "share of the forwards that accept a token so deep",
+      drafted.map(s => ({ name: s.name, colour: colour.get(s.name),
+                          values: s.acceptance_by_depth })), "depth");
+  const section = rows("Milliseconds per token of the answers, by phase", "prefill is counted",
+    data.settings.map(s => {
+      const parts = phaseParts(s.milliseconds_by_phase);
+      return { name: s.name, parts, label: format(parts.reduce((t, p) => t + p.value, 0)) };
+    }));
+  phaseLegend(section, new Set(data.settings.flatMap(s => Object.keys(s.milliseconds_by_phase))));
+  showConversations(data);
+}
+function showConversations(data) {
+  const browser = byId("browser");
+  element(browser, "h2", {}, "Conversations");
+  const choice = element(browser, "select", { id: "question", "aria-label": "question" });
+  const questions = new Map(data.conversations.map(c => [c.question, c.category]));
+  for (const [id, category] of questions)
+    element(choice, "option", { value: id }, `${id} (${category})`);
+  const answers = element(browser, "div", { id: "answers" });
+  const show = () => {
+    answers.replaceChildren();
+    for (const one of data.conversations.filter(c => c.question === choice.value)) {
+      one.turns.forEach((turn, number) => {
+        const box = element(answers, "div", { class: "answer" });
+        element(box, "b", {}, `${one.setting}, repeat ${one.repeat + 1}, turn ${number + 1}: ` +
+          `${turn.tokens} tokens, ${turn.block_efficiency.toFixed(2)} a forward, ${turn.finish}`);
+        box.append(turn.text);
+      });
+      if (one.error) element(answers, "p", { class: "note" }, `${one.setting}: ${one.error}`);
+    }
+  };
+  choice.addEventListener("change", show);
+  show();
+}

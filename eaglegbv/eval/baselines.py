@@ -1,0 +1,300 @@
+"""Another library to compare with: transformers' own ``generate``, plain and assisted.
+
+``transformers`` decodes plainly. Assisted generation drafts by prompt lookup (``lookup:TOKENS``),
+by the target's own first layers (``exit:LAYERS:TOKENS``) or by a small model
+(``assistant:FOLDER``); it takes one prompt at a time.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason
+
+PLAIN = "transformers"
+"""Name of the baseline that drafts nothing."""
+
+EXPECTED = (
+    f"{PLAIN}, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER, for transformers' plain "
+    "decoding or assisted generation"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A way of transformers' to generate.
+
+    Attributes:
+        name: What users call it.
+        options: What ``generate`` is told.
+        draft_tokens: Tokens drafted at once by early exit; None elsewhere.
+        assistant: Folder of the small model that drafts, or None.
+    """
+
+    name: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    draft_tokens: int | None = None
+    assistant: str | None = None
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most prompts at once: one where anything is drafted, None for any number."""
+        return None if self.name == PLAIN else 1
+
+
+def baseline(name: str, *, argument: str = "baselines") -> Baseline:
+    """Return the baseline of this name.
+
+    Raises:
+        InvalidArgument: There is none; the message names ``argument``.
+    """
+    if name == PLAIN:
+        return Baseline(name)
+    if found := re.fullmatch(r"lookup:([1-9]\d*)", name):
+        return Baseline(name, {"prompt_lookup_num_tokens": int(found[1])})
+    if found := re.fullmatch(r"exit:([1-9]\d*):([1-9]\d*)", name):
+        return Baseline(name, {"assistant_early_exit": int(found[1])}, int(found[2]))
+    if found := re.fullmatch(r"assistant:(.+)", name):
+        return Baseline(name, assistant=found[1])
+    raise InvalidArgument(argument, name, EXPECTED)
+
+
+class Library:
+    """A target in transformers' own loop: loaded once, whatever the number of baselines."""
+
+    def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the target.
+
+        Raises:
+            InvalidArgument: There is no such model.
+        """
+        self._dtype, self._device = dtype, device
+        self._model = self._load("model", model)
+        self._eos = self._model.generation_config.eos_token_id
+
+    def generation(self, chosen: Baseline, *, ends: bool) -> "Generation":
+        """Return how to generate by a baseline.
+
+        Args:
+            chosen: Which.
+            ends: Whether an end of sequence ends an answer.
+        """
+        # Nothing of the model's own settings: penalties or a top-k would change the law.
+        config = GenerationConfig(pad_token_id=0, eos_token_id=self._eos if ends else None)
+        if chosen.draft_tokens is not None:
+            config.num_assistant_tokens = chosen.draft_tokens
+        options = dict(chosen.options)
+        if chosen.assistant is not None:
+            options["assistant_model"] = self._load("baselines", chosen.assistant)
+        return Generation(chosen, self._model, config, options)
+
+    def _load(self, argument: str, name: str) -> PreTrainedModel:
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=self._dtype)
+        except (OSError, ValueError) as error:
+            expected = f"a folder or hub name of a language model ({error})"
+            raise InvalidArgument(argument, name, expected) from error
+        nn.Module.to(model, self._device)
+        model.train(mode=False)
+        return model
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """transformers' ``generate`` by one baseline; prompts are padded to the left.
+
+    Attributes:
+        baseline: Which.
+        model: The target; other baselines may share it.
+        config: Settings that it has while this baseline runs.
+        options: Further arguments of ``generate``.
+    """
+
+    baseline: Baseline
+    model: PreTrainedModel
+    config: GenerationConfig
+    options: Mapping[str, object]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        eos = self.config.eos_token_id
+        return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        temperature: float,
+        seed: int,
+        streamer: BaseStreamer | None = None,
+    ) -> Tensor:
+        """Return answers ``[prompts, at most tokens]`` int64, drawn by the global generator.
+
+        Args:
+            prompts: Token ids.
+            tokens: Tokens of an answer at most.
+            temperature: 0 takes the most likely token.
+            seed: Of this call.
+            streamer: Is told of the prompt and then of each forward's tokens; one prompt only.
+        """
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            torch.manual_seed(seed)
+            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        device = self.model.device
+        self.model.generation_config = self.config
+        generate: Any = self.model.generate
+        with torch.inference_mode():
+            out: Tensor = generate(
+                ids.to(device),
+                attention_mask=mask.to(device),
+                max_new_tokens=tokens,
+                streamer=streamer,
+                **how,
+                **self.options,
+            )
+        return out[:, longest:]
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineAnswer:
+    """An answer of a baseline, as :class:`eaglegbv.llm.Completion` is one of the engine.
+
+    Attributes:
+        text: The answer, special tokens left out.
+        token_ids: Its tokens.
+        finish_reason: ``stop`` or ``length``.
+        metrics: Counts of the target's forwards. The first forward is prefill, with all it brings:
+            assisted generation drafts before the prompt is read. Of times only prefill is told.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBaseline:
+    """A baseline that answers chat messages as the benchmark's runner asks for it.
+
+    Attributes:
+        generation: How to generate.
+        tokenizer: The target's, with a chat template.
+    """
+
+    generation: Generation
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, library: Library, model: str, chosen: Baseline) -> "ChatBaseline":
+        """Return the baseline with the tokenizer of ``model``."""
+        return cls(library.generation(chosen, ends=True), AutoTokenizer.from_pretrained(model))
+
+    def __call__(
+        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> BaselineAnswer:
+        """Answer one conversation.
+
+        Raises:
+            InvalidArgument: The plan is not plain, or the prompt fills the model's context.
+        """
+        if plan.speculative:
+            raise InvalidArgument("plan", plan, "plain decoding: a baseline drafts by itself")
+        encoded: Any = self.tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        prompt = list(encoded["input_ids"])
+        room = int(self.generation.model.config.max_position_embeddings) - len(prompt)
+        if room < 1:
+            expected = f"at most {room + len(prompt) - 1} tokens, by the model's context"
+            raise InvalidArgument("prompt", f"{len(prompt)} tokens", expected)
+        watch = _Watch(self.generation.baseline.name, len(prompt))
+        with watch.watching(self.generation.model):
+            answer = self.generation(
+                [prompt],
+                min(sampling_params.max_tokens, room),
+                temperature=sampling_params.temperature,
+                seed=sampling_params.seed or 0,
+                streamer=watch,
+            )[0].tolist()
+        ended = bool(answer) and answer[-1] in self.generation.eos_token_ids
+        return BaselineAnswer(
+            text=str(self.tokenizer.decode(answer, skip_special_tokens=True)),
+            token_ids=answer,
+            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+            metrics=watch.metrics,
+        )
+
+
+class _Watch(BaseStreamer):
+    """Counts the target's forwards by what ``generate`` tells a streamer, and their drafts."""
+
+    def __init__(self, name: str, prompt_tokens: int) -> None:
+        self._name = name
+        self.metrics = RequestMetrics(prompt_tokens=prompt_tokens)
+        self._rows = 0
+        self._puts = 0
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel) -> Iterator[None]:
+        """Note how many tokens each whole forward of ``model`` reads, while in the body.
+
+        The last layer tells: early exit's drafts do not come that far.
+        """
+        decoder: Any = model.get_decoder()
+        handle = decoder.layers[-1].register_forward_pre_hook(self._note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, layer: nn.Module, rows: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        del layer
+        hidden = rows[0] if rows else named["hidden_states"]
+        self._rows = hidden.shape[1]
+
+    def put(self, value: Tensor) -> None:
+        """Take note of the prompt, then of the tokens of each forward."""
+        self._puts += 1
+        if self._puts == 1:  # the prompt itself
+            return
+        if self._puts == 2:  # of the forward that reads the prompt
+            self.metrics.add_seconds(Phase.PREFILL, time.perf_counter() - self._start)
+            return
+        drafted, committed = self._rows - 1, value.numel()
+        self.metrics.count_forward(
+            # A forward that all drafts pass brings one more token, but for the last of an answer.
+            offered=drafted,
+            accepted=min(drafted, committed - 1),
+            committed=committed,
+            nodes=drafted,
+            plan=self._name,
+        )
+
+    def end(self) -> None:
+        """Do nothing: counts are taken as they come."""

@@ -1,0 +1,152 @@
+"""Draft and target laws harvested from a pair: what stands at places of plainly decoded texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.node_acceptance import NodeLaws
+from eaglegbv.eval.records import Setting
+from eaglegbv.eval.same_drafts import Sampling, Text, offers
+from eaglegbv.eval.solvers import Node
+from eaglegbv.loading import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """Laws of one temperature at places of texts that the target wrote at it.
+
+    Attributes:
+        laws: At every place the drafter's law of the next token, the first level of its trees, and
+            the target's on its support.
+        texts: ``[places]`` the text each stands in.
+    """
+
+    laws: NodeLaws
+    texts: NDArray[np.int64]
+
+    def mean(self, values: Tensor) -> Estimate:
+        """Return the mean of ``[places]`` with its bootstrap interval over texts."""
+        return bootstrap_ratio(*self._by_text(values))
+
+    def ratio(self, above: Tensor, below: Tensor) -> Estimate:
+        """Return a ratio of means over ``[places]``, paired by text."""
+        return bootstrap_ratio_of_ratios(*self._by_text(above), *self._by_text(below))
+
+    def _by_text(self, values: Tensor) -> tuple[list[float], list[float]]:
+        counts = np.bincount(self.texts)
+        sums = np.bincount(self.texts, weights=values.cpu().numpy())
+        own = counts > 0
+        return sums[own].tolist(), counts[own].astype(np.float64).tolist()
+
+    def nodes(self, *, width: int, drafts: int, count: int, seed: int) -> list[Node]:
+        """Return nodes for the solvers, evenly spread over the places, with drafts drawn.
+
+        Args:
+            width: Most likely tokens that draft laws keep.
+            drafts: n.
+            count: Nodes at most.
+            seed: Of drafts and uniforms.
+        """
+        laws = self.laws.top(width)
+        places = np.unique(np.linspace(0, laws.count - 1, min(count, laws.count)).astype(np.int64))
+        found = []
+        for place in places.tolist():
+            rng = np.random.default_rng((seed, place, width, drafts))
+            q, p = laws.draft[place].numpy(), laws.target[place].numpy()
+            kept = np.flatnonzero(q)
+            q = q[kept]
+            # What the drafter cannot propose stands as one token at the end.
+            target = np.append(p[kept], max(0.0, 1 - p[kept].sum()))
+            found.append(
+                Node(
+                    # The target's own sum is 1 but for the rounding of its logits.
+                    target=target / target.sum(),
+                    ids=np.arange(len(q)),
+                    draft=q,
+                    drawn=rng.choice(len(q), size=drafts, p=q / q.sum()),
+                    uniforms=rng.random((drafts, 2)),
+                )
+            )
+        return found
+
+
+def lead_ratio(
+    leader: tuple[Harvest, Tensor],
+    follower: Tensor,
+    other_leader: tuple[Harvest, Tensor],
+    other_follower: Tensor,
+) -> Estimate:
+    """Return a lead, a ratio of means, over another one in a second harvest of the same questions.
+
+    Args:
+        leader: A harvest, and values at its places.
+        follower: Others there, which the lead is over.
+        other_leader: The second harvest, and values at its places.
+        other_follower: Others there.
+    """
+    (first, above), (second, other_above) = leader, other_leader
+    texts = 1 + int(max(first.texts.max(), second.texts.max()))
+
+    def by_text(places: Harvest, values: Tensor) -> list[float]:
+        sums = np.bincount(places.texts, weights=values.cpu().numpy(), minlength=texts)
+        return list(sums.tolist())
+
+    return bootstrap_ratio_of_ratios(
+        by_text(first, above),
+        by_text(first, follower),
+        by_text(second, other_above),
+        by_text(second, other_follower),
+    )
+
+
+def harvest(
+    pair: Pair,
+    texts: Sequence[Text],
+    *,
+    temperature: float,
+    width: int,
+    sampling: Sampling,
+) -> Harvest:
+    """Harvest the laws at places of texts from :func:`eaglegbv.eval.same_drafts.collect`.
+
+    Args:
+        pair: Target and drafter.
+        texts: Texts, written at ``temperature``.
+        temperature: Of both laws.
+        width: Most likely tokens the draft laws keep.
+        sampling: How many places.
+
+    Raises:
+        InvalidArgument: The temperature is 0, where laws are points, or no text is long enough.
+    """
+    if not temperature > 0:
+        raise InvalidArgument("temperature", temperature, "a positive number")
+    plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
+    found: list[NodeLaws] = []
+    numbers: list[int] = []
+    for here, offer in offers(pair, texts, Setting(plan=plan, temperature=temperature), sampling):
+        ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
+        p = offer.target.probs_at(ids)[:, 0] * (q > 0)
+        found.append(NodeLaws.of(ids[:, 0].cpu(), q.cpu(), p.cpu()))
+        numbers += here
+    if not found:
+        raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
+    widest = max(laws.draft.shape[1] for laws in found)
+
+    def joined(columns: Sequence[Tensor]) -> Tensor:
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(column, (0, widest - column.shape[1])) for column in columns])
+
+    laws = NodeLaws(
+        joined([laws.ids for laws in found]),
+        joined([laws.draft for laws in found]),
+        joined([laws.target for laws in found]),
+    )
+    return Harvest(laws, np.array(numbers))

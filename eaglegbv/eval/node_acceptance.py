@@ -1,0 +1,230 @@
+"""Acceptance probabilities of the rules at one node of n drafts, for many nodes at once.
+
+What is the chance that a rule accepts one of n drafts? Where it has a closed form it is computed;
+only recursive rejection sampling without replacement, whose residual depends on the very tokens
+that were rejected, is averaged over drawn rejections. The optimum (Hu et al., 2502.18779) is
+
+    alpha* = 1 + min over H of P(H) - Q(H),   Q(H) = Pr(all n drafts lie in H),
+
+and the minimum is at a prefix of the tokens by p/q ascending.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil, log
+from types import MappingProxyType
+from typing import Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from eaglegbv.verifiers.spectr import k_seq
+from eaglegbv.verifiers.transport import RankedLaws
+
+STEP = 0.25
+"""Of the trapezoidal rule in log t; its error is below 1e-15: the integrand is analytic where the
+real part of t is positive, a strip of half-width pi/2 in log t."""
+
+TAIL = 42.0
+"""exp(-42) is below rounding."""
+
+CHAINS = 32
+"""Rejections drawn at each node where a rule has no closed form."""
+
+NODES_AT_ONCE = 16
+
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLaws:
+    """Draft and target laws on the draft laws' supports.
+
+    Attributes:
+        ids: ``[nodes, width]`` int64, most likely draft tokens first.
+        draft: ``[nodes, width]`` float64, q; 0 is padding.
+        target: ``[nodes, width]`` float64, p at ``ids``.
+    """
+
+    ids: Tensor
+    draft: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
+        """Order the tokens by draft probability, ties by token id."""
+        by_id = ids.argsort(dim=1)
+        by_mass = draft.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
+        order = by_id.gather(1, by_mass)
+        return cls(*(x.gather(1, order) for x in (ids, draft, target)))
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return self.draft.shape[0]
+
+    def __getitem__(self, nodes: slice) -> Self:
+        """Return some of the nodes."""
+        return type(self)(self.ids[nodes], self.draft[nodes], self.target[nodes])
+
+    def top(self, width: int) -> Self:
+        """Keep the ``width`` most likely draft tokens, renormalised."""
+        kept = self.draft[:, :width]
+        return type(self)(
+            self.ids[:, :width], kept / kept.sum(dim=1, keepdim=True), self.target[:, :width]
+        )
+
+
+def single(laws: NodeLaws, drafts: int) -> Tensor:  # noqa: ARG001
+    """One draft alone, whatever n: sum min(p, q)."""
+    return torch.minimum(laws.target, laws.draft).sum(dim=1)
+
+
+def rejection_iid(laws: NodeLaws, drafts: int) -> Tensor:
+    """Recursive rejection sampling of independent drafts (SpecInfer): 1 - prod (1 - beta_k).
+
+    beta_k = sum min(r, q), r = p at first and then (r - q)+ normalised: it does not depend on what
+    was rejected.
+    """
+    r, rest = laws.target, torch.ones_like(laws.draft[:, 0])
+    # What p has off the support of q stays there, whatever is rejected.
+    off = (1 - laws.target.sum(dim=1)).clamp(min=0)
+    for _ in range(drafts):
+        beta = torch.minimum(r, laws.draft).sum(dim=1)
+        rest = rest * (1 - beta).clamp(min=0)
+        r, off = _normalised((r - laws.draft).clamp(min=0), off)
+    return 1 - rest
+
+
+def rejection_wor(
+    laws: NodeLaws, drafts: int, *, chains: int = CHAINS, generator: torch.Generator | None = None
+) -> Tensor:
+    """Recursive rejection sampling without replacement, an unbiased estimate.
+
+    Along a chain of rejected tokens, drawn as the rule rejects them, the chance that none of the
+    drafts is accepted is the mean of prod (1 - beta_k). A node of fewer tokens than drafts has them
+    all drafted.
+    """
+    generator = generator or torch.Generator().manual_seed(0)
+    return _in_parts(laws, lambda part: _rejection_wor(part, drafts, chains, generator))
+
+
+def _rejection_wor(laws: NodeLaws, drafts: int, chains: int, generator: torch.Generator) -> Tensor:
+    q = laws.draft.repeat_interleave(chains, dim=0)
+    r = laws.target.repeat_interleave(chains, dim=0)
+    off = (1 - r.sum(dim=1)).clamp(min=0)
+    rest = torch.ones_like(off)
+    for k in range(drafts):
+        if k > 0:
+            refused = (q - r).clamp(min=0)
+            # Where every draft is accepted nothing is refused, and what is drawn does not count.
+            drawn = torch.multinomial(_or_ones(refused), 1, generator=generator)
+            r, off = _normalised((r - q).clamp(min=0), off)
+            q = _law(q.scatter(1, drawn, 0.0))
+        rest = rest * (1 - torch.minimum(r, q).sum(dim=1)).clamp(min=0)
+    return 1 - rest.view(laws.count, chains).mean(dim=1)
+
+
+def k_seq_iid(laws: NodeLaws, drafts: int) -> Tensor:
+    """K-SEQ (SpecTr): 1 - (1 - beta)^n, which is all that its drafts serve of p."""
+    n = torch.full((1, laws.count), drafts)
+    served = k_seq(laws.target.unsqueeze(0), laws.draft.unsqueeze(0), n).served
+    return served.sum(dim=2)[0]
+
+
+def greedy(laws: NodeLaws, drafts: int) -> Tensor:
+    """The n - 1 most likely tokens and one drawn from the rest, r: p(A) + sum min(p, r) off A.
+
+    It is this draft law's optimum, and what its verifier (MDSD, section 5) accepts.
+    """
+    covered = laws.target[:, : drafts - 1].sum(dim=1)
+    r = _law(laws.draft[:, drafts - 1 :])
+    return covered + torch.minimum(laws.target[:, drafts - 1 :], r).sum(dim=1)
+
+
+def optimum_iid(laws: NodeLaws, drafts: int) -> Tensor:
+    """alpha* of independent drafts, Q(H) = q(H)^n."""
+    ranked = RankedLaws.of(laws.ids, laws.draft, laws.target)
+    return _optimum(ranked, ranked.draft.cumsum(dim=1) ** drafts)
+
+
+def optimum_wor(laws: NodeLaws, drafts: int) -> Tensor:
+    """alpha* of drafts without replacement, Q(H) by an exponential race.
+
+    Token x arrives at an Exp(q_x) time, and all n drafts lie in H iff n of H have arrived when the
+    first token off H does, at rate lambda = q(off H):
+
+        Q(H) = Integral lambda exp(-lambda t) Pr(at least n of H have arrived by t) dt.
+    """
+    return _in_parts(laws, lambda part: _optimum_wor(part, drafts))
+
+
+def _optimum_wor(laws: NodeLaws, drafts: int) -> Tensor:
+    ranked = RankedLaws.of(laws.ids, laws.draft, laws.target)
+    q, real = ranked.draft, ranked.draft > 0
+    size = real.sum(dim=1)
+    n = torch.minimum(size, torch.tensor(drafts))
+    # Summed from the top: 1 minus what is below would lose a small rate.
+    off = q.flip(1).cumsum(dim=1).flip(1)
+    rate = torch.nn.functional.pad(off[:, 1:], (0, 1))
+    low, high = -TAIL / 2, log(TAIL / float(q[real].min()))
+    t = (low + STEP * torch.arange(ceil((high - low) / STEP) + 1, dtype=torch.float64)).exp()
+    inside = torch.zeros_like(q)
+    # Entry k: Pr(k of the prefix have arrived by t); the last one: n or more.
+    counts = torch.zeros((*q.shape[:1], len(t), drafts + 1), dtype=torch.float64)
+    counts[..., 0] = 1.0
+    # A node of fewer tokens than drafts: all of them.
+    enough = (torch.arange(drafts + 1) >= n.unsqueeze(1)).to(torch.float64).unsqueeze(1)
+    for x in range(q.shape[1]):
+        arrived = -torch.expm1(-q[:, x, None] * t)
+        up = counts[..., :-1] * arrived.unsqueeze(2)
+        counts[..., :-1] -= up
+        counts[..., 1:] += up
+        density = rate[:, x, None] * t * torch.exp(-rate[:, x, None] * t)
+        inside[:, x] = STEP * (density * (counts * enough).sum(dim=2)).sum(dim=1)
+    inside = torch.where(rate > 0, inside, 1.0)
+    return _optimum(ranked, inside)
+
+
+def _optimum(ranked: RankedLaws, inside: Tensor) -> Tensor:
+    """Return 1 + min of P(H) - Q(H) over prefixes H; ``inside`` is Q, ``[nodes, width]``."""
+    excess = ranked.target.cumsum(dim=1) - inside
+    return 1 + torch.where(ranked.draft > 0, excess, 0.0).amin(dim=1).clamp(max=0)
+
+
+def _in_parts(laws: NodeLaws, rule: Callable[[NodeLaws], Tensor]) -> Tensor:
+    """Apply ``rule`` to a few nodes at a time, which bounds the memory it takes."""
+    starts = range(0, laws.count, NODES_AT_ONCE)
+    return torch.cat([rule(laws[first : first + NODES_AT_ONCE]) for first in starts])
+
+
+def _law(weights: Tensor) -> Tensor:
+    """Normalise ``[nodes, width]``; nothing stays nothing."""
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=_TINY)
+
+
+def _or_ones(weights: Tensor) -> Tensor:
+    """Return ``[nodes, width]`` weights, or ones where all are zero."""
+    return torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, torch.ones_like(weights))
+
+
+def _normalised(weights: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalise weights on the support together with the mass off it; nothing stays nothing."""
+    total = (weights.sum(dim=1) + off).clamp(min=_TINY)
+    return weights / total.unsqueeze(1), off / total
+
+
+Rule: TypeAlias = Callable[[NodeLaws, int], Tensor]
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "one draft": single,
+        "RRS": rejection_iid,
+        "K-SEQ": k_seq_iid,
+        "optimum": optimum_iid,
+        "RRS w/o": rejection_wor,
+        "optimum w/o": optimum_wor,
+        "greedy": greedy,
+    }
+)
+"""Acceptance at ``[nodes]`` for n drafts, by name; "w/o" is without replacement."""

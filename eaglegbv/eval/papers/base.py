@@ -1,0 +1,168 @@
+"""What every paper is here: something to measure, and directions in which its figures differ."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.questions import QuestionSet
+from eaglegbv.eval.report import with_interval
+from eaglegbv.llm import LLM
+
+AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"
+
+SAME = 1e-6
+"""Ratios nearer to 1 are rounding, and those of solvers to their tolerance."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A direction a paper gives, and what was measured.
+
+    Attributes:
+        statement: The direction, with the cell it is about.
+        source: Who says so.
+        ratio: The figure that should be higher over the other, with its paired interval; None where
+            nothing can be compared.
+    """
+
+    statement: str
+    source: str
+    ratio: Estimate | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval lies above equality, below it, or on both sides."""
+        if self.ratio is None or (self.ratio.low <= 1 + SAME and self.ratio.high >= 1 - SAME):
+            return OPEN
+        return AGREES if self.ratio.low > 1 else AGAINST
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A table as it is printed.
+
+    Attributes:
+        title: What it shows.
+        rows: Headings first, rows of one width.
+        notes: What a reader has to know.
+    """
+
+    title: str
+    rows: list[list[str]]
+    notes: tuple[str, ...] = ()
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of measuring a paper's comparison.
+
+    Attributes:
+        tables: Our tables, the paper's figures beside ours where they are known.
+        findings: The directions, tested.
+        notes: What a reader has to know.
+    """
+
+    tables: tuple[Table, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exceptions(self) -> tuple[Finding, ...]:
+        """The directions that are contradicted."""
+        return tuple(one for one in self.findings if one.verdict == AGAINST)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user sets; a run is resumed only with the same.
+
+    Attributes:
+        seed: Of texts, drafts and judgements.
+        max_tokens: Tokens of an answer at most.
+        places: Places of each text at which all verifiers judge the same drafts.
+        judgements: How often each judges each tree.
+        engine_questions: Questions that whole engines answer, for what one step cannot tell.
+        engine: Measure in the engine as well what the same drafts tell.
+    """
+
+    seed: int = 0
+    max_tokens: int = 128
+    places: int = 5
+    judgements: int = 4
+    engine_questions: int = 16
+    engine: bool = False
+
+
+class Bar(Protocol):
+    """A progress bar."""
+
+    def update(self, count: int) -> object:
+        """Move on."""
+
+
+class Site:
+    """Where a paper's comparison is measured: models, questions, a folder.
+
+    Attributes:
+        folder: Where results are kept as they are measured.
+        questions: What the models answer.
+        options: How much is measured.
+        sheets: Parts of the comparison, by name; all that the options ask for where none is named.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        questions: QuestionSet,
+        options: Options,
+        load: Callable[[], LLM],
+        progress: Callable[[str, int], AbstractContextManager[Bar]],
+        *,
+        sheets: Sequence[str] = (),
+    ) -> None:
+        """Set up.
+
+        Args:
+            folder: Made if it is not there.
+            questions: What the models answer.
+            options: How much is measured.
+            load: Loads target and drafter.
+            progress: Shows a bar, given what is measured and how many steps it takes.
+            sheets: Parts of the comparison, by name.
+        """
+        self.folder = folder
+        self.questions = questions
+        self.options = options
+        self.progress = progress
+        self.sheets = tuple(sheets)
+        self._load = load
+
+    @cached_property
+    def llm(self) -> LLM:
+        """Target and drafter, loaded when they are first wanted."""
+        return self._load()
+
+
+class Paper(ABC):
+    """A paper's comparison, by command.
+
+    Attributes:
+        title: Paper and what is compared.
+    """
+
+    title: str
+
+    @abstractmethod
+    def measure(self, site: Site) -> Report:
+        """Measure what is not measured yet in ``site.folder``, and report."""
+
+
+def findings_table(found: Sequence[Finding]) -> list[list[str]]:
+    """Return findings as rows, headings first."""
+    rows = [["should be", "ratio", "measured"]]
+    for one in found:
+        ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
+        rows.append([one.statement, ratio, one.verdict])
+    return rows

@@ -1,0 +1,356 @@
+"""The cells of a paper's tables: measured in parts, each kept as soon as it is measured."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.papers.base import Options, Site
+from eaglegbv.eval.questions import Question
+from eaglegbv.eval.records import Environment, Setting, describe_environment
+from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
+from eaglegbv.llm import LLM
+from eaglegbv.metrics import Phase
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason
+from eaglegbv.uniforms import request_seed
+
+CELLS = "cells.json"
+"""What a run publishes: every cell, question by question."""
+
+CHUNK = 16
+"""Questions of a part."""
+
+
+class Way(StrEnum):
+    """How cells are measured."""
+
+    SAME_DRAFTS = "same drafts"
+    """Every verifier judges the same trees, at places of plain texts."""
+    ENGINE = "engine"
+    """Whole answers, several requests together."""
+    TIMED = "engine, one request at a time"
+
+
+class Figure(StrEnum):
+    """What of two cells is compared; more is better."""
+
+    TOKENS_A_STEP = "tokens a step"
+    TOKENS_A_SECOND = "tokens a second"
+    VERIFYING = "tokens a second of verifying"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What one setting came to.
+
+    Attributes:
+        setting: Which.
+        tokens: For each question, tokens committed in its steps.
+        steps: For each question, steps: places, or decoding forwards of the target.
+        seconds: For each phase, seconds of each question; nothing where no engine ran.
+    """
+
+    setting: Setting
+    tokens: tuple[float, ...]
+    steps: tuple[int, ...]
+    seconds: dict[Phase, tuple[float, ...]] = {}
+
+    def estimate(self) -> Estimate:
+        """Return tokens a step with its 95% bootstrap interval over questions."""
+        return bootstrap_ratio(self.tokens, self.steps)
+
+    def over(self, other: "Cell", figure: Figure = Figure.TOKENS_A_STEP) -> Estimate:
+        """Return the ratio of a figure to another cell's, paired by question."""
+        return bootstrap_ratio_of_ratios(
+            self.tokens, self.denominators(figure), other.tokens, other.denominators(figure)
+        )
+
+    def denominators(self, figure: Figure) -> Sequence[float]:
+        """Return what the figure divides each question's tokens by."""
+        if figure is Figure.TOKENS_A_STEP:
+            return self.steps
+        wanted = [Phase.VERIFY] if figure is Figure.VERIFYING else list(self.seconds)
+        if not self.seconds:
+            raise InvalidArgument("figure", str(figure), "a figure of steps: nothing was timed")
+        columns = np.array([self.seconds[phase] for phase in wanted])
+        return [float(total) for total in columns.sum(axis=0)]
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Cell]") -> "Cell":
+        """Return the cell of all questions of ``parts``."""
+        return cls(
+            setting=parts[0].setting,
+            tokens=tuple(x for part in parts for x in part.tokens),
+            steps=tuple(x for part in parts for x in part.steps),
+            seconds={
+                phase: tuple(x for part in parts for x in part.seconds[phase])
+                for phase in parts[0].seconds
+            },
+        )
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder's parts were measured with."""
+
+    paper: str
+    options: Options
+    model: str
+    drafter: str | None
+    dtype: str
+    suite: str
+    origin: str
+    question_ids: tuple[str, ...]
+    questions_sha256: str
+
+    @property
+    def summary(self) -> str:
+        """What a reader has to know of it, in a sentence."""
+        options = self.options
+        return (
+            f"Target {Path(self.model).name}, drafter {Path(self.drafter or 'none').name}, "
+            f"{self.dtype}; {len(self.question_ids)} questions of {self.suite}, answers of at most "
+            f"{options.max_tokens} tokens, {options.places} places of each, {options.judgements} "
+            f"judgements of each tree; engines answer {options.engine_questions}; seed "
+            f"{options.seed}."
+        )
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Cells of some questions of a sheet."""
+
+    sheet: str
+    key: str
+    cells: list[Cell]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``cells.json`` holds: all that a report follows from.
+
+    Attributes:
+        run: What was measured with what.
+        environment: Where and when.
+        sheets: Cells by the name of their sheet.
+    """
+
+    run: Run
+    environment: Environment
+    sheets: dict[str, list[Cell]]
+
+
+def load_measured(path: Path) -> Measured:
+    """Read ``cells.json``, by any name.
+
+    Raises:
+        InvalidArgument: It cannot be read, or is something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("cells", str(path), f"cells of a paper ({error})") from error
+
+
+def measured_so_far(folder: Path) -> Measured:
+    """Return what a run has measured, finished or not: cells of as many questions as were done.
+
+    Raises:
+        InvalidArgument: The folder holds no run.
+    """
+    begun = load_measured(folder / "run.json")
+    sheets: dict[str, dict[Setting, list[Cell]]] = {}
+    for part in _read(folder / "parts.jsonl"):
+        for cell in part.cells:
+            sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
+    joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
+    return msgspec.structs.replace(begun, sheets=joined)
+
+
+class CellStore:
+    """A folder of parts: ``run.json``, and ``parts.jsonl`` with one line a part.
+
+    Opening a folder that was begun with equal settings resumes it.
+    """
+
+    def __init__(self, site: Site, paper: str) -> None:
+        """Open ``site.folder`` for ``paper``.
+
+        Raises:
+            InvalidArgument: It was begun with something else.
+        """
+        llm, questions = site.llm, site.questions
+        header = Run(
+            paper=paper,
+            options=site.options,
+            model=llm.model_name,
+            drafter=llm.drafter_name,
+            dtype=str(llm.dtype).removeprefix("torch."),
+            suite=questions.suite,
+            origin=questions.origin,
+            question_ids=tuple(question.id for question in questions.questions),
+            questions_sha256=questions.sha256,
+        )
+        self._folder, self._file = site.folder, site.folder / "parts.jsonl"
+        self._header, self._environment = header, describe_environment(str(llm.device))
+        run = site.folder / "run.json"
+        site.folder.mkdir(parents=True, exist_ok=True)
+        if run.is_file():
+            begun = msgspec.json.decode(run.read_bytes(), type=Measured)
+            if begun.run != header:
+                expected = "a new folder, or one begun with the same settings"
+                raise InvalidArgument("out", str(site.folder), expected)
+            self._environment = begun.environment
+        else:
+            run.write_bytes(msgspec.json.encode(self._with({})))
+        self._parts = {(part.sheet, part.key): part.cells for part in _read(self._file)}
+
+    @property
+    def run(self) -> Run:
+        """What parts are measured with."""
+        return self._header
+
+    def publish(self, sheets: dict[str, list[Cell]]) -> None:
+        """Write whole sheets to ``cells.json``."""
+        (self._folder / CELLS).write_bytes(msgspec.json.encode(self._with(sheets)) + b"\n")
+
+    def _with(self, sheets: dict[str, list[Cell]]) -> Measured:
+        return Measured(run=self._header, environment=self._environment, sheets=sheets)
+
+    def get(self, sheet: str, key: str) -> list[Cell] | None:
+        """Return a part measured before, or None."""
+        return self._parts.get((sheet, key))
+
+    def add(self, sheet: str, key: str, cells: list[Cell]) -> None:
+        """Keep a part."""
+        line = msgspec.json.encode(_Part(sheet=sheet, key=key, cells=cells))
+        with self._file.open("ab") as file:
+            file.write(line + b"\n")
+        self._parts[sheet, key] = cells
+
+
+def _read(path: Path) -> Iterator[_Part]:
+    """Read parts; a line cut short by a kill is measured again."""
+    if not path.is_file():
+        return
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        path.write_bytes(whole[:end])
+    for line in whole[:end].splitlines():
+        yield msgspec.json.decode(line, type=_Part)
+
+
+def measure_cells(
+    site: Site, store: CellStore, sheet: str, way: Way, settings: Sequence[Setting]
+) -> list[Cell]:
+    """Return the cells of ``settings``, in their order, measuring those that ``store`` lacks."""
+    if way is Way.SAME_DRAFTS:
+        return _same_drafts(site, store, sheet, settings)
+    return _engine(site, store, sheet, settings, together=CHUNK if way is Way.ENGINE else 1)
+
+
+def _same_drafts(
+    site: Site, store: CellStore, sheet: str, settings: Sequence[Setting]
+) -> list[Cell]:
+    questions, options = site.questions.questions, site.options
+    by_temperature: dict[float, list[Setting]] = {}
+    for setting in settings:
+        by_temperature.setdefault(setting.temperature, []).append(setting)
+    sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
+    found: dict[Setting, list[Cell]] = {}
+    with site.progress(sheet, len(by_temperature) * len(questions)) as bar:
+        for first in range(0, len(questions), CHUNK):
+            for temperature, members in by_temperature.items():
+                key = f"T{temperature:g} {first}"
+                cells = store.get(sheet, key)
+                if cells is None:
+                    texts = _texts(site, temperature, first)
+                    tallies = same_drafts(site.llm.pair, texts, members, sampling)
+                    cells = [
+                        Cell(setting=t.setting, tokens=t.tokens, steps=t.places) for t in tallies
+                    ]
+                    store.add(sheet, key, cells)
+                bar.update(len(cells[0].steps))
+                for cell in cells:
+                    found.setdefault(cell.setting, []).append(cell)
+    return _joined(found, settings)
+
+
+def _texts(site: Site, temperature: float, first: int) -> list[Text]:
+    """Return the answers to the questions from ``first`` on, decoded once for all sheets."""
+    kept = site.folder / f"texts-T{temperature:g}-{first}.json"
+    if kept.is_file():
+        return msgspec.json.decode(kept.read_bytes(), type=list[Text])
+    texts = collect(
+        site.llm,
+        site.questions.questions[first : first + CHUNK],
+        temperature=temperature,
+        max_tokens=site.options.max_tokens,
+        seed=request_seed(site.options.seed, first),
+    )
+    partial = kept.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(texts))
+    partial.replace(kept)
+    return texts
+
+
+def _engine(
+    site: Site, store: CellStore, sheet: str, settings: Sequence[Setting], *, together: int
+) -> list[Cell]:
+    chosen = site.questions.first(min(site.options.engine_questions, len(site.questions.questions)))
+    questions = chosen.questions
+    found: dict[Setting, list[Cell]] = {}
+    with site.progress(sheet, len(settings) * len(questions)) as bar:
+        for first in range(0, len(questions), together):
+            numbers = range(first, min(first + together, len(questions)))
+            # Another setting begins each time, so that a slow spell hits all of them alike.
+            start = first // together % len(settings)
+            for setting in [*settings[start:], *settings[:start]]:
+                key = f"{setting.name} {first}"
+                cells = store.get(sheet, key)
+                if cells is None:
+                    asked = {number: questions[number] for number in numbers}
+                    cells = [answer_all(site.llm, asked, setting, site.options)]
+                    store.add(sheet, key, cells)
+                bar.update(len(numbers))
+                found.setdefault(setting, []).extend(cells)
+    return _joined(found, settings)
+
+
+def answer_all(
+    llm: LLM, questions: Mapping[int, Question], setting: Setting, options: Options
+) -> Cell:
+    """Have the engine answer the first turns of ``questions``, by number, together.
+
+    Raises:
+        EagleGBVError: A question is not answered.
+    """
+    params = [
+        SamplingParams(
+            temperature=setting.temperature,
+            max_tokens=options.max_tokens,
+            seed=request_seed(options.seed, number),
+        )
+        for number in questions
+    ]
+    prompts = [[{"role": "user", "content": q.turns[0]}] for q in questions.values()]
+    answers = llm.generate(prompts, params, plan=setting.plan)
+    for question, answer in zip(questions.values(), answers, strict=True):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    metrics = [answer.metrics for answer in answers]
+    phases = [phase for phase in Phase if phase is not Phase.PREFILL]
+    return Cell(
+        setting=setting,
+        tokens=tuple(float(m.committed_tokens) for m in metrics),
+        steps=tuple(m.target_forwards for m in metrics),
+        seconds={
+            phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics) for phase in phases
+        },
+    )
+
+
+def _joined(found: Mapping[Setting, Sequence[Cell]], settings: Iterable[Setting]) -> list[Cell]:
+    return [Cell.joined(found[setting]) for setting in settings]

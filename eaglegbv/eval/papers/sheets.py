@@ -1,0 +1,365 @@
+"""Papers that compare verifiers over a grid of paths, lengths and temperatures."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.estimates import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.grid import grid
+from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
+from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
+from eaglegbv.eval.records import Setting
+from eaglegbv.eval.report import with_interval
+from eaglegbv.metrics import Phase
+
+Axis: TypeAlias = Literal["paths", "depth"]
+
+NOT_AT_HAND = "the paper's figure of each cell is not at hand"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A verifier's figure is at least another's, in every cell both have.
+
+    Attributes:
+        better: The verifier whose figure should be as high or higher.
+        worse: The other; where it takes one path alone, its one-path setting stands in every cell.
+        source: Who says so.
+        figure: What is compared.
+    """
+
+    better: str
+    worse: str
+    source: str
+    figure: Figure = Figure.TOKENS_A_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """A verifier's figure does not fall from one place on an axis to another.
+
+    Attributes:
+        verifier: Which.
+        axis: Along what.
+        source: Who says so.
+        start: Where from; None for the least.
+        end: Where to; None for the most.
+        figure: What is compared.
+    """
+
+    verifier: str
+    axis: Axis
+    source: str
+    start: int | None = None
+    end: int | None = None
+    figure: Figure = Figure.TOKENS_A_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """A verifier's lead over another on the same drafts grows from the least depth to the most.
+
+    Attributes:
+        better: The one that leads.
+        worse: The other.
+        source: Who says so.
+    """
+
+    better: str
+    worse: str
+    source: str
+
+
+Direction: TypeAlias = Order | Rise | Widening
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A figure a paper gives of its own models, and the cells here it is put beside.
+
+    Attributes:
+        text: The figure, as a ratio: ``better`` over ``worse``.
+        models: What it was measured on.
+        source: Where it was read.
+        better: A verifier.
+        worse: Another.
+        paths: Of the better one here; the worse one has as many, or one where it takes no more.
+        depth: Of both here.
+        temperature: Of both here.
+        figure: What is compared.
+    """
+
+    text: str
+    models: str
+    source: str
+    better: str
+    worse: str
+    paths: int
+    depth: int
+    temperature: float
+    figure: Figure = Figure.TOKENS_A_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Cells measured alike, and what should be seen in them.
+
+    Attributes:
+        name: Short name, unique within the paper.
+        title: What is compared.
+        way: How.
+        settings: The cells.
+        directions: What a paper, or this package, says.
+        quotes: Figures of the paper.
+        optional: Measured only where the engine is asked for as well.
+    """
+
+    name: str
+    title: str
+    way: Way
+    settings: tuple[Setting, ...]
+    directions: tuple[Direction, ...] = ()
+    quotes: tuple[Quote, ...] = ()
+    optional: bool = False
+
+
+def cells_of(
+    verifiers: Sequence[str],
+    *,
+    paths: Sequence[int] = (1,),
+    depths: Sequence[int],
+    temperatures: Sequence[float],
+) -> tuple[Setting, ...]:
+    """Return every combination, with as many paths as a verifier takes."""
+    return grid(verifiers, paths, depths, temperatures, base=Plan()).settings
+
+
+@dataclass(frozen=True)
+class GridPaper(Paper):
+    """A paper as sheets.
+
+    Attributes:
+        name: Short name, that of the command.
+        title: Paper and what is compared.
+        sheets: What is measured.
+        notes: What a reader has to know.
+    """
+
+    name: str
+    title: str
+    sheets: tuple[Sheet, ...]
+    notes: tuple[str, ...] = ()
+
+    def measure(self, site: Site) -> Report:
+        """Measure every sheet that is wanted, and write the cells to ``cells.json``.
+
+        Raises:
+            InvalidArgument: A sheet is asked for that the paper has not, or the folder holds
+                something else.
+        """
+        wanted = [sheet for sheet in self.sheets if site.options.engine or not sheet.optional]
+        if site.sheets:
+            wanted = [self._sheet(name) for name in site.sheets]
+        store = CellStore(site, self.name)
+        measured: dict[str, list[Cell]] = {}
+        for sheet in wanted:
+            measured[sheet.name] = measure_cells(site, store, sheet.name, sheet.way, sheet.settings)
+            store.publish(measured)
+        return self.report(measured, store.run)
+
+    def _sheet(self, name: str) -> Sheet:
+        for sheet in self.sheets:
+            if sheet.name == name:
+                return sheet
+        known = ", ".join(sheet.name for sheet in self.sheets)
+        raise InvalidArgument("sheets", name, f"some of {known}")
+
+    def report(self, measured: Mapping[str, Sequence[Cell]], run: Run) -> Report:
+        """Return the report of the sheets measured, by name."""
+        tables: list[Table] = []
+        found: list[Finding] = []
+        for sheet in self.sheets:
+            if sheet.name in measured:
+                tables += sheet_tables(sheet, measured[sheet.name])
+                found += findings(sheet, measured[sheet.name])
+        return Report(tables=tuple(tables), findings=tuple(found), notes=(run.summary, *self.notes))
+
+
+def findings(sheet: Sheet, cells: Sequence[Cell]) -> list[Finding]:
+    """Return every direction of a sheet, cell by cell."""
+    found: list[Finding] = []
+    for direction in sheet.directions:
+        match direction:
+            case Order():
+                found += _order(direction, cells)
+            case Rise():
+                found += _rise(direction, cells)
+            case Widening():
+                found += _widening(direction, cells)
+    return found
+
+
+def _order(order: Order, cells: Sequence[Cell]) -> Iterator[Finding]:
+    for better in _of(cells, order.better):
+        worse = _counterpart(cells, better.setting, order.worse)
+        if worse is not None:
+            yield _finding(better, worse, order.source, order.figure)
+
+
+def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
+    lines: dict[Setting, dict[int, Cell]] = {}
+    for cell in _of(cells, rise.verifier):
+        lines.setdefault(_without(cell.setting, rise.axis), {})[_along(cell, rise.axis)] = cell
+    for line in lines.values():
+        start = min(line) if rise.start is None else rise.start
+        end = max(line) if rise.end is None else rise.end
+        if start != end and start in line and end in line:
+            yield _finding(line[end], line[start], rise.source, rise.figure)
+
+
+def _widening(widening: Widening, cells: Sequence[Cell]) -> Iterator[Finding]:
+    lines: dict[Setting, dict[int, Cell]] = {}
+    for cell in _of(cells, widening.better):
+        lines.setdefault(_without(cell.setting, "depth"), {})[_along(cell, "depth")] = cell
+    for line in lines.values():
+        far, near = line[max(line)], line[min(line)]
+        others = [_counterpart(cells, one.setting, widening.worse) for one in (far, near)]
+        if far is near or others[0] is None or others[1] is None:
+            continue
+        yield Finding(
+            statement=f"{_lead(far, others[0])} at least {_lead(near, others[1])}",
+            source=widening.source,
+            # Steps are the same places on both sides, so they cancel.
+            ratio=bootstrap_ratio_of_ratios(
+                far.tokens, others[0].tokens, near.tokens, others[1].tokens
+            ),
+        )
+
+
+def _lead(better: Cell, worse: Cell) -> str:
+    return f"{better.setting.name} / {worse.setting.name}"
+
+
+def _finding(better: Cell, worse: Cell, source: str, figure: Figure) -> Finding:
+    what = "" if figure is Figure.TOKENS_A_STEP else f" ({figure})"
+    return Finding(
+        statement=f"{better.setting.name} at least {worse.setting.name}{what}",
+        source=source,
+        ratio=better.over(worse, figure),
+    )
+
+
+def _of(cells: Sequence[Cell], verifier: str) -> list[Cell]:
+    return [cell for cell in cells if cell.setting.plan.verifier == verifier]
+
+
+def _counterpart(cells: Sequence[Cell], setting: Setting, verifier: str) -> Cell | None:
+    """Return the other verifier's cell of the same setting, or its only one along paths."""
+    others = [
+        other
+        for other in _of(cells, verifier)
+        if other.setting.temperature == setting.temperature
+        and other.setting.plan.depth == setting.plan.depth
+    ]
+    same = [other for other in others if other.setting.plan.paths == setting.plan.paths]
+    alone = others if len(others) == 1 and others[0].setting.plan.paths == 1 else []
+    return next(iter(same or alone), None)
+
+
+def _along(cell: Cell, axis: Axis) -> int:
+    plan = cell.setting.plan
+    return plan.paths if axis == "paths" else plan.depth
+
+
+def _without(setting: Setting, axis: Axis) -> Setting:
+    plan = setting.plan
+    alike = (
+        msgspec.structs.replace(plan, paths=1)
+        if axis == "paths"
+        else msgspec.structs.replace(plan, depth=1)
+    )
+    return msgspec.structs.replace(setting, plan=alike)
+
+
+def sheet_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
+    """Return the tables of a sheet: its cells, seconds by phase, and the paper's figures."""
+    tables = _grid_tables(sheet, cells)
+    if sheet.way is Way.TIMED:
+        tables.append(_phases(sheet, cells))
+    if sheet.quotes:
+        tables.append(_quotes(sheet, cells))
+    else:
+        tables[-1] = msgspec.structs.replace(tables[-1], notes=(NOT_AT_HAND,))
+    return tables
+
+
+def _grid_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
+    """Return one table for each temperature (and length): verifiers by paths, or by length."""
+    counts: dict[str, set[int]] = {}
+    for cell in cells:
+        counts.setdefault(cell.setting.plan.verifier, set()).add(cell.setting.plan.paths)
+    axis: Axis = "paths" if any(len(found) > 1 for found in counts.values()) else "depth"
+    groups: dict[tuple[float, int], list[Cell]] = {}
+    for cell in cells:
+        fixed = cell.setting.plan.depth if axis == "paths" else 0
+        groups.setdefault((cell.setting.temperature, fixed), []).append(cell)
+    return [
+        _pivot(
+            f"{sheet.title}, T = {temperature:g}" + (f", L = {fixed}" if fixed else ""), own, axis
+        )
+        for (temperature, fixed), own in groups.items()
+    ]
+
+
+def _pivot(title: str, cells: Sequence[Cell], axis: Axis) -> Table:
+    columns = sorted({_along(cell, axis) for cell in cells})
+    lines: dict[str, dict[int, Estimate]] = {}
+    for cell in cells:
+        plan = cell.setting.plan
+        name = plan.verifier if axis == "paths" else f"{plan.verifier} K{plan.paths}"
+        lines.setdefault(name, {})[_along(cell, axis)] = cell.estimate()
+    letter = "K" if axis == "paths" else "L"
+    rows = [["tokens a step", *(f"{letter} = {at}" for at in columns)]]
+    for name, line in lines.items():
+        rows.append([name, *(with_interval(line[at], 3) if at in line else "-" for at in columns)])
+    return Table(title=title, rows=rows)
+
+
+def _phases(sheet: Sheet, cells: Sequence[Cell]) -> Table:
+    phases = [phase for phase in Phase if phase in cells[0].seconds]
+    rows = [["milliseconds a token", *phases, "all", "verify / all"]]
+    for cell in cells:
+        tokens = sum(cell.tokens)
+        costs = [1000 * sum(cell.seconds[phase]) / tokens for phase in phases]
+        share = costs[phases.index(Phase.VERIFY)] / sum(costs)
+        figures = [f"{cost:.3f}" for cost in (*costs, sum(costs))]
+        rows.append([cell.setting.name, *figures, f"{share:.1%}"])
+    return Table(title=f"{sheet.title}: time by phase", rows=rows)
+
+
+def _quotes(sheet: Sheet, cells: Sequence[Cell]) -> Table:
+    rows = [["ratio", "the paper's", "on", "ours", "setting here"]]
+    for quote in sheet.quotes:
+        better = next(
+            cell
+            for cell in _of(cells, quote.better)
+            if cell.setting.plan.paths == quote.paths
+            and cell.setting.plan.depth == quote.depth
+            and cell.setting.temperature == quote.temperature
+        )
+        worse = _counterpart(cells, better.setting, quote.worse)
+        if worse is None:
+            raise RuntimeError(f"{sheet.name}: {quote.worse} is not measured")
+        ours = with_interval(better.over(worse, quote.figure), 3)
+        name = f"{quote.better} / {quote.worse}, {quote.figure}"
+        rows.append([name, quote.text, quote.models, ours, better.setting.name])
+    sources = sorted({quote.source for quote in sheet.quotes})
+    return Table(
+        title=f"{sheet.title}: the paper's figures that are at hand",
+        rows=rows,
+        notes=(f"read in: {'; '.join(sources)}", f"beside these, {NOT_AT_HAND}"),
+    )

@@ -1,0 +1,475 @@
+"""Verifiers on the same drafts: what each accepts of the very same trees.
+
+At places of plainly decoded texts one tree is drafted, the target scores it once, and every
+verifier judges it, several times with other random numbers. All verifiers see the same tokens,
+draft laws and target laws, and use the same numbers, so that what makes a place easy or hard
+cancels in the ratio of two of them.
+
+What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
+from texts that follow the target's law. That is not the engine's block efficiency, whose steps
+begin where earlier ones ended: more of them begin where the drafter is weak, for there steps are
+short. So the engine's figure is lower. Verifiers that keep state from step to step (greedy_block,
+spectr_gbv) go into debt for what they accept; one step says nothing about them, and they are
+measured in the engine instead.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import nextafter, prod
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.engine import GREEDY, law_of, target_law
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.questions import Question
+from eaglegbv.eval.records import Setting
+from eaglegbv.eval.subtrees import Offer
+from eaglegbv.llm import LLM
+from eaglegbv.loading import Pair
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.scheduler.batch import Chunk, Group, lay_out
+from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.prefix_cache import PrefixCache
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Stream, request_seed
+from eaglegbv.verifiers.base import Verifier, VerifyUniforms
+from eaglegbv.verifiers.inputs import fault_error, find_faults
+from eaglegbv.verifiers.registry import make_verifier
+
+_LARGEST = nextafter(1.0, 0.0)
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """A plainly decoded answer.
+
+    Attributes:
+        name: Of the question.
+        seed: Of its places, drafts and judgements.
+        prompt_ids: What the target read.
+        token_ids: What it answered.
+    """
+
+    name: str
+    seed: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How much is measured.
+
+    Attributes:
+        places: Places of each text, drawn without replacement; all, where a text has fewer.
+        judgements: How often each verifier judges each tree, with other random numbers.
+        batch: Texts read together.
+    """
+
+    places: int = 5
+    judgements: int = 4
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("places", "judgements", "batch"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """What one verifier made of the drafts of one setting.
+
+    Attributes:
+        setting: Which.
+        tokens: For each text, tokens a step, summed over its places: accepted ones and the one
+            that follows them.
+        places: For each text, the number of places.
+        nodes: For each text, nodes the target scored for it, summed over its places; the roots do
+            not count.
+    """
+
+    setting: Setting
+    tokens: tuple[float, ...]
+    places: tuple[int, ...]
+    nodes: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Tokens a step."""
+        return sum(self.tokens) / sum(self.places)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Drafted nodes of a tree."""
+        return sum(self.nodes) / sum(self.places)
+
+    def estimate(self) -> Estimate:
+        """Return tokens a step with its 95% bootstrap interval over texts."""
+        return bootstrap_ratio(self.tokens, self.places)
+
+    def over(self, other: "Tally") -> Estimate:
+        """Return the ratio to another verifier's tokens a step, paired by text."""
+        return bootstrap_ratio_of_ratios(self.tokens, self.places, other.tokens, other.places)
+
+
+def collect(
+    llm: LLM,
+    questions: Sequence[Question],
+    *,
+    temperature: float,
+    max_tokens: int,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[Text]:
+    """Have the target answer the first turn of each question, by plain decoding.
+
+    Raises:
+        EagleGBVError: A question is not answered; a prompt too long for the model, say.
+    """
+    seeds = [request_seed(seed, number) for number in range(len(questions))]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=own) for own in seeds
+    ]
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    answers = llm.generate(prompts, params, plan=PLAIN, progress=progress)
+    for question, answer in zip(questions, answers, strict=True):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    return [
+        # Drafts and judgements must not share numbers with the text they are about.
+        Text(
+            name=question.id,
+            seed=request_seed(own, 0),
+            prompt_ids=tuple(answer.prompt_token_ids),
+            token_ids=tuple(answer.token_ids),
+        )
+        for question, own, answer in zip(questions, seeds, answers, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def offers(
+    pair: Pair, texts: Sequence[Text], setting: Setting, sampling: Sampling | None = None
+) -> Iterator[tuple[list[int], Offer]]:
+    """Yield the trees of ``setting`` at the places of ``texts`` with the target's laws.
+
+    The first of each pair says which text each tree of the batch stands in. Trees and places are
+    those that :func:`same_drafts` judges.
+
+    Raises:
+        InvalidArgument: The setting does not speculate.
+        LawMismatch: The setting's verifier is not lossless for its draft law.
+    """
+    sampling = sampling or Sampling()
+    [drafting] = _draftings(pair, [setting])
+    bench = _Bench(pair, sampling)
+    for begin in range(0, len(texts), sampling.batch):
+        for readers in bench.visit(texts, range(begin, min(begin + sampling.batch, len(texts)))):
+            yield list(readers), bench.draft(list(readers.values()), drafting)
+
+
+@torch.inference_mode()
+def same_drafts(
+    pair: Pair,
+    texts: Sequence[Text],
+    settings: Sequence[Setting],
+    sampling: Sampling | None = None,
+    *,
+    on_texts: Callable[[int], object] = lambda _: None,
+) -> list[Tally]:
+    """Judge the same drafts by the verifier of every setting.
+
+    Settings that differ in nothing but the verifier, or in the numbers and lengths of independent
+    paths, judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and
+    judged by the greedy walk.
+
+    Args:
+        pair: Target and drafter; their engine, if any, must have no request running.
+        texts: From :func:`collect`, at the settings' temperature as a rule.
+        settings: What to compare.
+        sampling: How much.
+        on_texts: Told how many texts have just been done.
+
+    Returns:
+        One tally for each setting.
+
+    Raises:
+        InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,
+            or no text has a second token.
+        LawMismatch: A verifier is not lossless for its draft law.
+        InvalidProbabilities: A law is not one.
+        OutOfSlots: The texts of a batch and their trees need more KV slots than there are.
+    """
+    sampling = sampling or Sampling()
+    if not any(len(text.token_ids) > 1 for text in texts):
+        raise InvalidArgument("texts", len(texts), "at least one of two tokens or more")
+    draftings = _draftings(pair, settings)
+    bench = _Bench(pair, sampling)
+    tokens, nodes = np.zeros((2, len(settings), len(texts)))
+    places = np.zeros(len(texts), dtype=np.int64)
+    for begin in range(0, len(texts), sampling.batch):
+        numbers = range(begin, min(begin + sampling.batch, len(texts)))
+        for reader, found in bench.judge(texts, numbers, draftings):
+            for setting, one in found.items():
+                tokens[setting, reader] += one.tokens
+                nodes[setting, reader] += one.nodes
+            places[reader] += 1
+        on_texts(len(numbers))
+    return [
+        Tally(
+            setting=s,
+            tokens=tuple(own.tolist()),
+            places=tuple(places.tolist()),
+            nodes=tuple(sizes.tolist()),
+        )
+        for s, own, sizes in zip(settings, tokens, nodes, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a setting came to at one place: tokens a step, and drafted nodes."""
+
+    tokens: float
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A setting that judges a part of a tree."""
+
+    number: int
+    verifier: Verifier
+    paths: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """One tree for each place, and who judges what part of it.
+
+    Attributes:
+        plan: The largest of the members' plans.
+        law: How children arise.
+        temperature: Sampling temperature.
+        members: The settings.
+    """
+
+    plan: Plan
+    law: Law
+    temperature: float
+    members: tuple[_Member, ...]
+
+
+def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
+    """Gather the settings that can share a tree."""
+    drafter = pair.drafter
+    if drafter is None:
+        raise InvalidArgument("drafter", None, "a drafter")
+    gathered: dict[tuple[Plan, float], list[_Member]] = {}
+    for number, setting in enumerate(settings):
+        plan = setting.plan
+        if not plan.speculative:
+            raise InvalidArgument("settings", setting.name, "settings that draft")
+        verifier = make_verifier(plan.verifier)
+        law = law_of(plan, verifier, drafter)
+        verifier.check_law(law, plan.paths)
+        if setting.temperature == 0:
+            verifier, law = make_verifier(GREEDY), Law.FIXED
+        size = {"paths": 1, "depth": 1} if law is Law.IID else {}
+        alike = msgspec.structs.replace(plan, verifier=Plan().verifier, law=law, **size)
+        member = _Member(number, verifier, plan.paths, plan.depth)
+        gathered.setdefault((alike, setting.temperature), []).append(member)
+    return [
+        _Drafting(
+            plan=msgspec.structs.replace(
+                plan,
+                paths=max(member.paths for member in members),
+                depth=max(member.length for member in members),
+            ),
+            law=Law.IID if plan.law is None else plan.law,
+            temperature=temperature,
+            members=tuple(members),
+        )
+        for (plan, temperature), members in gathered.items()
+    ]
+
+
+class _Bench:
+    """Reads texts up to their places, and has trees judged there."""
+
+    def __init__(self, pair: Pair, sampling: Sampling) -> None:
+        if pair.drafter is None:
+            raise InvalidArgument("drafter", None, "a drafter")
+        self._target, self._drafter = pair.target, pair.drafter
+        self._sampling = sampling
+        allocator = pair.target.allocator
+        self._holdings = Holdings(allocator, PrefixCache(allocator, enabled=False))
+
+    def judge(
+        self, texts: Sequence[Text], numbers: Iterable[int], draftings: Sequence[_Drafting]
+    ) -> Iterable[tuple[int, Mapping[int, _Found]]]:
+        """Yield, for each place of each text, the text's number and what the settings came to."""
+        for readers in self.visit(texts, numbers):
+            found = self._judge_here(list(readers.values()), draftings)
+            yield from zip(readers, found, strict=True)
+
+    def visit(
+        self, texts: Sequence[Text], numbers: Iterable[int]
+    ) -> Iterator[Mapping[int, Request]]:
+        """Yield requests that stand at a place of their text, by the number of the text."""
+        waiting = {n: self._places(texts[n]) for n in numbers}
+        requests = {n: self._open(n, texts[n]) for n, places in waiting.items() if places}
+        while requests:
+            here = {n: waiting[n].pop(0) for n in requests}
+            self._advance([(requests[n], texts[n].token_ids[:place]) for n, place in here.items()])
+            yield requests
+            for n in [n for n in requests if not waiting[n]]:
+                self._close(requests.pop(n))
+
+    def _places(self, text: Text) -> list[int]:
+        """Draw where trees begin: how many tokens of the answer are known."""
+        generator = np.random.default_rng(text.seed)
+        count = min(self._sampling.places, len(text.token_ids) - 1)
+        if count < 1:
+            return []
+        drawn = generator.choice(len(text.token_ids) - 1, size=count, replace=False)
+        return sorted((1 + drawn).tolist())
+
+    def _open(self, number: int, text: Text) -> Request:
+        return Request(
+            number=number,
+            prompt_ids=text.prompt_ids,
+            params=SamplingParams(),
+            plan=PLAIN,
+            stream=Stream(text.seed),
+            max_tokens=len(text.token_ids),
+            drafted=True,
+            slots=self._target.allocator.allocate(0),
+            borrowed=self._target.allocator.allocate(0),
+        )
+
+    def _close(self, request: Request) -> None:
+        self._holdings.vacate(request)
+        self._drafter.forget(request)
+
+    def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
+        """Read each text up to all but the last of its tokens, the root of the trees."""
+        chunks = []
+        for request, token_ids in reached:
+            request.token_ids = list(token_ids)
+            request.step = len(token_ids)
+            chunks.append(Chunk.of(request, self._holdings.borrow(request, request.unread)))
+        none = torch.zeros(0, dtype=torch.int64)
+        features = self._target.forward([c.segment for c in chunks], logit_rows=none).features
+        first = 0
+        for chunk in chunks:
+            count = chunk.segment.num_new
+            self._holdings.keep(chunk.request, list(range(count)))
+            if features is not None:
+                self._drafter.observe(chunk.request, features[first : first + count])
+            first += count
+        self._drafter.catch_up([request for request, _ in reached])
+
+    def _judge_here(
+        self, requests: list[Request], draftings: Sequence[_Drafting]
+    ) -> list[dict[int, _Found]]:
+        found: list[dict[int, _Found]] = [{} for _ in requests]
+        for drafting in draftings:
+            offer = self.draft(requests, drafting)
+            sizes = dict.fromkeys((member.paths, member.length) for member in drafting.members)
+            for paths, length in sizes:
+                members = [m for m in drafting.members if (m.paths, m.length) == (paths, length)]
+                part = offer.part(paths, length) if drafting.law is Law.IID else offer
+                nodes = (part.tree.num_nodes - 1).tolist()
+                for number, values in self._verify(requests, part, members).items():
+                    for own, value, size in zip(found, values.tolist(), nodes, strict=True):
+                        own[number] = _Found(value, size)
+        return found
+
+    def draft(self, requests: list[Request], drafting: _Drafting) -> Offer:
+        """Draft a tree for each request and score it; nothing of it stays."""
+        params = SamplingParams(temperature=drafting.temperature)
+        for request in requests:
+            request.params, request.plan = params, drafting.plan
+        slots = [self._holdings.borrow(r, drafting.plan.tree_slots) for r in requests]
+        tree = self._drafter.draft(requests, drafting.plan, drafting.law, [s[1:] for s in slots])
+        group = Group.decode(requests, tree, slots)
+        [layout], rows = lay_out([group])
+        logits = self._target.forward(group.segments, logit_rows=rows).logits
+        law = target_law(group, layout, logits)
+        for request in requests:
+            self._holdings.keep(request, [])
+        for request, faults in zip(requests, find_faults(tree, law).tolist(), strict=True):
+            if faults:
+                raise fault_error(faults, request.number)
+        return Offer(tree, law)
+
+    def _verify(
+        self, requests: Sequence[Request], offer: Offer, members: Sequence[_Member]
+    ) -> dict[int, NDArray[np.float64]]:
+        """Return tokens a step of each request, by the number of the setting."""
+        accepted: dict[int, Tensor] = {}
+        for uniforms in self._numbers(requests, offer.tree):
+            for member in members:
+                verdict = member.verifier.verify(offer.tree, offer.target, uniforms)
+                counts = verdict.accepted.double()
+                accepted[member.number] = accepted.get(member.number, 0) + counts
+        share = 1 / self._sampling.judgements
+        return {n: (1 + share * total).cpu().numpy() for n, total in accepted.items()}
+
+    def _numbers(self, requests: Sequence[Request], tree: DraftTree) -> list[VerifyUniforms]:
+        """Return the numbers of each judgement, as a Latin hypercube.
+
+        Of the J numbers that decide one thing in J judgements, one lies in each of J equal parts of
+        [0, 1), in random order. So every judgement's own numbers are independent and uniform as
+        always, and the mean over the judgements has less noise.
+        """
+        count = self._sampling.judgements
+        drawn = [
+            VerifyUniforms.draw(
+                [Stream(request_seed(request.stream.seed, judgement)) for request in requests],
+                [request.step for request in requests],
+                paths=tree.paths,
+                length=tree.length,
+            )
+            for judgement in range(count)
+        ]
+        if count == 1:
+            return drawn
+        shapes = [drawn[0].selection.shape, drawn[0].acceptance.shape, drawn[0].correction.shape]
+        sizes = [prod(shape[1:]) for shape in shapes]
+        orders = np.stack(
+            [
+                np.random.default_rng([request.stream.seed, request.step]).permuted(
+                    np.tile(np.arange(count), (sum(sizes), 1)), axis=1
+                )
+                for request in requests
+            ]
+        )
+        parts = torch.from_numpy(orders).split(sizes, dim=1)
+        return [
+            VerifyUniforms(
+                *(
+                    _within(part[:, :, judgement].reshape(shape), numbers, count)
+                    for part, shape, numbers in zip(
+                        parts,
+                        shapes,
+                        (own.selection, own.acceptance, own.correction),
+                        strict=True,
+                    )
+                )
+            )
+            for judgement, own in enumerate(drawn)
+        ]
+
+
+def _within(part: Tensor, numbers: Tensor, parts: int) -> Tensor:
+    """Return ``numbers`` moved to their ``part`` of ``parts`` equal ones; never 1, by rounding."""
+    return ((part + numbers) / parts).clamp(max=_LARGEST)

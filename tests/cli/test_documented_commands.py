@@ -1,0 +1,124 @@
+"""The documented commands for real models, as they stand, with small stand-ins of their layouts.
+
+The stand-ins lie in a cache as the hub's client keeps it, so names are found without network.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.published_heads import PUBLISHED, VOCAB, make_target
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from eaglegbv.eval.store import read_results
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+REVISION = "0" * 40
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a repository of the hub is here."""
+
+    target: str
+    head: str
+
+
+STAND_INS = {
+    ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"): Published(
+        "llama3", "eagle3_llama31"
+    ),
+    ("Qwen/Qwen2-7B-Instruct", "yuhuili/EAGLE-Qwen2-7B-Instruct"): Published(
+        "qwen2", "eagle1_qwen2"
+    ),
+    ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"): Published(
+        "qwen3", "speculators_qwen3"
+    ),
+}
+
+
+def commands() -> list[list[str]]:
+    text = DOCS.read_text(encoding="utf-8").partition("## Real models")[2]
+    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    lines = block[1].replace("\\\n", " ").strip().splitlines()
+    return [shlex.split(line) for line in lines]
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def snapshot(home: Path, repository: str) -> Path:
+    """Return the folder in which the hub's client looks for a repository."""
+    root = home / "hub" / f"models--{repository.replace('/', '--')}"
+    folder = root / "snapshots" / REVISION
+    folder.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(REVISION)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    letters = ["<unk>", *"abcdefghijklmnopqrstuvwxyz .,?!'\n0123456"][:VOCAB]
+    model = BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[], unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(str(folder))
+
+
+def test_every_documented_pair_has_a_stand_in() -> None:
+    pairs = [(option(c, "--model"), option(c, "--drafter")) for c in commands()]
+    assert sorted(pairs) == sorted(STAND_INS)
+    assert all(command[:3] == ["eaglegbv", "bench", "mt-bench"] for command in commands())
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda c: option(c, "--model"))
+def test_it_runs_as_documented(command: list[str], tmp_path: Path) -> None:
+    model, drafter = option(command, "--model"), option(command, "--drafter")
+    published = STAND_INS[model, drafter]
+    home = tmp_path / "home"
+    target = snapshot(home, model)
+    make_target(published.target).save_pretrained(target)
+    save_tokenizer(target)
+    head = PUBLISHED[published.head]()
+    assert head.target == published.target
+    head.write(snapshot(home, drafter))
+    prompts = tmp_path / "data" / "prompts"
+    prompts.mkdir(parents=True)
+    for name in ("mt_bench", "humaneval", "spec_bench"):
+        rows = [{"id": i, "turns": ["ab?", "cd?"], "category": "math"} for i in range(80)]
+        (prompts / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    run = [sys.executable, "-c", "from eaglegbv.cli.main import main; main()", *command[1:]]
+    run += ["--questions", "1", "--max-tokens", "5", "--repeats", "1", "--device", "cpu"]
+    environment = os.environ | {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "EAGLEGBV_DATA": str(tmp_path / "data"),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results = read_results(tmp_path / option(command, "--out") / "results.json")
+    settings = results.settings
+    assert (settings.model, settings.drafter, settings.template) == (model, drafter, TEMPLATE)
+    assert len(results.records) == len(settings.settings)
+    for record in results.records:
+        assert record.error is None
+        assert len(record.turns) == 2
+        assert all(turn.completion_tokens == 5 for turn in record.turns)
+    if "--baselines" in command:
+        named = [s.baseline for s in settings.settings if s.baseline is not None]
+        assert named == option(command, "--baselines").split(",")

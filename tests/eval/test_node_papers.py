@@ -1,0 +1,281 @@
+"""Papers on one node: solvers and draft laws on laws harvested from a pair of tables."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.harvest import Harvest
+from eaglegbv.eval.node_acceptance import NodeLaws
+from eaglegbv.eval.papers import cells, global_resolution, mdsd
+from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Finding, Options, Site
+from eaglegbv.eval.papers.global_resolution import (
+    BEST,
+    GR_SOLVERS,
+    TIMES,
+    Solved,
+    SolverPaper,
+    SolveTimes,
+    best_within,
+)
+from eaglegbv.eval.papers.mdsd import (
+    MDSD,
+    ORDERS,
+    Accepted,
+    NodeCells,
+    NodePaper,
+    accepted,
+    order_findings,
+)
+from eaglegbv.eval.papers.registry import paper_named
+from eaglegbv.eval.questions import Question, QuestionSet
+from eaglegbv.eval.records import Setting
+from eaglegbv.eval.same_drafts import Text
+from eaglegbv.eval.solvers import Answer, Row
+from eaglegbv.loading import Pair
+from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.reference.global_resolution import Solver
+
+VOCAB = 8
+QUESTIONS = QuestionSet(
+    "test",
+    "here",
+    tuple(Question(id=f"q{n}", category="c", turns=("hi",), source="s") for n in range(6)),
+)
+
+
+@dataclass
+class TableLLM:
+    """What a paper asks of an LLM, on tables."""
+
+    pair: Pair
+    model_name: str = "target"
+    drafter_name: str = "table"
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+@dataclass
+class Quiet:
+    """A bar that counts."""
+
+    done: int = 0
+
+    def update(self, count: int) -> None:
+        self.done += count
+
+
+@contextmanager
+def quiet(what: str, steps: int) -> Iterator[Quiet]:
+    bar = Quiet()
+    yield bar
+    assert bar.done == steps, what
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    target = TabularTarget(vocab_size=VOCAB, order=1, seed=3, scale=2.0)
+    noise = torch.randn((VOCAB + 1, VOCAB), generator=torch.Generator().manual_seed(4))
+    logits = torch.stack([target.logits_after([state % VOCAB]) for state in range(VOCAB + 1)])
+    pair = Pair(target, TabularDrafter(Table.of_logits(logits + noise)))
+    numbers = np.random.default_rng(5)
+    texts = [
+        Text(
+            name=question.id,
+            seed=n,
+            prompt_ids=(0, 1),
+            token_ids=tuple(numbers.integers(VOCAB, size=9).tolist()),
+        )
+        for n, question in enumerate(QUESTIONS.questions)
+    ]
+    for module in (mdsd, global_resolution, cells):
+        monkeypatch.setattr(module, "collect", lambda *_, **__: texts)
+    llm: Any = TableLLM(pair)
+    return Site(tmp_path, QUESTIONS, Options(places=4), lambda: llm, quiet)
+
+
+def test_the_solvers_paper_end_to_end(site: Site) -> None:
+    paper = SolverPaper(
+        name="gr-small",
+        title="t",
+        temperature=1.0,
+        sizes=((4, 2), (VOCAB, 3)),
+        nodes=5,
+        limits=(1e6,),
+    )
+    report = paper.measure(site)
+    rows = msgspec.json.decode((site.folder / "solvers.json").read_bytes(), type=SolveTimes).rows
+    assert {(r.width, r.drafts, r.solver) for r in rows} == {
+        (k, n, str(solver)) for k, n in ((4, 2), (VOCAB, 3)) for solver in Solver
+    }
+    for row in rows:
+        assert row.instances == 5
+        assert row.success == 1
+        assert row.deviation is not None
+        assert row.deviation < 1e-12
+        assert row.acceptance == pytest.approx(row.optimum, abs=1e-3)
+    times, within, optima = report.tables
+    assert len(times.rows) == 1 + 2 * len(Solver)
+    # All are in time, so each takes the size it accepts most at: the whole law, three drafts.
+    assert {line[3] for line in within.rows[1:]} == {f"k = {VOCAB}, n = 3"}
+    assert len(optima.rows) == 1 + 2 * 2
+    [wider] = [f for f in report.findings if f"k = {VOCAB} at least" in f.statement]
+    assert wider.ratio is not None
+    exactly = [f for f in report.findings if "as exact" in f.statement]
+    assert len(exactly) == 2 * 4
+
+
+def solved(acceptance: float, mean_ms: float, refused: int = 0) -> Solved:
+    row = Row(
+        vocab=5,
+        drafts=2,
+        width=4,
+        solver="convex",
+        instances=2,
+        median_ms=mean_ms,
+        mean_ms=mean_ms,
+        success=1.0,
+        refused=refused,
+        fallbacks=0,
+        late=0,
+        deviation=0.0,
+        acceptance=acceptance,
+        optimum=1.0,
+        shortfall=0.0,
+    )
+    answer = Answer(mean_ms / 1e3, np.array([acceptance]), np.array([0.0]), 0.0)
+    return Solved(row, (answer, answer))
+
+
+def test_the_best_in_time_is_the_most_acceptance_within_the_limit() -> None:
+    own = {
+        (10, 2): {"convex": solved(0.7, 2.0)},
+        (10, 4): {"convex": solved(0.8, 20.0)},
+        (100, 2): {"convex": solved(0.9, 50.0, refused=1)},
+    }
+    assert best_within(own, "convex", 10.0) == (10, 2)
+    assert best_within(own, "convex", 100.0) == (10, 4)
+    assert best_within(own, "convex", 1.0) is None
+    assert best_within(own, "lp", 100.0) is None
+
+
+def test_directions_of_times_and_of_acceptance_in_time() -> None:
+    """At (10, 2) the paper's solver is the slower one, at (10, 4) the faster one."""
+
+    def size(convex: float, others: float) -> dict[str, Solved]:
+        return {
+            **dict.fromkeys(map(str, Solver), solved(0.6, others)),
+            "convex": solved(0.8, convex),
+            "exact": solved(0.8, 0.5),
+        }
+
+    own = {(10, 2): size(5.0, 3.0), (10, 4): size(40.0, 74.0)}
+    places = some_places()
+    findings = GR_SOLVERS.report(own, places).findings
+    from_paper = [f for f in findings if "Table" in f.source]
+    # Two solvers at two sizes, and two orders within each limit the slower solvers can keep.
+    assert sum("Table 1" in f.source for f in from_paper) == 4
+    assert {f.verdict for f in from_paper if "Table 1" in f.source} == {AGREES}
+    best = [f for f in from_paper if "convex accepts" in f.statement]
+    assert [f.verdict for f in best] == [AGREES, AGREES]
+    turned = {(10, 2): size(1.0, 3.0), (10, 4): size(90.0, 74.0)}
+    against = GR_SOLVERS.report(turned, places).findings
+    assert {f.verdict for f in against if "Table 1" in f.source} == {AGAINST}
+
+
+def some_places(vocab: int = 1000) -> Harvest:
+    generator = torch.Generator().manual_seed(1)
+    q, p = torch.rand((2, 12, vocab), generator=generator, dtype=torch.float64) ** 3
+    q, p = q / q.sum(dim=1, keepdim=True), p / p.sum(dim=1, keepdim=True)
+    laws = NodeLaws.of(torch.arange(vocab).expand(12, -1), q, p)
+    return Harvest(laws, np.arange(12))
+
+
+def test_the_paper_s_figures_stand_beside_ours_where_they_were_read() -> None:
+    """Every figure belongs to a size and a solver that are measured, and is printed there."""
+    assert set(TIMES) <= set(GR_SOLVERS.sizes)
+    assert set(BEST) <= set(GR_SOLVERS.limits)
+    own = dict.fromkeys(GR_SOLVERS.sizes, dict.fromkeys(map(str, Solver), solved(0.8, 1.0)))
+    times, within, _ = GR_SOLVERS.report(own, some_places()).tables
+    printed = {(int(k), int(n), name): last for k, n, name, *_, last in times.rows[1:]}
+    for (k, n), figures in TIMES.items():
+        for name, figure in figures.items():
+            assert printed[k, n, name] == figure
+    for limit, figures in BEST.items():
+        for name, figure in figures.items():
+            assert figure in [row[-1] for row in within.rows if row[:2] == [f"{limit:g}", name]]
+
+
+SMALL = NodePaper(
+    name="mdsd-small",
+    title="t",
+    temperatures=(0.4, mdsd.USUAL_TEMPERATURE),
+    drafts=(2, 3),
+    width=VOCAB,
+    trees=(
+        Setting(
+            plan=Plan(verifier="greedy_draft", law=Law.GREEDY, paths=2, depth=2),
+            temperature=mdsd.USUAL_TEMPERATURE,
+        ),
+    ),
+)
+
+
+def test_the_draft_laws_paper_end_to_end(site: Site) -> None:
+    report = SMALL.measure(site)
+    nodes = msgspec.json.decode((site.folder / "nodes.json").read_bytes(), type=NodeCells)
+    assert nodes.places == {"0.4": 24, "0.7": 24}
+    means = {(c.temperature, c.drafts, c.rule): c.acceptance.value for c in nodes.cells}
+    # At the usual temperature for two and for three drafts, at the other for three.
+    assert len(means) == 3 * len(mdsd.RULES)
+    for (_, _, rule), mean in means.items():
+        assert 0 < mean <= 1 + 1e-12, rule
+    exact_orders = [f for f in report.findings if f.source.startswith("a theorem")]
+    assert len(exact_orders) == 3 * 3
+    assert all(f.ratio is not None and f.ratio.value >= 0.99 for f in exact_orders)
+    assert cells.load_measured(site.folder / "cells.json").sheets["trees"][0].tokens
+    by_temperature, by_drafts, trees = report.tables
+    assert [len(t.rows) for t in (by_temperature, by_drafts)] == [1 + len(mdsd.RULES)] * 2
+    assert trees.rows[1][:4] == ["greedy_draft", "greedy", "2", "2"]
+
+
+def test_rounding_tells_nothing_apart() -> None:
+    """Two solvers at one optimum differ by their tolerances."""
+    low, high = Estimate(1 - 1e-9, 1 - 2e-9, 1 - 1e-10), Estimate(1.01, 1.001, 1.02)
+    verdicts = [Finding(statement="s", source="x", ratio=r).verdict for r in (low, high)]
+    assert verdicts == [OPEN, AGREES]
+
+
+def test_directions_follow_the_places() -> None:
+    """A planted reversal is against; equal values cannot be told apart."""
+    found = accepted(some_places(16), [2])
+    verdicts = {f.statement.split(",")[0]: f.verdict for f in order_findings(found, 0.7, 2)}
+    assert verdicts["optimum at least RRS"] == AGREES
+    assert verdicts["optimum at least K-SEQ"] == AGREES
+    assert verdicts["optimum w/o at least optimum"] == AGREES
+    planted = dict(found.by_rule)
+    planted["optimum w/o", 2] = planted["optimum", 2] - 0.1
+    planted["RRS", 2] = planted["optimum", 2]
+    wrong = replace(found, by_rule=planted)
+    assert isinstance(wrong, Accepted)
+    verdicts = {f.statement.split(",")[0]: f.verdict for f in order_findings(wrong, 0.7, 2)}
+    assert verdicts["optimum w/o at least optimum"] == AGAINST
+    assert verdicts["optimum at least RRS"] == OPEN
+
+
+def test_the_papers_are_registered_and_cover_their_own_usual_setting() -> None:
+    assert paper_named("gr-solvers") is GR_SOLVERS
+    assert paper_named("mdsd") is MDSD
+    assert mdsd.USUAL_TEMPERATURE in MDSD.temperatures
+    assert mdsd.USUAL_DRAFTS in MDSD.drafts
+    assert {rule for order in ORDERS for rule in order[:2]} <= set(mdsd.RULES)

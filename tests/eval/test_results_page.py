@@ -1,0 +1,201 @@
+"""The page of results: what it ranks, what it names as missing, and that files lose no figure."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.batches import Timing
+from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.evidence import (
+    BatchResults,
+    PaperResults,
+    add_evidence,
+    compact,
+    kind_of,
+    other_files,
+    read_evidence,
+)
+from eaglegbv.eval.figures import BLOCK_EFFICIENCY, TOKENS_PER_SECOND
+from eaglegbv.eval.papers.base import Finding, Report, Table
+from eaglegbv.eval.ranking import over_plain, rank_settings, rank_ways
+from eaglegbv.eval.records import Results, Setting
+from eaglegbv.eval.results_page import EXPECTED, page
+from eaglegbv.eval.store import RunFolder, write_results
+from eaglegbv.eval.summary import summarise
+
+GBV = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
+OTHER = Setting(plan=PLAIN, baseline="lookup:3")
+SETTINGS = (NONE, OTBV, GBV, OTHER)
+COMMITTED = {NONE.name: 100, OTBV.name: 230, GBV.name: 226, OTHER.name: 110}
+SECONDS = {NONE.name: 10.0, OTBV.name: 11.5, GBV.name: 14.0, OTHER.name: 16.0}
+
+
+def measured(seed: int = 0) -> Results:
+    """otbv commits most, gbv now more and now less than it; plain decoding is slow to none."""
+    records = []
+    for question in range(8):
+        for setting in SETTINGS:
+            swing = (9 if question % 2 else -9) if setting is GBV else seed
+            records.append(
+                record(
+                    setting,
+                    f"q{question}",
+                    0,
+                    forwards=100,
+                    committed=COMMITTED[setting.name] + swing,
+                    decode_seconds=SECONDS[setting.name],
+                )
+            )
+    settings = run_settings(
+        settings=SETTINGS,
+        repeats=1,
+        seed=seed,
+        question_ids=tuple(f"q{q}" for q in range(8)),
+        origin="/somewhere/of/mine/questions.jsonl",
+    )
+    return Results(settings=settings, environment=ENVIRONMENT, records=records)
+
+
+def timings() -> tuple[Timing, ...]:
+    seconds = {"none": (1.0, 2.0), "auto": (0.5, 1.1), "2x3": (0.6, 1.0), "slow": (4.0, 8.0)}
+    return tuple(
+        Timing(way=way, batch=4, context=0, temperature=1.0, repeat=r, tokens=100, seconds=s)
+        for way, own in seconds.items()
+        for r, s in enumerate(own)
+    )
+
+
+def test_settings_are_ranked_by_interval() -> None:
+    rank = rank_settings(measured(), BLOCK_EFFICIENCY)[1.0]
+    assert (rank.leader, rank.value) == (OTBV.name, pytest.approx(2.3))
+    assert rank.tied == (GBV.name,)
+    assert rank.behind == (OTHER.name, NONE.name)
+    assert rank.best == (OTBV.name, GBV.name)
+    speed = rank_settings(measured(), TOKENS_PER_SECOND)[1.0]
+    assert (speed.leader, speed.tied) == (OTBV.name, ())
+    assert speed.behind == (GBV.name, NONE.name, OTHER.name)
+
+
+def test_ways_are_ranked_by_repeats() -> None:
+    [(cell, ways)] = over_plain(timings()).items()
+    assert (cell.temperature, cell.context, cell.batch) == (1.0, 0, 4)
+    assert ways["none"] == Estimate(1, 1, 1)
+    assert ways["auto"].value == pytest.approx((1 / 0.5 + 2 / 1.1) / 2)
+    assert (ways["auto"].low, ways["auto"].high) == pytest.approx((2 / 1.1, 2))
+    rank = rank_ways(ways)
+    assert (rank.leader, rank.tied, rank.behind) == ("auto", ("2x3",), ("none", "slow"))
+    # Without plain decoding there is nothing to rank by.
+    assert over_plain([t for t in timings() if t.way != "none"]) == {}
+
+
+def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
+    results = measured()
+    for one in results.records:
+        one.turns.append(msgspec.structs.replace(one.turns[0], text="x" * 500, wall_seconds=3.25))
+        one.turns[0].metrics.offered_by_depth.append(1)
+        one.turns[0].metrics.accepted_by_depth.append(1)
+    folder = RunFolder(tmp_path / "run", results.settings, ENVIRONMENT)
+    for one in results.records:
+        folder.add(one)
+    path = add_evidence(tmp_path / "kept", "mt-bench", tmp_path / "run")
+    kept = read_evidence(tmp_path / "kept")["mt-bench"]
+    assert isinstance(kept, Results)
+    assert summarise(kept) == summarise(results) == summarise(compact(results))
+    assert b"xxx" not in path.read_bytes()
+    assert b"/somewhere" not in path.read_bytes()
+    write_results(tmp_path, results, summarise(results))
+    again = add_evidence(tmp_path / "kept", "mt-bench-again", tmp_path / "results.json")
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
+    finding = Finding(statement="b at least a", source="paper", ratio=Estimate(0.8, 0.7, 0.9))
+    report = Report(
+        tables=(Table(title="Table 1", rows=[["K", "ours"], ["1", "2.00"]], notes=("A note.",)),),
+        findings=(finding, msgspec.structs.replace(finding, ratio=Estimate(1.2, 1.1, 1.3))),
+    )
+    evidence = {
+        "mt-bench": measured(),
+        "mt-bench-again": measured(seed=1),
+        "paper-bv": PaperResults(report=report, title="Block verification", environment=None),
+        "batch": BatchResults(timings=timings(), environment=ENVIRONMENT, verifier="otbv"),
+    }
+    text = page(evidence, {"mt-bench": ["results/mt-bench_x.svg"]})
+    rank = "`otbv K2 L3` (2.30) | `gbv K2 L3` | `lookup:3`, `none` |"
+    assert f"| mt-bench | 1 | block efficiency | {rank}" in text
+    assert "![mt-bench_x.svg](results/mt-bench_x.svg)" in text
+    # One more token in 230, 1% of none's, in every conversation: no noise to hide in.
+    assert "| none | block efficiency | 1.000 | 1.010 | 1.010 [1.010, 1.010] | no |" in text
+    assert "reproduced" in text
+    assert "Of 2 directions 1 agrees, 1 against, 0 not told apart." in text
+    assert "- Block verification: of 2 directions 1 agrees, 1 against" in text
+    # One token more in 230 of otbv's and in 100 of none's: less of a speed-up, told exactly.
+    exact = (231 / 230) / (101 / 100)
+    told = f"{exact:.3f} [{exact:.3f}, {exact:.3f}]"
+    assert f"| otbv K2 L3 | speed-up | 2.000 | {2 * exact:.3f} | {told} | no |" in text
+    assert "| b at least a | 0.800 [0.700, 0.900] | against |" in text
+    assert "| 1 | as it is | 4 | `auto` (" in text
+    missing = next(line for line in text.splitlines() if line.startswith("Not measured"))
+    assert all((f"`{name}.json`" in missing) == (name not in evidence) for name in EXPECTED)
+    assert "seeds 0 and 1" in text
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles[0] == "## Which verifier when"
+    assert [titles.index(t) for t in titles if "second run" in t] == [2]
+    assert page(evidence, {"mt-bench": ["results/mt-bench_x.svg"]}) == text
+
+
+def test_the_defaults_are_told_and_judged() -> None:
+    text = page({"mt-bench": measured()}, {})
+    assert "`otbv` is the best or not told from it in 1 of the 1 cells" in text
+    poor = [one for one in measured().records if one.setting != OTBV.name]
+    others = msgspec.structs.replace(measured().settings, settings=(NONE, GBV, OTHER))
+    run = Results(settings=others, environment=ENVIRONMENT, records=poor)
+    assert "in 0 of the 1 cells" in page({"mt-bench": run}, {})
+    assert "cells" not in page({}, {}).partition("The engine's defaults")[2]
+
+
+@pytest.mark.parametrize("name", ["notes", "mtbench", "papers", ""])
+def test_names_that_say_nothing_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="one that begins with"):
+        kind_of(name)
+    with pytest.raises(InvalidArgument, match="one that begins with"):
+        add_evidence(tmp_path, name, tmp_path)
+    # Beside the page's own files it is another's, and said to be there.
+    path = tmp_path / f"{name}.json"
+    path.write_text("{}")
+    assert read_evidence(tmp_path) == {}
+    assert other_files(tmp_path) == [path]
+    assert f"not shown here: `{name}.json`." in page({}, {}, [path.name])
+
+
+def test_files_that_are_not_what_they_are_called_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match=r"study\.json"):
+        read_evidence(tmp_path)
+    with pytest.raises(InvalidArgument, match="results="):
+        add_evidence(tmp_path, "mt-bench", tmp_path / "nowhere")
+
+
+def test_what_is_committed_gives_the_committed_page() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    folder = docs / "results"
+    if not (docs / "results.md").is_file():
+        pytest.skip("no results are kept with this checkout")
+    from eaglegbv.eval.results_pictures import picture_names
+
+    evidence = read_evidence(folder)
+    links = {
+        name: [f"results/{one}.svg" for one in names]
+        for name, names in picture_names(evidence).items()
+    }
+    others = [path.name for path in other_files(folder)]
+    written = (docs / "results.md").read_text(encoding="utf-8")
+    assert page(evidence, links, others) == written, "write it again: eaglegbv bench results"
+    for link in (link for own in links.values() for link in own):
+        assert (docs / link).is_file()
+    for path in folder.glob("*.json"):
+        assert path.stat().st_size < 300_000

@@ -1,0 +1,112 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eaglegbv.drafters.sampled_trees import IidTree
+from eaglegbv.drafters.tree_builder import stack_trees
+from eaglegbv.errors import LawMismatch
+from eaglegbv.eval.subtrees import Offer
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law, check_tree
+
+VOCAB = 3
+
+
+def laws_after(tokens: list[int]) -> np.ndarray:
+    """A draft law for every prefix."""
+    weights = np.random.default_rng([7, *tokens]).random(VOCAB)
+    return weights / weights.sum()
+
+
+def grown(uniforms: np.ndarray, min_confidence: float) -> IidTree:
+    tree = IidTree(0, uniforms, VOCAB, min_confidence=min_confidence)
+    frontier = [0]
+    for _ in range(uniforms.shape[1]):
+        if not frontier:
+            break
+        laws = np.stack([laws_after(tree.tokens_to(node)) for node in frontier])
+        ids = np.tile(np.arange(VOCAB), (len(frontier), 1))
+        frontier = tree.grow(frontier, ids, laws)
+    return tree
+
+
+def drafted(uniforms: np.ndarray, min_confidence: float = 0.0) -> DraftTree:
+    """Trees of numbers ``[batch, paths, length]``."""
+    _, paths, length = uniforms.shape
+    trees = [grown(numbers, min_confidence).finish() for numbers in uniforms]
+    return stack_trees(trees, Law.IID, paths=paths, length=length)
+
+
+def offer_of(tree: DraftTree) -> Offer:
+    """The target's law at a node is drawn from the node's own text."""
+    probs = torch.zeros((tree.batch, tree.nodes, VOCAB), dtype=torch.float64)
+    for b in range(tree.batch):
+        texts: list[list[int]] = [[]]
+        for node in range(1, tree.nodes):
+            text = texts[int(tree.parents[b, node])]
+            texts.append([*text, int(tree.token_ids[b, node])])
+        for node, text in enumerate(texts):
+            weights = np.random.default_rng([11, *text]).random(VOCAB)
+            probs[b, node] = torch.from_numpy(weights / weights.sum())
+    return Offer(tree, TargetLaw.of_probs(probs))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.2]),
+    st.data(),
+)
+def test_a_part_is_the_tree_that_fewer_and_shorter_paths_make(
+    seed: int, paths: int, length: int, min_confidence: float, data: st.DataObject
+) -> None:
+    few = data.draw(st.integers(1, paths))
+    short = data.draw(st.integers(1, length))
+    uniforms = np.random.default_rng(seed).random((2, paths, length))
+    whole = offer_of(drafted(uniforms, min_confidence))
+    part = whole.part(few, short)
+    check_tree(part.tree)
+    direct = drafted(uniforms[:, :few, :short], min_confidence)
+    for field in fields(DraftTree):
+        mine, theirs = getattr(part.tree, field.name), getattr(direct, field.name)
+        if not isinstance(mine, torch.Tensor):
+            assert mine == theirs
+        elif field.name in {"draft_ids", "draft_probs"}:
+            _assert_equal_laws(part.tree, direct)
+        else:
+            assert torch.equal(mine, theirs), field.name
+    expected = offer_of(direct).target
+    for b in range(direct.batch):
+        nodes = range(int(direct.num_nodes[b]))
+        rows, wanted = part.target.rows[b, nodes], expected.rows[b, nodes]
+        assert torch.equal(part.target.logits[rows], expected.logits[wanted])
+
+
+def _assert_equal_laws(mine: DraftTree, theirs: DraftTree) -> None:
+    """Below the last level nothing is drawn: no law is compared, none is left."""
+    for b in range(mine.batch):
+        for node in range(int(mine.num_nodes[b])):
+            inner = bool((theirs.parents[b, 1:] == node).any())
+            if inner:
+                assert torch.equal(mine.draft_probs[b, node], theirs.draft_probs[b, node])
+                assert torch.equal(mine.draft_ids[b, node], theirs.draft_ids[b, node])
+            elif int(mine.depth[b, node]) == mine.length:
+                assert not mine.draft_probs[b, node].any()
+
+
+def test_the_whole_is_a_part_and_other_laws_have_none() -> None:
+    offer = offer_of(drafted(np.full((1, 2, 2), 0.5)))
+    assert offer.part(2, 2) is offer
+    tree = offer.tree
+    other = DraftTree(
+        **{f.name: getattr(tree, f.name) for f in fields(DraftTree) if f.name != "law"},
+        law=Law.WOR,
+    )
+    with pytest.raises(LawMismatch, match="iid"):
+        Offer(other, offer.target).part(1, 2)
