@@ -41,7 +41,6 @@ from eaglegbv.drafters.growth import (
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder
-from eaglegbv.matrix_layout import lay_out_for_few_rows
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.transfer import upload
 from eaglegbv.tree import DraftTree, Law
@@ -102,8 +101,7 @@ class EagleDrafter(RecallingDrafter):
         Raises:
             InvalidArgument: Graphs cannot be recorded here.
         """
-        lay_out_for_few_rows(head)
-        head.join_projections()
+        head.prepare_products()
         self.head = head
         self._attention = attention
         self._scale = head.config.head_dim**-0.5

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eaglegbv.drafters.rms_norm import RMSNorm
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.matrix_layout import SideBySide
+from eaglegbv.products import PackedProduct, can_pack, prepare
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
@@ -174,11 +174,25 @@ class EagleHead(nn.Module, ABC):
         embedded = functional.embedding(token_ids, self.embedding)
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
-    def join_projections(self) -> None:
-        """Make one product of projections of the same input, to draft with (see SideBySide)."""
-        for module in self.modules():
-            if isinstance(module, _Attention | _FeedForward):
-                module.joint.join()
+    @torch.no_grad()
+    def prepare_products(self) -> None:
+        """Make the products of a draft's few rows fast; see :mod:`eaglegbv.products`.
+
+        To be called once, on the last device and in the last dtype; the head is not trained after.
+        """
+        prepare(self, self._run_once)
+
+    def _run_once(self) -> None:
+        """Run every layer on a row."""
+        config, kind = self.config, self.embedding
+        group = config.num_heads // config.num_kv_heads
+        zero = torch.zeros(1, dtype=torch.int64, device=kind.device)
+        features = kind.new_zeros((1, config.feature_size))
+
+        def attend(_q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+            return v.repeat_interleave(group, dim=-2)
+
+        self.logits(self(zero, self.fuse(features), zero, attend))
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -208,6 +222,7 @@ class Eagle1Head(EagleHead):
         """Build a head over the target's embedding and output layer, both ``[vocab, hidden]``."""
         super().__init__(config, embedding)
         self.register_buffer("target_lm_head", target_lm_head, persistent=False)
+        self._packed_output: PackedProduct | None = None
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
@@ -234,7 +249,15 @@ class Eagle1Head(EagleHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's output layer on ``hidden``."""
+        if self._packed_output is not None:
+            return self._packed_output(hidden)
         return functional.linear(hidden, self.target_lm_head)
+
+    def prepare_products(self) -> None:
+        """See :meth:`EagleHead.prepare_products`."""
+        super().prepare_products()
+        if can_pack(self.target_lm_head):
+            self._packed_output = PackedProduct(self.target_lm_head, None)
 
 
 class Eagle3Head(EagleHead):
@@ -360,7 +383,6 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
-        self.joint = SideBySide(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, k, v = self.heads(x)
@@ -369,7 +391,10 @@ class _Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.joint(x))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         return q, k, v
 
 
@@ -410,9 +435,7 @@ class _FeedForward(nn.Module):
         self.gate_proj = nn.Linear(size, wide, bias=False)
         self.up_proj = nn.Linear(size, wide, bias=False)
         self.down_proj = nn.Linear(wide, size, bias=False)
-        self.joint = SideBySide(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.joint(x)
-        out: Tensor = self.down_proj(functional.silu(gate) * up)
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out

@@ -1,25 +1,20 @@
 """Any transformers decoder-only model as a target, through its AttentionInterface.
 
 The model's own code runs unchanged (norms, rotary embedding, experts, soft-capped logits); only
-attention is ours. One function is registered under one name, and the forward in progress reaches
-it as a keyword argument, so nothing global says which request or which pool is meant.
+attention is ours, and products with weights are computed another way (:mod:`eaglegbv.products`).
+The forward in progress reaches attention as a keyword argument, so nothing global says which
+request or which pool is meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.attention.flashinfer_paged import paged_attention
@@ -27,61 +22,12 @@ from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
-from eaglegbv.matrix_layout import lay_out_for_few_rows
+from eaglegbv.products import PackedProduct, in_use, prepare
+from eaglegbv.targets.attending import COMPILED, PLAIN, PagedCall, serving
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 from eaglegbv.targets.static_forward import StaticForward
 from eaglegbv.transfer import send
-
-_NAME = "eaglegbv_paged"
-_OPAQUE_NAME = "eaglegbv_paged_opaque"
-
-
-@dataclass(frozen=True, slots=True)
-class _PagedCall:
-    """What one forward of the model carries down to every layer's attention."""
-
-    attention: PagedAttention
-    batch: PackedBatch
-
-
-def _attend_paged(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    eaglegbv_call: _PagedCall | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend for transformers: ``[1, heads, rows, dim]`` thrice -> ``[1, rows, heads, dim]``."""
-    if eaglegbv_call is None:
-        raise ModelNotSupported(
-            "model", type(module).__name__, "attention that is handed the forward's keywords"
-        )
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
-    out = eaglegbv_call.attention.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        eaglegbv_call.batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(_NAME, _attend_paged)
 
 
 class HFTarget(Target):
@@ -128,8 +74,6 @@ class HFTarget(Target):
             )
         config = model.config.get_text_config(decoder=True)
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
-        self._call: Callable[..., Any] = self.model
-        lay_out_for_few_rows(self.model)
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
@@ -143,9 +87,11 @@ class HFTarget(Target):
 
         model.set_attn_implementation("eager")
         expected = plain_outputs(model, self.features)
-        model.set_attn_implementation(_NAME)
+        model.set_attn_implementation(PLAIN)
+        self._compiled = False
+        self._products: list[PackedProduct] = []
         probe = Probe()
-        self._run(pack([probe.segment()], self.device), probe, None)
+        self._products = prepare(model, lambda: self._probe(probe))
         check_layers(name, probe.calls, config, self.max_context)
         kv_heads, head_dim = probe.calls[0].kv_heads, probe.calls[0].head_dim
         # Where forwards are padded, padding writes to a slot of the pool that nobody owns.
@@ -162,7 +108,7 @@ class HFTarget(Target):
         self.pool = KVPool(*held, self.dtype, self.device)
         self.attention = attention(self.pool)
         if compile_backend is not None:
-            self._call = _compiled(model, compile_backend)
+            self._compile(compile_backend)
         self._static: StaticForward | None = None
         check_forward(name, self, expected)
         self._static = self._static_forward(graphs)
@@ -237,21 +183,48 @@ class HFTarget(Target):
     def _run(
         self, batch: PackedBatch, attention: PagedAttention, logit_rows: Tensor | None
     ) -> TargetOutput:
-        with torch.no_grad():
-            out = self._call(
-                input_ids=batch.token_ids.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
+        call = PagedCall(attention, batch)
+        with ExitStack() as around:
+            around.enter_context(torch.inference_mode() if self._compiled else torch.no_grad())
+            if self._compiled:
+                around.enter_context(serving(call))
+                around.enter_context(in_use(self._products))
+            token_ids, positions = batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
+            out = self.model(
+                # Graphs are made for tensors of one kind: those of inference mode.
+                input_ids=token_ids.clone() if self._compiled else token_ids,
+                position_ids=positions.clone() if self._compiled else positions,
                 attention_mask=None,
                 use_cache=False,
                 logits_to_keep=0 if logit_rows is None else send(logit_rows, self.device),
                 output_hidden_states=self._captured,
-                eaglegbv_call=_PagedCall(attention, batch),
+                **({} if self._compiled else {"eaglegbv_call": call}),
             )
             features: Tensor | None = None
             if self._captured:
                 states = [out.hidden_states[layer][0] for layer in self._captured]
                 features = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
             return TargetOutput(out.logits[0].float(), features)
+
+    def _probe(self, probe: Probe) -> None:
+        self._run(pack([probe.segment()], self.device), probe, None)
+
+    def _compile(self, backend: str) -> None:
+        """Compile the model up to its last norm, for one row and for any number of rows.
+
+        Its last layer stays outside: it computes as many logits as a step asks for, and each such
+        number of none, one, or several would be a graph of its own.
+
+        Raises:
+            InvalidArgument: There is no such backend.
+        """
+        known = torch.compiler.list_backends(exclude_tags=None)
+        if backend not in known:
+            raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
+        self.model.set_attn_implementation(COMPILED)
+        nn.Module.compile(self.model.base_model, backend=backend, dynamic=True)
+        self._compiled = True
+        self._probe(Probe())  # one row; the check of the target has several
 
     @property
     def input_embeddings(self) -> Tensor:
@@ -262,21 +235,6 @@ class HFTarget(Target):
     def output_embeddings(self) -> Tensor:
         """See :meth:`Target.output_embeddings`."""
         return _weight(self.model.get_output_embeddings())
-
-
-def _compiled(model: PreTrainedModel, backend: str) -> Callable[..., Any]:
-    """Return ``model`` compiled for any number of rows, its attention left as it is.
-
-    The attention plans a batch on the host, which no graph can hold, so graphs end before it and
-    begin behind it; those of all layers are the same.
-    """
-    known = torch.compiler.list_backends(exclude_tags=None)
-    if backend not in known:
-        raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
-    AttentionInterface.register(_OPAQUE_NAME, torch.compiler.disable(_attend_paged))
-    model.set_attn_implementation(_OPAQUE_NAME)
-    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=True)
-    return compiled
 
 
 def load_config(model: str | Path) -> PreTrainedConfig:

@@ -56,7 +56,8 @@ class Tape(TorchDispatchMode):
 
 
 def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+    # Packed weights have no storage to look at, and are never written.
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 class TapeRecorder(Recorder):

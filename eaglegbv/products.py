@@ -1,0 +1,250 @@
+"""Products of a few rows with a model's weights: what a decoding step spends most of its time on.
+
+Two things make them fast, and change nothing but rounding:
+
+- linear layers that read the same tensor (queries, keys and values; gate and up) are *joined*: the
+  first of them computes one product for all, the others find their part of it;
+- on a CPU weights are *packed* into the blocks that oneDNN's kernels read, once and not in every
+  call: seven rows of a draft tree then cost little more than one.
+
+Which layers read the same tensor is seen, not guessed from names: the caller runs the module once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_PACKED_FOR = 16
+"""Rows that packed weights are laid out for; kernels take any number."""
+
+_OP = "eaglegbv::product"
+
+Product = Callable[[Tensor], Tensor]
+"""``[..., in_features]`` to ``[..., out_features]``."""
+
+
+def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct]":
+    """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
+
+    Weights loaded later are not used. Those of packed layers leave their modules (they are packed
+    instead), but for those that an embedding shares and those of the last layer.
+
+    Args:
+        module: Its linear layers are replaced, under their names.
+        run: Runs the module once, on any input, and every layer as often as any other forward does.
+
+    Returns:
+        What was packed, in order.
+    """
+    groups = _groups(module, run)
+    looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    packed: list[PackedProduct] = []
+    made: dict[nn.Linear, _Prepared] = {}
+    for group in groups:
+        weights = [layer.weight.data for layer in group]
+        joint = weights[0] if len(group) == 1 else torch.cat(weights)
+        biases = [layer.bias.data for layer in group if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        product: Product
+        if can_pack(joint):
+            product = PackedProduct(joint, bias, index=len(packed))
+            packed.append(product)
+        elif len(group) == 1:
+            continue
+        else:
+            product = DenseProduct(joint, bias)
+        kept = group[0].weight in looked_up or group is groups[-1]
+        shared = product if len(group) == 1 else Joint(product, [len(w) for w in weights])
+        for place, layer in enumerate(group):
+            own = shared.part(place) if isinstance(shared, Joint) else shared
+            weight = layer.weight.data if kept else layer.weight.data.to("meta")
+            made[layer] = _Prepared(layer, own, weight)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child in made:
+                setattr(parent, name, made[child])
+    return packed
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Say whether products with ``weight`` are faster packed: floats of a CPU that oneDNN knows."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype is torch.float32
+
+
+class DenseProduct:
+    """A product with a matrix as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product with ``x`` ``[..., in_features]``."""
+        return functional.linear(x, self._weight, self._bias)
+
+
+class PackedProduct:
+    """A product with a packed matrix."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, index: int = 0) -> None:
+        """Pack ``weight`` ``[out_features, in_features]``.
+
+        Args:
+            weight: One that :func:`can_pack`.
+            bias: ``[out_features]``, or None.
+            index: Its place among the products of a module that may be compiled.
+        """
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
+        self._bias = bias
+        self._index = index
+        self._out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product with ``x`` ``[..., in_features]``."""
+        if torch.compiler.is_compiling():  # which knows no packed tensors
+            opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
+            return opaque
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Compute it."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return product
+
+
+class Joint:
+    """Layers that read the same tensor, as one product.
+
+    Attributes:
+        sizes: Outputs of each.
+    """
+
+    def __init__(self, product: Product, sizes: Sequence[int]) -> None:
+        """Take the product of all layers, and their sizes in it."""
+        self.sizes = list(sizes)
+        self._product = product
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    def part(self, place: int) -> "JointPart":
+        """Return the product of the layer at ``place``."""
+        return JointPart(self, place)
+
+    def of(self, x: Tensor, place: int) -> Tensor:
+        """Return a layer's part: computed for the first that reads ``x``, found by the others."""
+        # Held on to until the last has read it, so no other tensor can pass for it.
+        if x is not self._input:
+            self._input = x
+            self._parts = torch.split(self._product(x), self.sizes, dim=-1)
+        found = self._parts[place]
+        if place == len(self.sizes) - 1:
+            self._input, self._parts = None, ()
+        return found
+
+
+class JointPart:
+    """One layer's part of a joint product."""
+
+    def __init__(self, joint: Joint, place: int) -> None:
+        """Be the part at ``place``."""
+        self._joint = joint
+        self._place = place
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the layer's product with ``x`` ``[..., in_features]``."""
+        return self._joint.of(x, self._place)
+
+
+class _Prepared(nn.Linear):
+    """A linear layer that computes another way; its weight may be a placeholder."""
+
+    def __init__(self, layer: nn.Linear, product: Product, weight: Tensor) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own draws weights from the global generator
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = layer.bias
+        self._product = product
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gives it
+        """Return the layer's product."""
+        return self._product(input)
+
+
+def _groups(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
+    """Return the linear layers as they ran, those behind each other on one input together.
+
+    A layer that ran twice, or not at all, is left out.
+    """
+    calls: list[tuple[nn.Linear, Tensor]] = []  # with the input, which so outlives the run
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear)
+        calls.append((layer, inputs[0]))
+
+    layers = [m for m in module.modules() if type(m) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ran = [layer for layer, _ in calls]
+    groups: list[list[nn.Linear]] = []
+    read: Tensor | None = None
+    for layer, x in calls:
+        if ran.count(layer) > 1:
+            read = None
+        elif x is read and _alike(groups[-1][0], layer):
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+            read = x
+    return groups
+
+
+def _alike(first: nn.Linear, second: nn.Linear) -> bool:
+    return (
+        first.weight.dtype is second.weight.dtype
+        and first.weight.device == second.weight.device
+        and (first.bias is None) == (second.bias is None)
+    )
+
+
+# Packed tensors cannot be part of a compiled graph, so one calls back, by number. Whose products
+# are meant is said around the call.
+
+_IN_USE: ContextVar[Sequence[PackedProduct]] = ContextVar("eaglegbv_products", default=())
+
+
+@contextmanager
+def in_use(products: Sequence[PackedProduct]) -> Iterator[None]:
+    """Have compiled code find its products here."""
+    token = _IN_USE.set(products)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+def _run_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
+    return _IN_USE.get()[index].run(x)
+
+
+def _shape_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+torch.library.define(_OP, "(Tensor x, int index, int out_features) -> Tensor")
+torch.library.impl(_OP, "default", _run_opaque)
+torch.library.register_fake(_OP, _shape_opaque)

@@ -1,0 +1,130 @@
+"""Products with weights, joined and packed: the same numbers, from the same names."""
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+from torch import Tensor, nn
+
+from eaglegbv.products import DenseProduct, PackedProduct, can_pack, in_use, prepare
+from eaglegbv.targets.hf import HFTarget
+
+PACKS = can_pack(torch.zeros(1, 1))
+needs_packing = pytest.mark.skipif(not PACKS, reason="PyTorch without oneDNN packs no weights")
+
+
+class Layers(nn.Module):
+    """Three layers that read one tensor, one behind them, one never used, an output layer."""
+
+    def __init__(self, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12, dtype=dtype)
+        self.q, self.k, self.v = (nn.Linear(12, n, bias=bias, dtype=dtype) for n in (8, 4, 4))
+        self.o = nn.Linear(16, 12, bias=bias, dtype=dtype)
+        self.idle = nn.Linear(12, 3, dtype=dtype)
+        self.output = nn.Linear(12, 11, bias=False, dtype=dtype)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x = self.embedding(token_ids)
+        parts = torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)
+        result: Tensor = self.output(x + self.o(parts))
+        return result
+
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_prepared_modules_compute_the_same(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    module = Layers(bias=bias, dtype=dtype)
+    expected, names = module(TOKENS), list(module.state_dict())
+    packed = prepare(module, lambda: module(TOKENS[:, :1]))
+    # bfloat16: a bit of a result's last place, of eight.
+    tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(module(TOKENS), expected, **tolerance)
+    assert list(module.state_dict()) == names
+    # q, k and v are one product; float64 is not packed, but joined all the same.
+    packs = PACKS and dtype is not torch.float64
+    assert len(packed) == (3 if packs else 0)
+    assert module.q.weight.is_meta
+    assert module.o.weight.is_meta == packs
+    assert not module.idle.weight.is_meta
+    assert not module.output.weight.is_meta
+
+
+@torch.no_grad()
+def test_parts_of_a_joint_product_never_mix_inputs() -> None:
+    torch.manual_seed(0)
+    module = Layers(bias=True, dtype=torch.float32)
+    layers, (x, y) = (module.q, module.k, module.v), torch.randn(2, 3, 12)
+    expected = [[layer(z) for layer in layers] for z in (x, y)]
+    prepare(module, lambda: module(TOKENS))
+    q, k, v = module.q, module.k, module.v
+    torch.testing.assert_close(q(x), expected[0][0])
+    torch.testing.assert_close(k(y), expected[1][1])  # another tensor in between
+    torch.testing.assert_close(v(x), expected[0][2])
+    torch.testing.assert_close(v(y), expected[1][2])  # out of order, alone
+    for layer, found in ((v, expected[1][2]), (q, expected[1][0]), (k, expected[1][1])):
+        torch.testing.assert_close(layer(y), found)
+
+
+@torch.no_grad()
+def test_layers_that_run_twice_and_shared_weights_stay() -> None:
+    module = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False))
+    twice = module[1]
+    module[2].weight = module[0].weight
+
+    def run() -> Tensor:
+        result: Tensor = module[2](twice(twice(module[0](torch.arange(5)))))
+        return result
+
+    expected = run()
+    prepare(module, run)
+    assert module[1] is twice
+    assert module[2].weight.data_ptr() == module[0].weight.data_ptr()
+    torch.testing.assert_close(run(), expected)
+
+
+def test_preparing_draws_no_random_numbers() -> None:
+    module = Layers(bias=True, dtype=torch.float32)
+    before = torch.random.get_rng_state()
+    prepare(module, lambda: module(TOKENS))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@needs_packing
+def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64), torch.randn(33, 64)
+    packed, dense = PackedProduct(weight, None), DenseProduct(weight, None)
+    whole = packed(x)
+    torch.testing.assert_close(whole, dense(x))
+    for rows in (1, 2, 7, 16):
+        assert torch.equal(packed(x[:rows]), whole[:rows])
+    assert packed(x[:0]).shape == (0, 96)
+    assert packed(x.view(1, 3, 11, 64)).shape == (1, 3, 11, 96)
+    strided = torch.randn(5, 128)[:, ::2]
+    torch.testing.assert_close(packed(strided), dense(strided))
+
+
+@needs_packing
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@torch.no_grad()
+def test_compiled_modules_find_their_products() -> None:
+    module = Layers(bias=True, dtype=torch.float32)
+    packed = prepare(module, lambda: module(TOKENS))
+    expected = module(TOKENS)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with in_use(packed):
+        torch.testing.assert_close(compiled(TOKENS), expected)
+    with pytest.raises(IndexError):  # they were asked for, then: nothing else was computed
+        compiled(TOKENS)
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "opt", "gpt_oss"])
+def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
+    target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
+    assert not any(type(m) is nn.Linear for m in target.model.modules())
