@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
@@ -25,6 +26,7 @@ from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
 from eaglegbv.targets.attending import COMPILED, PLAIN, PagedCall, serving
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.targets.compiling import compiled_alone
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 from eaglegbv.targets.static_forward import StaticForward
 from eaglegbv.transfer import send
@@ -216,15 +218,21 @@ class HFTarget(Target):
         number of none, one, or several would be a graph of its own.
 
         Raises:
-            InvalidArgument: There is no such backend.
+            InvalidArgument: There is no such backend, or the model cannot be one graph.
         """
         known = torch.compiler.list_backends(exclude_tags=None)
         if backend not in known:
             raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
         self.model.set_attn_implementation(COMPILED)
-        nn.Module.compile(self.model.base_model, backend=backend, dynamic=True)
+        base = self.model.base_model
+        base.forward = compiled_alone(base.forward, backend)
         self._compiled = True
-        self._probe(Probe())  # one row; the check of the target has several
+        try:
+            self._probe(Probe())  # one row; the check of the target has several
+        except Unsupported as error:
+            reason = str(error).strip().splitlines()[0]
+            expected = f"none for {type(self.model).__name__}, which is not one graph ({reason})"
+            raise InvalidArgument("compile", backend, expected) from error
 
     @property
     def input_embeddings(self) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import VOCAB, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.targets.base import FeatureSpec, TargetOutput
@@ -44,9 +45,40 @@ def test_compiled_forwards_equal_plain_ones(name: str) -> None:
     features = FeatureSpec.layer_inputs([1, 3])
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
     compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
+    assert_same(compiled, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_targets_of_one_class_keep_apart() -> None:
+    # Their graphs are not guarded by what they were made from, which differs here: the number of
+    # layers, what is captured, the weights.
+    both = [
+        [
+            HFTarget(make(), features=features, max_slots=256, compile_backend=backend)
+            for make, features in (
+                (lambda: tiny_model("llama"), FeatureSpec.layer_inputs([1, 3])),
+                (shallow_llama, FeatureSpec.none()),
+                (lambda: tiny_model("llama"), FeatureSpec.final()),
+            )
+        ]
+        for backend in ("eager", None)
+    ]
+    for compiled, plain in zip(*both, strict=True):
+        assert_same(compiled, plain)
+
+
+def shallow_llama() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    config = LlamaConfig(**{**tiny_model("llama").config.to_dict(), "num_hidden_layers": 2})
+    return LlamaForCausalLM(config)
+
+
+def assert_same(compiled: HFTarget, plain: HFTarget) -> None:
     for ours, expected in zip(outputs(compiled), outputs(plain), strict=True):
         torch.testing.assert_close(ours.logits, expected.logits)
-        torch.testing.assert_close(ours.features, expected.features)
+        assert (ours.features is None) == (expected.features is None)
+        if expected.features is not None:
+            torch.testing.assert_close(ours.features, expected.features)
 
 
 def test_an_unknown_compiler_is_named() -> None:

@@ -1,0 +1,46 @@
+"""Compiling a forward that does not change any more."""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.types import GuardFilterEntry
+
+
+def compiled_alone(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Return ``forward`` compiled for inputs of one row, and for those of any number of rows.
+
+    A compiled graph is usually guarded by thousands of checks of the module it was made from, which
+    take a tenth of a small forward. Here only the inputs are looked at, so the module must stay as
+    it is, be called with the same keywords, and share its graphs with no other. A graph that ended
+    early would go on in code that others share, so it must be one graph.
+
+    Args:
+        forward: A module's forward, bound.
+        backend: A backend of ``torch.compile``. What it cannot make one graph of raises
+            ``torch._dynamo.exc.Unsupported`` when it is first called.
+    """
+
+    def run(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    # PyTorch keeps graphs by the code they were made from, not by the function: a code of its own.
+    own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+    settings: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
+    if backend == "inductor":
+        settings["size_asserts"] = False  # the target proves itself when it is built
+    compiled: Callable[..., Any] = torch.compile(
+        own, backend=backend, dynamic=True, fullgraph=True, options=settings
+    )
+    return compiled
+
+
+def _guards_of_inputs(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Keep what tells graphs apart: one row, or several."""
+    return [guard.guard_type == "SHAPE_ENV" or _of_input(guard) for guard in guards]
+
+
+def _of_input(guard: GuardFilterEntry) -> bool:
+    return guard.guard_type == "TENSOR_MATCH" and not isinstance(guard.value, nn.Parameter)
