@@ -1,15 +1,9 @@
-"""How transformers' layers reach the paged attention, and which forward they belong to."""
+"""How transformers' layers reach the paged attention: under two names, as they are and compiled."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eaglegbv.attention.base import PackedBatch, PagedAttention
+from eaglegbv.attention.opaque import PagedCall, attend_opaque
 from eaglegbv.errors import ModelNotSupported
 
 PLAIN = "eaglegbv_paged"
@@ -18,36 +12,8 @@ PLAIN = "eaglegbv_paged"
 COMPILED = "eaglegbv_paged_opaque"
 """Name of that of a model that is compiled."""
 
-_OP = "eaglegbv::attend"
 
-
-@dataclass(frozen=True, slots=True)
-class PagedCall:
-    """What one forward of the model carries down to every layer's attention."""
-
-    attention: PagedAttention
-    batch: PackedBatch
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend for transformers: ``[1, heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
-        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-        return self.attention.attend(
-            layer, q, k, v, self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        ).unsqueeze(0)
-
-
-def _attend_paged(
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -61,45 +27,23 @@ def _attend_paged(
     eaglegbv_call: PagedCall | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
+    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
     if eaglegbv_call is None:
         raise ModelNotSupported(
             "model", type(module).__name__, "attention that is handed the forward's keywords"
         )
-    out = eaglegbv_call.attend(
+    out = eaglegbv_call.attention.attend(
         _layer_of(module),
-        query,
-        key,
-        value,
+        _by_row(query),
+        _by_row(key),
+        _by_row(value),
+        eaglegbv_call.batch,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    return out, None
-
-
-def _layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
-    return layer
-
-
-# In a compiled graph attention is one opaque operation: it plans a batch on the host, which no
-# graph can hold. Operations take tensors and numbers alone, so the forward it belongs to is said
-# around the call.
-
-_CALL: ContextVar[PagedCall] = ContextVar("eaglegbv_call")
-
-
-@contextmanager
-def serving(call: PagedCall) -> Iterator[None]:
-    """Have compiled code attend by ``call``."""
-    token = _CALL.set(call)
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
+    return out.unsqueeze(0), None
 
 
 def _attend_compiled(
@@ -115,40 +59,29 @@ def _attend_compiled(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _layer_of(module)
-    limits = (sliding_window, softcap, s_aux)
-    out: Tensor = torch.ops.eaglegbv.attend(query, key, value, layer, scale, *limits)
-    return out, None
-
-
-def _run_opaque(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    found = _CALL.get().attend(
-        layer, query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks
+    out = attend_opaque(
+        _layer_of(module),
+        _by_row(query),
+        _by_row(key),
+        _by_row(value),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
     )
-    return found.contiguous()  # as the graph expects it
+    return out.unsqueeze(0), None
 
 
-def _shape_opaque(query: Tensor, *_: object) -> Tensor:
-    one, heads, rows, dim = query.shape
-    return query.new_empty((one, rows, heads, dim))
+def _by_row(part: Tensor) -> Tensor:
+    return part.squeeze(0).transpose(0, 1)
 
 
-torch.library.define(
-    _OP,
-    "(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-    " int? window, float? softcap, Tensor? sinks) -> Tensor",
-)
-torch.library.impl(_OP, "default", _run_opaque)
-torch.library.register_fake(_OP, _shape_opaque)
-AttentionInterface.register(PLAIN, _attend_paged)
+def _layer_of(module: nn.Module) -> int:
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
+    return layer
+
+
+AttentionInterface.register(PLAIN, _attend)
 AttentionInterface.register(COMPILED, _attend_compiled)

@@ -8,6 +8,19 @@ import torch
 from torch import nn
 from torch._dynamo.types import GuardFilterEntry
 
+from eaglegbv.errors import InvalidArgument
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless ``torch.compile`` knows ``backend``.
+
+    Raises:
+        InvalidArgument: It does not.
+    """
+    known = torch.compiler.list_backends(exclude_tags=None)
+    if backend not in known:
+        raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
+
 
 def compiled_alone(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """Return ``forward`` compiled for inputs of one row, and for those of any number of rows.

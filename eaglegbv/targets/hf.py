@@ -20,13 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
+from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
-from eaglegbv.targets.attending import COMPILED, PLAIN, PagedCall, serving
+from eaglegbv.targets.attending import COMPILED, PLAIN
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
-from eaglegbv.targets.compiling import compiled_alone
+from eaglegbv.targets.compiling import check_backend, compiled_alone
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 from eaglegbv.targets.static_forward import StaticForward
 from eaglegbv.transfer import send
@@ -220,9 +221,7 @@ class HFTarget(Target):
         Raises:
             InvalidArgument: There is no such backend, or the model cannot be one graph.
         """
-        known = torch.compiler.list_backends(exclude_tags=None)
-        if backend not in known:
-            raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
+        check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
         base.forward = compiled_alone(base.forward, backend)

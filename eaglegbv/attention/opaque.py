@@ -1,0 +1,84 @@
+"""Attention within a compiled graph: one operation that nobody looks into.
+
+It plans a batch on the host, which no graph can hold. Operations take tensors and numbers alone, so
+the forward it belongs to is said around the call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import PackedBatch, PagedAttention
+
+_OP = "eaglegbv::attend"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """What one forward of a model carries down to every layer's attention."""
+
+    attention: PagedAttention
+    batch: PackedBatch
+
+
+_CALL: ContextVar[PagedCall] = ContextVar("eaglegbv_call")
+
+
+@contextmanager
+def serving(call: PagedCall) -> Iterator[None]:
+    """Have compiled code attend by ``call``."""
+    token = _CALL.set(call)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
+def attend_opaque(
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend within compiled code; see :meth:`PagedAttention.attend`."""
+    out: Tensor = torch.ops.eaglegbv.attend(q, k, v, layer, scale, window, softcap, sinks)
+    return out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    call = _CALL.get()
+    found = call.attention.attend(
+        layer, q, k, v, call.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    return found.contiguous()  # as the graph expects it
+
+
+def _shape(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+torch.library.define(
+    _OP,
+    "(Tensor q, Tensor k, Tensor v, int layer, float scale,"
+    " int? window, float? softcap, Tensor? sinks) -> Tensor",
+)
+torch.library.impl(_OP, "default", _run)
+torch.library.register_fake(_OP, _shape)
