@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -293,7 +294,7 @@ class Engine:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
         watch = Stopwatch(self._barrier)
         with watch.phase(Phase.DRAFT):
-            self._planner.assign(batch.decoding, others=len(batch.reading))
+            self._planner.assign(batch.decoding, others=len(batch.reading), behind=self._behind)
             groups = self._draft(batch.decoding)
         groups += self._prefill([p for p in batch.reading if p.brings_first_token])
         chunks = self._read([p for p in batch.reading if not p.brings_first_token])
@@ -316,7 +317,8 @@ class Engine:
             self._keep_chunks(chunks, output)
         if batch.reading:
             with watch.phase(Phase.PREFILL):
-                self._end_reading([portion.request for portion in batch.reading])
+                missed = self._end_reading([portion.request for portion in batch.reading])
+            self._planner.observe_reading(missed, watch.spans[-1].seconds)
         share_seconds(batch, watch.seconds, sum(segment.num_new for segment in segments))
         self._planner.observe_step(watch.elapsed)
         every = [outcome for own in outcomes for outcome in own]
@@ -472,19 +474,20 @@ class Engine:
         output: TargetOutput,
     ) -> list[Commit]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        commits = []
+        sound: list[int] = []
         for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True)):
             if outcome.fault:
                 request.error = fault_error(outcome.fault, request.number)
                 self.finish(request, FinishReason.ERROR)
-                commits.append(Commit(request, []))
                 continue
-            nodes = [0, *outcome.nodes]
+            sound.append(b)
             request.debts = debts[b]
-            self._keep(request, group, b, nodes)
-            self._show_drafter(request, layout, b, nodes, output.features)
-            commits.append(self._extend(request, outcome))
-        return commits
+            self._keep(request, group, b, [0, *outcome.nodes])
+        self._show_drafter(group.requests, sound, layout, outcomes, output.features)
+        return [
+            self._extend(request, outcome) if b in sound else Commit(request, [])
+            for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True))
+        ]
 
     def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
         """Move the slots of accepted nodes (and of a prompt) to the request; free the others."""
@@ -503,14 +506,28 @@ class Engine:
             first += count
 
     def _show_drafter(
-        self, request: Request, layout: Layout, b: int, nodes: list[int], features: Tensor | None
+        self,
+        requests: Sequence[Request],
+        sound: list[int],
+        layout: Layout,
+        outcomes: list[Outcome],
+        features: Tensor | None,
     ) -> None:
-        if self._drafter is None or features is None or not request.drafted:
+        """Hand the drafter the features of what was committed, all gathered at once."""
+        if self._drafter is None or features is None:
             return
-        first, root = layout.first_tokens[b], layout.root_tokens[b]
-        rows = [*range(first, root), *(root + node for node in nodes)]
-        places = upload(rows, dtype=torch.int64, device=features.device)
-        self._drafter.observe(request, features.index_select(0, places))
+        shown = [b for b in sound if requests[b].drafted]
+        if not shown:
+            return
+        rows = [
+            [*range(layout.first_tokens[b], root + 1), *(root + node for node in outcomes[b].nodes)]
+            for b in shown
+            for root in (layout.root_tokens[b],)
+        ]
+        places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
+        parts = features.index_select(0, places).split([len(own) for own in rows])
+        for b, part in zip(shown, parts, strict=True):
+            self._drafter.observe(requests[b], part)
 
     def _extend(self, request: Request, outcome: Outcome) -> Commit:
         """Append new tokens, up to the first that ends the text."""
@@ -545,14 +562,26 @@ class Engine:
             return True
         return token in self._target.eos_token_ids and not request.params.ignore_eos
 
-    def _end_reading(self, requests: list[Request]) -> None:
-        """Run the drafter over what was read, so that its cost counts as prefill, and share it."""
+    def _end_reading(self, requests: list[Request]) -> int:
+        """Run the drafter over what was read, so that its cost counts as prefill, and share it.
+
+        Returns:
+            For how many positions the drafter ran.
+        """
         running = [request for request in requests if not request.finished]
+        missed = 0
         if self._drafter is not None:
-            self._drafter.catch_up([request for request in running if request.drafted])
+            drafted = [request for request in running if request.drafted]
+            missed = sum(self._behind(request) for request in drafted)
+            self._drafter.catch_up(drafted)
         for request in running:
             if not request.unread:
                 self._share(request)
+        return missed
+
+    def _behind(self, request: Request) -> int:
+        """Return for how many committed positions the drafter has not run yet."""
+        return 0 if self._drafter is None else request.context - self._drafter.shareable(request)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
@@ -633,8 +662,7 @@ def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
     """Warp the logits of a group's nodes, each by its request's settings and its own path."""
     params = [request.params for request in group.requests]
     counts = group.counts
-    first = int(layout.logit_rows[0, 0])
-    own = logits[first : first + sum(counts)]
+    own = logits[layout.logits]
     if any(p.penalised for p in params):
         own = penalise(
             own,
@@ -642,11 +670,11 @@ def target_law(group: Group, layout: Layout, logits: Tensor) -> TargetLaw:
             PenaltySettings.of(params, counts, device=logits.device),
         )
     warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
-    rows = send(layout.logit_rows - first, logits.device)
+    rows = send(layout.node_rows, logits.device)
     if logits.device.type != "cpu":  # rows of padding nodes may be there, and mean nothing
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
-    return TargetLaw.of_logits(warped, rows)
+    return TargetLaw.of_warped(warped, rows)
 
 
 def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -50,11 +51,11 @@ def read_outcomes(judged: Sequence[Judged]) -> list[list[Outcome]]:
     if not judged:  # a step that only read parts of texts
         return []
     tables = [_table(group) for group in judged]
-    [numbers] = fetch(torch.cat([table.flatten() for table in tables]))
-    parts = numbers.split([table.numel() for table in tables])
+    [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
+    numbers = iter(fetched.tolist())
     return [
-        [_outcome(row) for row in part.view(table.shape).tolist()]
-        for part, table in zip(parts, tables, strict=True)
+        [_outcome(list(islice(numbers, width))) for _ in range(batch)]
+        for batch, width in (table.shape for table in tables)
     ]
 
 
@@ -67,7 +68,7 @@ def _table(judged: Judged) -> Tensor:
     depth = tree.depth.amax(dim=1)
     columns = (verdict.accepted, verdict.token_ids, judged.faults, depth, tree.num_nodes)
     tokens = tree.token_ids.gather(1, verdict.path_nodes)
-    return torch.cat((torch.stack(columns, dim=1), verdict.path_nodes, tokens), dim=1)
+    return torch.cat((*(c.unsqueeze(1) for c in columns), verdict.path_nodes, tokens), dim=1)
 
 
 def _outcome(row: list[int]) -> Outcome:

@@ -31,6 +31,11 @@ class TargetLaw:
         return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
 
     @classmethod
+    def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
+        """Normalise rows whose largest entry is 0, as :func:`eaglegbv.warp.warp` leaves them."""
+        return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
+
+    @classmethod
     def of_probs(cls, probs: Tensor) -> Self:
         """Wrap ``probs`` ``[batch, nodes, vocab]`` float64, for tests and tables."""
         batch, nodes, _ = probs.shape
@@ -44,9 +49,12 @@ class TargetLaw:
 
     def probs_at(self, token_ids: Tensor) -> Tensor:
         """Return p at ``token_ids`` ``[batch, nodes, width]`` of every node, float64."""
-        rows = self.rows.unsqueeze(-1)
-        logits = self.logits[rows, token_ids].to(torch.float64)
-        return torch.exp(logits - self.log_normaliser[rows])
+        return self.probs_in(self.rows, token_ids)
+
+    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
+        logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
+        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
 
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the whole law at one node per request, ``[batch, vocab]`` float64.
@@ -54,7 +62,6 @@ class TargetLaw:
         Args:
             nodes: ``[batch]`` int64.
         """
-        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
-        # Indexing copied the rows, so the rest may work in place.
-        logits = self.logits[rows].to(torch.float64)
-        return logits.sub_(self.log_normaliser[rows].unsqueeze(1)).exp_()
+        rows = self.rows.gather(1, nodes.unsqueeze(1))
+        logits = self.logits.index_select(0, rows.squeeze(1))
+        return torch.sub(logits, self.log_normaliser.take(rows)).exp_()

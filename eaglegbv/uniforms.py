@@ -5,7 +5,7 @@ keyed by the request's *step counter*, not by token positions. Keying by positio
 numbers drawn for rejected positions to the next step again, which biases the output.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -21,6 +21,10 @@ class Purpose(IntEnum):
     CORRECTION = 3
 
 
+_EMPTY = np.zeros(4, dtype=np.uint64)
+"""Philox makes four numbers at a time; none is left over from before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """The random numbers of one request.
@@ -30,6 +34,11 @@ class Stream:
     """
 
     seed: int
+    # Made once, for that takes longer than a draw; every draw sets all of its state.
+    _generator: np.random.Generator = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_generator", np.random.Generator(np.random.Philox(key=0)))
 
     def draw(self, step: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
         """Return ``count`` uniforms in [0, 1), float64: never 1.0, and a pure function of its key.
@@ -41,9 +50,18 @@ class Stream:
         """
         # Philox is keyed by (seed, purpose); the step sits above the 64-bit block counter.
         # As an array, for numpy would round large seeds in a list to float64.
-        key = np.array([self.seed, int(purpose)], dtype=np.uint64)
-        bits = np.random.Philox(key=key, counter=[0, step, 0, 0])
-        return np.random.Generator(bits).random(count)
+        self._generator.bit_generator.state = {
+            "bit_generator": "Philox",
+            "state": {
+                "counter": np.array([0, step, 0, 0], dtype=np.uint64),
+                "key": np.array([self.seed, purpose], dtype=np.uint64),
+            },
+            "buffer": _EMPTY,
+            "buffer_pos": len(_EMPTY),
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator.random(count)
 
 
 def request_seed(engine_seed: int, request_number: int) -> int:

@@ -6,6 +6,7 @@ the same functions: a row may hold any list of tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -26,6 +27,7 @@ class WarpSettings:
         limits: The finite values of ``top_k``, known on the host.
         top_p: ``[rows]`` float64, or None.
         min_p: ``[rows]`` float64, or None.
+        tempered: Whether some temperature may be another than 1, known on the host.
     """
 
     temperature: Tensor
@@ -34,39 +36,49 @@ class WarpSettings:
     limits: frozenset[int]
     top_p: Tensor | None
     min_p: Tensor | None
+    tempered: bool = True
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         params: Sequence[SamplingParams],
         rows_each: Sequence[int],
         *,
         device: torch.device | str = "cpu",
-    ) -> Self:
-        """Gather the settings of requests that own ``rows_each`` consecutive rows."""
+    ) -> "WarpSettings":
+        """Gather the settings of requests that own ``rows_each`` consecutive rows.
 
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return _column(values, rows_each, dtype, device)
+        They are shared with other steps of the same requests: nobody may write to them.
+        """
+        return _settings_of(tuple(params), tuple(rows_each), device)
 
-        no_limit = 2**31
-        top_k = [no_limit if p.top_k is None else p.top_k for p in params]
-        temperature = column([p.temperature for p in params], torch.float32)
-        return cls(
-            temperature=temperature,
-            greedy=temperature == 0 if any(p.greedy for p in params) else None,
-            top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
-            limits=frozenset(k for k in top_k if k < no_limit),
-            top_p=(
-                column([p.top_p for p in params], torch.float64)
-                if any(p.top_p < 1 for p in params)
-                else None
-            ),
-            min_p=(
-                column([p.min_p for p in params], torch.float64)
-                if any(p.min_p > 0 for p in params)
-                else None
-            ),
-        )
+
+@lru_cache(maxsize=256)
+def _settings_of(
+    params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
+) -> WarpSettings:
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return _column(values, rows_each, dtype, device)
+
+    no_limit = 2**31
+    top_k = [no_limit if p.top_k is None else p.top_k for p in params]
+    temperature = column([p.temperature for p in params], torch.float32)
+    return WarpSettings(
+        temperature=temperature,
+        greedy=temperature == 0 if any(p.greedy for p in params) else None,
+        top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+        limits=frozenset(k for k in top_k if k < no_limit),
+        top_p=(
+            column([p.top_p for p in params], torch.float64)
+            if any(p.top_p < 1 for p in params)
+            else None
+        ),
+        min_p=(
+            column([p.min_p for p in params], torch.float64)
+            if any(p.min_p > 0 for p in params)
+            else None
+        ),
+        tempered=any(p.temperature != 1 for p in params),
+    )
 
 
 def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
@@ -87,7 +99,9 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     if greedy is not None:
         temperature = temperature.where(~greedy, 1.0)
     warped = logits.float()
-    warped = (warped - warped.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
+    warped = warped - warped.amax(dim=1, keepdim=True)
+    if settings.tempered:
+        warped.div_(temperature.unsqueeze(1))
     if settings.top_k is not None:
         warped = _keep_top_k(warped, settings.top_k, settings.limits)
     if settings.top_p is not None:

@@ -95,13 +95,15 @@ class Layout:
     Attributes:
         first_tokens: For each request, the packed row of its segment's first token.
         root_tokens: For each request, the packed row of its tree's root.
-        logit_rows: ``[batch, nodes]`` int64, row of each node in the forward's logits; padding
-            nodes repeat the root's.
+        logits: The group's rows of the forward's logits.
+        node_rows: ``[batch, nodes]`` int64, row of each node among those; padding nodes repeat the
+            root's.
     """
 
     first_tokens: list[int]
     root_tokens: list[int]
-    logit_rows: Tensor
+    logits: slice
+    node_rows: Tensor
 
 
 def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
@@ -111,14 +113,17 @@ def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
     token = 0
     for group in groups:
         firsts, roots, rows = [], [], []
+        first_row = len(wanted)
         for segment, count in zip(group.segments, group.counts, strict=True):
             firsts.append(token)
             token += len(segment.token_ids)
             roots.append(token - count)
-            first_row = len(wanted)
-            rows.append([first_row + (n if n < count else 0) for n in range(group.tree.nodes)])
+            root_row = len(wanted) - first_row
+            padding = [root_row] * (group.tree.nodes - count)
+            rows.append([*range(root_row, root_row + count), *padding])
             wanted.extend(range(token - count, token))
-        layouts.append(Layout(firsts, roots, torch.tensor(rows)))
+        own = slice(first_row, len(wanted))
+        layouts.append(Layout(firsts, roots, own, torch.tensor(rows)))
     return layouts, torch.tensor(wanted, dtype=torch.int64)
 
 

@@ -65,6 +65,9 @@ class Outlook:
         tokens: ``[requests, P]`` float64, tokens of all when the first 1, 2, ... of them draft.
         seconds: ``[requests, P]`` float64, more than 0.
         plain_seconds: Of a step in which nobody drafts, more than 0.
+        each: ``[requests, P]`` float64, tokens of each request by each plan.
+        usual: ``[requests, P]`` float64, ``seconds`` without what drafters missed.
+        missed: ``[requests]`` float64, seconds each one's drafter reads before it drafts.
     """
 
     options: Options
@@ -72,10 +75,21 @@ class Outlook:
     tokens: Array
     seconds: Array
     plain_seconds: float
+    each: Array
+    usual: Array
+    missed: Array
 
     @classmethod
     def of(
-        cls, costs: StepCosts, options: Options, tokens: Array, *, batch: int, context: int
+        cls,
+        costs: StepCosts,
+        options: Options,
+        tokens: Array,
+        *,
+        batch: int,
+        context: int,
+        missed: Array | None = None,
+        left: Array | None = None,
     ) -> Self:
         """Compare choices.
 
@@ -85,20 +99,61 @@ class Outlook:
             tokens: ``[requests, P]`` float64, tokens a request is expected to commit by a plan.
             batch: Requests of the step, at least those of ``tokens``.
             context: KV slots they attend to.
+            missed: ``[requests]`` float64, seconds each one's drafter has to read before it drafts;
+                None for nothing.
+            left: ``[requests]`` float64, tokens each one goes on for: these are spread over them.
         """
         requests = len(tokens)
-        order = np.argsort(-tokens, axis=0, kind="stable")
-        gains = np.take_along_axis(tokens, order, axis=0) - 1
         drafting: Ints = np.arange(1, requests + 1)[:, None]
         rows = features(batch, context, drafting, options.paths, options.depths)
         size = size_class(batch)
         factors = [costs.factor(Cell(size, p.paths, p.depth)) for p in options.plans]
+        return cls._ranked(
+            options,
+            tokens,
+            usual=np.maximum(1e-9, costs.linear(rows)) * np.array(factors),
+            plain_seconds=costs.seconds(StepShape(batch, context, 0, 0, 0)),
+            missed=np.zeros(requests) if missed is None else missed,
+            left=np.ones(requests) if left is None else left,
+        )
+
+    @classmethod
+    def _ranked(
+        cls,
+        options: Options,
+        each: Array,
+        *,
+        usual: Array,
+        plain_seconds: float,
+        missed: Array,
+        left: Array,
+    ) -> Self:
+        own = missed[:, None] * np.minimum(1.0, each / left[:, None])
+        # Seconds lost are tokens not decoded plainly.
+        net = each - own * (len(each) / max(1e-9, plain_seconds))
+        order = np.argsort(-net, axis=0, kind="stable")
+        gains = np.take_along_axis(each, order, axis=0) - 1
+        reading = np.take_along_axis(own, order, axis=0)
         return cls(
             options=options,
             order=order,
-            tokens=requests + np.cumsum(gains, axis=0),
-            seconds=np.maximum(1e-9, costs.linear(rows)) * np.array(factors),
-            plain_seconds=costs.seconds(StepShape(batch, context, 0, 0, 0)),
+            tokens=len(each) + np.cumsum(gains, axis=0),
+            seconds=usual + np.cumsum(reading, axis=0),
+            plain_seconds=plain_seconds,
+            each=each,
+            usual=usual,
+            missed=missed,
+        )
+
+    def at_once(self) -> Self:
+        """Return the same with all that drafters missed counted in the first step."""
+        return self._ranked(
+            self.options,
+            self.each,
+            usual=self.usual,
+            plain_seconds=self.plain_seconds,
+            missed=self.missed,
+            left=np.ones(self.requests),
         )
 
     @property

@@ -7,8 +7,10 @@ plainly, it takes the choice with the most expected tokens a second:
 
     rate = (requests + sum over those that draft of expected accepted tokens) / expected seconds
 
-Where drafting does not pay (a large batch, a poor drafter) nobody drafts. What is known is checked
-now and then by a probe, of another plan or of plain decoding, on a budget of 0.6% of the time.
+Where drafting does not pay (a large batch, a poor drafter) nobody drafts. A drafter that was left
+behind has to read what it missed first; that counts as seconds, spread over the steps to come. What
+is known is checked now and then by a probe, of another plan or of plain decoding, on a budget of
+0.6% of the time.
 
 Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
 committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;
@@ -17,7 +19,7 @@ yet verified, is never looked at.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,7 +50,7 @@ _BEGIN = 1.05
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
 
-_PROBE_EVERY = 24
+_PROBE_EVERY = 32
 """Least number of steps from one probe to the next."""
 
 _PLAIN_EVERY = 48
@@ -59,6 +61,19 @@ _WORTH_A_PROBE = 0.8
 
 _OFTEN, _SAMPLE_EVERY = 64, 4
 """After so many steps of one kind, the time of one in four is enough."""
+
+
+_HORIZON = 256
+"""Tokens that a request is expected to go on for at most, whatever its limit.
+
+What a drafter has to read is spread over them.
+"""
+
+_READING_ROWS = 8
+"""Rows read at once that say something about what a row costs."""
+
+_READING_RATE = 0.2
+"""Share of a surprise that the price of such a row takes."""
 
 
 @dataclass(slots=True)
@@ -115,6 +130,24 @@ class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
     sampled: CostTable
 
 
+@dataclass(slots=True)
+class _Reading:
+    """What a drafter takes to read a position that it missed.
+
+    Attributes:
+        seconds: Of a position, once some were read.
+    """
+
+    seconds: float = 0.0
+    _seen: int = 0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from ``rows`` that were read in ``seconds``."""
+        self._seen += 1
+        share = max(_READING_RATE, 1 / self._seen)
+        self.seconds += share * (seconds / rows - self.seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What the planner makes of a plan, for a person to read.
@@ -148,13 +181,21 @@ class Planner:
         self._held: dict[AutoPlan, _Held] = {}
         self._up_to_date: frozenset[int] = frozenset()
         self._timed: tuple[_Book, StepShape] | None = None
+        self._reading = _Reading()
 
-    def assign(self, requests: Sequence[Request], *, others: int = 0) -> None:
+    def assign(
+        self,
+        requests: Sequence[Request],
+        *,
+        others: int = 0,
+        behind: Callable[[Request], int] = lambda request: 0,  # noqa: ARG005
+    ) -> None:
         """Give every automatic request among ``requests`` the plan of its next step.
 
         Args:
             requests: Those that decode next.
             others: Requests that take part in the step without decoding.
+            behind: For how many committed positions a request's drafter has not run yet.
         """
         self._timed = None
         groups: dict[AutoPlan, list[Request]] = {}
@@ -164,7 +205,7 @@ class Planner:
         for auto, members in groups.items():
             book = self._books[all(request.params.greedy for request in members)]
             choice = self._go_on(auto, members) or self._choose_anew(
-                book, auto, members, batch=len(requests)
+                book, auto, members, batch=len(requests), behind=behind
             )
             self._note(book, choice, members, batch=len(requests))
             if not others and len(members) == len(requests):
@@ -188,6 +229,11 @@ class Planner:
         if known < _OFTEN or book.step % _SAMPLE_EVERY == 0:
             book.costs.observe(shape, seconds)
 
+    def observe_reading(self, rows: int, seconds: float) -> None:
+        """Learn what drafters take to read ``rows`` positions, of prompts say."""
+        if rows >= _READING_ROWS:
+            self._reading.observe(rows, seconds)
+
     def explain(self, requests: Sequence[Request]) -> list[Estimate]:
         """Return what is expected of each plan for automatic requests, the best first.
 
@@ -199,7 +245,7 @@ class Planner:
         book = self._books[all(request.params.greedy for request in members)]
         if not book.costs.steps:
             return []
-        outlook = self._outlook(book, members[0].auto, members, batch=len(requests))
+        outlook = self._outlook(book, members[0].auto, members, batch=len(requests), missed=None)
         choices = [outlook.by(plan, PlanReason.BEST) for plan in (PLAIN, *outlook.options.plans)]
         choices.sort(key=lambda choice: -choice.rate)
         return [Estimate(plan_name(c.plan), c.tokens, c.seconds, c.rate) for c in choices]
@@ -213,9 +259,18 @@ class Planner:
         return held.choice
 
     def _choose_anew(
-        self, book: _Book, auto: AutoPlan, members: list[Request], *, batch: int
+        self,
+        book: _Book,
+        auto: AutoPlan,
+        members: list[Request],
+        *,
+        batch: int,
+        behind: Callable[[Request], int],
     ) -> Choice:
-        outlook = self._outlook(book, auto, members, batch=batch)
+        missed = np.array([self._missed(request, behind) for request in members]) * (
+            self._reading.seconds
+        )
+        outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
         choice = _choose(book, outlook, size_class(batch))
         if choice.reason is PlanReason.BEST:
             book.present = choice.plan
@@ -230,15 +285,33 @@ class Planner:
                 _evidence(request).age(length)
         return choice
 
+    def _missed(self, request: Request, behind: Callable[[Request], int]) -> int:
+        """Return the rows its drafter reads before it drafts again, beyond those of any step."""
+        return 0 if request.number in self._up_to_date else behind(request)
+
     def _outlook(
-        self, book: _Book, auto: AutoPlan, members: list[Request], *, batch: int
+        self,
+        book: _Book,
+        auto: AutoPlan,
+        members: list[Request],
+        *,
+        batch: int,
+        missed: Array | None,
     ) -> Outlook:
         if auto not in self._options:
             self._options[auto] = Options.of(auto.candidates)
         options = self._options[auto]
         tokens = self._expected_tokens(members, options)
         context = sum(request.context for request in members)
-        return Outlook.of(book.costs, options, tokens, batch=batch, context=context)
+        return Outlook.of(
+            book.costs,
+            options,
+            tokens,
+            batch=batch,
+            context=context,
+            missed=missed,
+            left=_tokens_to_come(members),
+        )
 
     def _expected_tokens(self, members: list[Request], options: Options) -> Array:
         """Return ``[requests, plans]`` what each request is expected to commit by each plan."""
@@ -296,6 +369,12 @@ class Planner:
         self._timed = book, shape
 
 
+def _tokens_to_come(members: list[Request]) -> Array:
+    """Return ``[requests]`` for how many tokens each is expected to go on."""
+    left = [min(_HORIZON, r.max_tokens - len(r.token_ids)) for r in members]
+    return np.maximum(1.0, np.array(left, dtype=np.float64))
+
+
 def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
     """Return for how many steps a choice holds."""
     if choice.reason is not PlanReason.BEST:
@@ -309,17 +388,14 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     """Choose by what the book knows."""
     lessons = () if book.taught else _lessons(outlook.options.plans)
     if book.step < len(lessons) or not book.costs.steps:
-        lesson = lessons[book.step % len(lessons)]
-        return outlook.everybody(lesson, PlanReason.LEARNING)
+        return outlook.everybody(lessons[book.step % len(lessons)], PlanReason.LEARNING)
     drafting, plain = outlook.best_drafting(), outlook.plain(PlanReason.BEST)
-    unknown = [
-        choice.plan
-        for choice in (plain, drafting)
-        if _unknown(book, choice.plan, size)
-        and choice.rate > _HOPELESS * max(plain.rate, drafting.rate)
-    ]
-    if unknown:
-        return outlook.everybody(unknown[0], PlanReason.LEARNING)
+    at_once = outlook.at_once()
+    for plan in (plain.plan, drafting.plan):
+        lesson = at_once.everybody(plan, PlanReason.LEARNING)
+        promising = lesson.rate > _HOPELESS * max(plain.rate, drafting.rate)
+        if promising and _unknown(book, plan, size):
+            return lesson
     pays = _BEGIN
     if book.present in outlook.options.plans:
         pays = _BETTER
@@ -340,7 +416,8 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
     """Return another choice that is worth a look and within the budget, or None."""
     if book.step - book.probed < _PROBE_EVERY:
         return None
-    probe = outlook.by(_least_recent(book, outlook, best), PlanReason.PROBE)
+    # What drafters read for a probe may be read in vain: all of it counts.
+    probe = outlook.at_once().by(_least_recent(book, outlook, best), PlanReason.PROBE)
     loss = probe.seconds - probe.tokens / best.rate
     if loss > book.credit:
         return None

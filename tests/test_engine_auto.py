@@ -63,7 +63,7 @@ class RestlessPlanner(Planner):
         super().__init__()
         self.accepted = 0
 
-    def assign(self, requests: list[Request], *, others: int = 0) -> None:
+    def assign(self, requests: list[Request], **_: object) -> None:
         for request in requests:
             choice = 3 * sum(request.token_ids) + request.step + self.accepted
             request.plan = self.plans[choice % len(self.plans)]
@@ -75,7 +75,7 @@ class RestlessPlanner(Planner):
 class PeekingPlanner(Planner):
     """Decodes plainly where the number that draws a plain step's token is small."""
 
-    def assign(self, requests: list[Request], *, others: int = 0) -> None:
+    def assign(self, requests: list[Request], **_: object) -> None:
         for request in requests:
             [number] = request.stream.draw(request.step, Purpose.CORRECTION, 1)
             request.plan = PLAIN if number < 0.4 else Plan(paths=3, depth=2)

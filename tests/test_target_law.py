@@ -33,6 +33,18 @@ def test_probabilities_are_the_softmax_of_each_nodes_own_row():
         torch.testing.assert_close(whole, expected[:, node], atol=0, rtol=1e-6)
 
 
+def test_warped_rows_have_the_same_normaliser_and_are_broken_alike():
+    logits = _logits()
+    logits -= logits.amax(dim=1, keepdim=True)
+    logits[4, 3] = torch.nan
+    law, expected = TargetLaw.of_warped(logits, ROWS), TargetLaw.of_logits(logits, ROWS)
+    assert law.log_normaliser.dtype == torch.float64
+    torch.testing.assert_close(
+        law.log_normaliser, expected.log_normaliser, atol=1e-6, rtol=1e-6, equal_nan=True
+    )
+    assert law.log_normaliser.isnan().nonzero().tolist() == [[4]]
+
+
 def test_one_node_per_request_may_be_asked_for():
     law = TargetLaw.of_logits(_logits(), ROWS)
     nodes = torch.tensor([2, 0, 3])

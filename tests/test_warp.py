@@ -5,6 +5,8 @@ p * |x| * 6e-8, and where p > 1e-6 matters |x| is at most 14. Sets of kept token
 exactly, on random logits whose gaps are far above rounding.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -302,3 +304,18 @@ def test_penalties_keep_broken_logits_visible():
         PenaltySettings.of([params], [1]),
     )
     assert got[0].isnan().tolist() == [False, True, False]
+
+
+def test_rows_of_temperature_one_are_not_divided_and_stay_what_they_were() -> None:
+    logits = torch.randn((2, 50), generator=torch.Generator().manual_seed(3))
+    plain = WarpSettings.of([SamplingParams()], [2])
+    assert not plain.tempered
+    assert WarpSettings.of([SamplingParams(), SamplingParams(temperature=0.5)], [1, 1]).tempered
+    divided = warp(logits, dataclasses.replace(plain, tempered=True))
+    assert torch.equal(warp(logits, plain), divided)
+
+
+def test_settings_of_the_same_requests_are_made_once() -> None:
+    params = SamplingParams(temperature=0.7, top_k=5)
+    assert WarpSettings.of([params], [3]) is WarpSettings.of([params], [3])
+    assert WarpSettings.of([params], [4]).temperature.shape == (4,)

@@ -17,6 +17,8 @@ from eaglegbv.uniforms import Purpose, Stream
 from eaglegbv.verifiers.categorical import draw
 from eaglegbv.verifiers.figures import NodeFigures
 
+_PURPOSES = (Purpose.SELECTION, Purpose.ACCEPTANCE, Purpose.CORRECTION)
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyUniforms:
@@ -24,7 +26,7 @@ class VerifyUniforms:
 
     Attributes:
         selection: ``[batch, length, paths, 2]``: two for each path at each depth.
-        acceptance: ``[batch, max(1, paths * length)]``: one for each acceptance test.
+        acceptance: ``[batch, paths * length]``: one for each acceptance test.
         correction: ``[batch]``: the correction or bonus token.
     """
 
@@ -43,16 +45,19 @@ class VerifyUniforms:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Draw every request's numbers from its own stream at its own step counter."""
-
-        def numbers(purpose: Purpose, count: int) -> Tensor:
-            rows = [s.draw(t, purpose, count) for s, t in zip(streams, steps, strict=True)]
-            return send(torch.from_numpy(np.stack(rows)), device)
-
-        selection = numbers(Purpose.SELECTION, 2 * paths * length)
+        counts = (2 * paths * length, paths * length, 1)
+        wanted = [(p, n) for p, n in zip(_PURPOSES, counts, strict=True) if n > 0]
+        drawn = [
+            np.concatenate([s.draw(t, purpose, n) for purpose, n in wanted])
+            for s, t in zip(streams, steps, strict=True)
+        ]
+        # One copy to the device for all of them.
+        numbers = send(torch.from_numpy(np.array(drawn)), device)
+        selection, acceptance, correction = numbers.split_with_sizes(counts, dim=1)
         return cls(
-            selection=selection.view(len(streams), length, paths, 2),
-            acceptance=numbers(Purpose.ACCEPTANCE, max(1, paths * length)),
-            correction=numbers(Purpose.CORRECTION, 1).squeeze(1),
+            selection=selection.view(len(drawn), length, paths, 2),
+            acceptance=acceptance,
+            correction=correction.squeeze(1),
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.constants import counting_from_one
 from eaglegbv.verifiers.correction import correction_token
 from eaglegbv.verifiers.drafted_path import DraftedPath
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
@@ -52,7 +53,7 @@ def prefix_weights(ratios: Tensor) -> Tensor:
     weight = torch.ones_like(ratios[:, 0])
     weights = [weight]
     for ratio in ratios.unbind(1):
-        weight = (weight * ratio).clamp(max=1.0)
+        weight = (weight * ratio).clamp_(max=1.0)
         weights.append(weight)
     return torch.stack(weights, dim=1)
 
@@ -65,10 +66,10 @@ def acceptance_chances(path: DraftedPath, weights: Tensor) -> Tensor:
     """
     inner = weights[:, 1:-1]
     kept = torch.minimum(inner.unsqueeze(2) * path.target[:, 1:], path.draft[:, 1:]).sum(dim=2)
-    residual = (inner - kept).clamp(min=0.0)
-    tests = torch.where(inner < 1, residual / (residual + (1 - inner)), 1.0)
+    residual = (inner - kept).clamp_(min=0.0)
+    tests = (residual / (residual + (1 - inner))).masked_fill_(inner == 1, 1.0)
     chances = torch.cat((tests, weights[:, -1:]), dim=1)
-    depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    depths = counting_from_one(chances.shape[1], chances.device)
     return torch.where(depths == path.lengths.unsqueeze(1), weights[:, 1:], chances)
 
 
@@ -81,6 +82,6 @@ def longest_passed(chances: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor
         uniforms: ``[batch, at least length]`` float64; a test passes iff its number is below its
             chance, so that a chance of zero never passes.
     """
-    depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    depths = counting_from_one(chances.shape[1], chances.device)
     passed = (uniforms[:, : chances.shape[1]] < chances) & (depths <= lengths.unsqueeze(1))
     return (passed * depths).amax(dim=1)

@@ -27,17 +27,18 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     entries = weights.shape[1]
     if entries < _LARGE:
-        return _first_above(weights, uniforms * weights.sum(dim=1))
+        cumulative = _cumulative(weights)
+        return _first_above(cumulative, uniforms * cumulative.amax(dim=1))
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=1)
     threshold = uniforms * cumulative[:, -1]
-    block = _first_above(sums, threshold).unsqueeze(1)
+    block = _first_above(_cumulative(sums), threshold).unsqueeze(1)
     before = (cumulative.gather(1, block) - sums.gather(1, block)).squeeze(1)
     # The last block starts early enough to be whole; what it shares with the one before counts 0.
     start = (block * _BLOCK).clamp(max=entries - _BLOCK)
     columns = start + torch.arange(_BLOCK, device=weights.device)
     part = weights.gather(1, columns) * (columns >= block * _BLOCK)
-    return start.squeeze(1) + _first_above(part, (threshold - before).clamp(min=0))
+    return start.squeeze(1) + _first_above(_cumulative(part), (threshold - before).clamp(min=0))
 
 
 def _block_sums(weights: Tensor) -> Tensor:
@@ -50,14 +51,19 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat((whole, weights[:, blocks * _BLOCK :].sum(dim=1, keepdim=True)), dim=1)
 
 
-def _first_above(weights: Tensor, threshold: Tensor) -> Tensor:
-    """Return the first entry of positive weight whose cumulative weight exceeds ``threshold``.
+def _cumulative(weights: Tensor) -> Tensor:
+    """Return the cumulative sums of ``weights`` ``[rows, entries]``; 0 at entries of weight zero.
 
-    The last one where rounding has put the threshold (at least 0) up to the total or above.
+    Parallel scans may round so that the sum steps there.
     """
-    cumulative = weights.cumsum(dim=1)
-    # Parallel scans may round so that the sum steps at an entry of weight zero: leave those out.
-    cumulative.mul_(weights > 0)
+    return weights.cumsum(dim=1).mul_(weights.sign())
+
+
+def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """Return the first entry of ``cumulative`` ``[rows, entries]`` that exceeds ``threshold``.
+
+    The one of the total where rounding has put the threshold (at least 0) up to it or above.
+    """
     total = cumulative.amax(dim=1)
-    limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    return (cumulative > limit.unsqueeze(1)).view(torch.uint8).argmax(dim=1)
+    least = torch.minimum(torch.nextafter(threshold, total), total)
+    return (cumulative >= least.unsqueeze(1)).view(torch.uint8).argmax(dim=1)

@@ -62,5 +62,4 @@ def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor
 
 def probs_along(target: TargetLaw, nodes: Tensor, ids: Tensor) -> Tensor:
     """Return p at ``ids`` ``[batch, steps, width]`` of ``nodes`` ``[batch, steps]``, float64."""
-    rows = target.rows.gather(1, nodes).unsqueeze(2)
-    return torch.exp(target.logits[rows, ids].to(torch.float64) - target.log_normaliser[rows])
+    return target.probs_in(target.rows.gather(1, nodes), ids)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.constants import numbered_rows
 from eaglegbv.verifiers.correction import Residual, probs_along
 
 
@@ -63,7 +64,7 @@ class DraftedPath:
         at = self.chosen.unsqueeze(2)
         draft = self.draft.gather(2, at).squeeze(2)
         target = self.target.gather(2, at).squeeze(2)
-        return torch.where(draft > 0, target / draft, (target > 0).to(target.dtype))
+        return torch.where(draft > 0, target / draft, target > 0)
 
     def residual(self, accepted: Tensor, weights: Tensor) -> Residual:
         """Return the law of the token after ``accepted`` nodes; p itself past the last one.
@@ -90,7 +91,7 @@ def rooted(path_nodes: Tensor) -> Tensor:
 
 def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
     """Return the rows of ``table`` ``[batch, nodes, width]`` at ``nodes`` ``[batch, steps]``."""
-    return table.gather(1, nodes.unsqueeze(2).expand(-1, -1, table.shape[2]))
+    return table[numbered_rows(len(table), table.device), nodes]
 
 
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:

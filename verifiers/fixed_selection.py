@@ -51,5 +51,4 @@ def select_fixed(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> Drafte
 def target_of_tokens(tree: DraftTree, target: TargetLaw) -> Tensor:
     """Return p of each node's token given its parent, ``[batch, nodes]`` float64."""
     rows = target.rows.gather(1, tree.parents)
-    logits = target.logits[rows, tree.token_ids].to(torch.float64)
-    return torch.exp(logits - target.log_normaliser[rows])
+    return target.probs_in(rows, tree.token_ids.unsqueeze(2)).squeeze(2)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import DraftedPath, rooted
+from eaglegbv.verifiers.constants import counting_down
+from eaglegbv.verifiers.drafted_path import DraftedPath
 from eaglegbv.verifiers.path_choice import preferred_path, steps_of
 from eaglegbv.verifiers.ranked_tree import RankedTree
 from eaglegbv.verifiers.transport import Drafts, labels, transport
@@ -31,10 +32,10 @@ def select_iid(tree: DraftTree, probs: Tensor, uniforms: Tensor) -> DraftedPath:
         uniforms.transpose(1, 2).flatten(1, 2),
     )
     # The highest label wins, the first drafted among equals: one number says both.
-    first = torch.arange(tree.paths - 1, -1, -1, device=label.device)
-    score = label * tree.paths + first.repeat_interleave(tree.length)
+    first = counting_down(tree.paths, label.device).unsqueeze(1)
+    score = torch.add(first, label.view_as(tree.path_nodes), alpha=tree.paths).flatten(1)
     keys = torch.zeros_like(tree.parents).scatter_reduce(
-        1, steps.children, torch.where(steps.real, score, 0), "amax"
+        1, steps.children, score * steps.real, "amax"
     )
     return ranked.path(preferred_path(tree, keys), plan.law)
 
@@ -46,7 +47,7 @@ class PathSteps:
     Attributes:
         parents: int64, the node the step leaves.
         children: int64, the node it reaches.
-        real: bool, False past a path's end.
+        real: bool, False past a path's end, where the other two mean nothing.
     """
 
     parents: Tensor
@@ -56,11 +57,8 @@ class PathSteps:
     @classmethod
     def of(cls, tree: DraftTree) -> "PathSteps":
         """List the steps of ``tree``."""
-        return cls(
-            parents=rooted(tree.path_nodes)[:, :, :-1].flatten(1),
-            children=tree.path_nodes.flatten(1),
-            real=steps_of(tree).flatten(1),
-        )
+        children = tree.path_nodes.flatten(1)
+        return cls(tree.parents.gather(1, children), children, steps_of(tree).flatten(1))
 
     def draft_counts(self, tree: DraftTree) -> Tensor:
         """Return ``[batch, nodes]`` int64: the number of drafts n at each node."""

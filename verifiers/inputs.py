@@ -48,21 +48,21 @@ def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
     Draft laws are judged at nodes with children only, and not at all in ``fixed`` trees, whose
     children follow none.
     """
-    faults = (~target.log_normaliser[target.rows].isfinite()).any(dim=1) * int(
-        Fault.TARGET_NOT_FINITE
-    )
+    normalisers = target.log_normaliser.take(target.rows)
+    # A number minus itself is 0, or NaN where it is not finite.
+    faults = ((normalisers - normalisers).sum(dim=1) != 0) * int(Fault.TARGET_NOT_FINITE)
     if tree.law is Law.FIXED:
         return faults
-    drafted = drafted_nodes(tree)
     laws = tree.draft_probs
     # Written so that NaN is a fault too.
-    sound = ((laws.sum(dim=2) - 1).abs() <= TOLERANCE) & (laws >= 0).all(dim=2)
-    broken = (~sound.gather(1, tree.parents) & drafted).any(dim=1)
-    ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(laws, tree.parents)
-    possible = ((ids == tree.token_ids.unsqueeze(2)) & (probs > 0)).any(dim=2)
-    impossible = (~possible & drafted).any(dim=1)
-    faults = faults + broken * int(Fault.DRAFT_NOT_NORMALISED)
-    return faults + impossible * int(Fault.IMPOSSIBLE_DRAFT)
+    sound = ((laws.sum(dim=2) - 1).abs() <= TOLERANCE) & (laws.amin(dim=2) >= 0)
+    tokens = rows_at(torch.where(laws > 0, tree.draft_ids, -1), tree.parents)
+    possible = (tokens == tree.token_ids.unsqueeze(2)).any(dim=2)
+    needed = torch.stack((sound.gather(1, tree.parents), possible), dim=1)
+    # Of two truth values: drafted and not sound, drafted and not possible.
+    broken, impossible = (drafted_nodes(tree).unsqueeze(1) > needed).any(dim=2).unbind(1)
+    faults = torch.add(faults, broken, alpha=int(Fault.DRAFT_NOT_NORMALISED))
+    return torch.add(faults, impossible, alpha=int(Fault.IMPOSSIBLE_DRAFT))
 
 
 def fault_error(faults: int, request: int) -> InvalidProbabilities:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.constants import counting, powers_of_two
 
 
 def steps_of(tree: DraftTree) -> Tensor:
     """Return ``[batch, paths, length]`` bool: the path has a node at depth 1, 2, ..."""
-    steps = torch.arange(tree.length, device=tree.token_ids.device)
-    return steps < tree.path_lengths.unsqueeze(2)
+    return counting(tree.length, tree.path_lengths.device) < tree.path_lengths.unsqueeze(2)
 
 
 def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
@@ -33,6 +33,6 @@ def lexicographic_margins(keys: Tensor) -> Tensor:
         ``[batch, rows, rows]`` int64: entry (i, j) has the sign of row i minus row j.
     """
     # With powers of two as weights the first difference outweighs all that follow.
-    weights = 2 ** torch.arange(keys.shape[2] - 1, -1, -1, device=keys.device)
+    weights = powers_of_two(keys.shape[2], keys.device)
     signs = (keys.unsqueeze(2) - keys.unsqueeze(1)).sign()
     return (signs * weights).sum(dim=3)

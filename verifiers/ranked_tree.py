@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rooted, rows_at
+from eaglegbv.verifiers.drafted_path import DraftedPath, rooted, rows_at
 from eaglegbv.verifiers.transport import RankedLaws
 
 
@@ -28,8 +29,9 @@ class RankedTree:
     def of(cls, tree: DraftTree, probs: Tensor) -> Self:
         """Rank the laws of all nodes, given ``probs``: the target law at ``tree.draft_ids``."""
         laws = RankedLaws.of(tree.draft_ids, tree.draft_probs, probs)
-        ids, draft = rows_at(laws.ids, tree.parents), rows_at(laws.draft, tree.parents)
-        return cls(tree, laws, place_of(tree.token_ids, ids, draft))
+        # A token's first place is its own: entries of draft probability zero stand last.
+        found = rows_at(laws.ids, tree.parents) == tree.token_ids.unsqueeze(2)
+        return cls(tree, laws, found.view(torch.uint8).argmax(dim=2))
 
     def path(self, number: Tensor, draft: Tensor) -> DraftedPath:
         """Return one path of each tree.
@@ -39,8 +41,7 @@ class RankedTree:
             draft: ``[batch, nodes, width]`` float64, the law its steps have, over ranked ids.
         """
         lengths = self.tree.path_lengths.gather(1, number.unsqueeze(1)).squeeze(1)
-        at = number.view(-1, 1, 1).expand(-1, 1, self.tree.length)
-        nodes = rooted(self.tree.path_nodes.gather(1, at).squeeze(1))
+        nodes = rooted(rows_at(self.tree.path_nodes, number.unsqueeze(1)).squeeze(1))
         steps = nodes[:, :-1]
         return DraftedPath(
             nodes=nodes,

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftTree
+from eaglegbv.verifiers.constants import counting
 from eaglegbv.verifiers.path_choice import steps_of
 
 
 def drafted_nodes(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` bool: real nodes other than the root."""
-    index = torch.arange(tree.nodes, device=tree.token_ids.device)
-    return (index > 0) & (index < tree.num_nodes.unsqueeze(1))
+    return tree.depth > 0
 
 
 def child_counts(tree: DraftTree) -> Tensor:
@@ -21,7 +21,7 @@ def child_counts(tree: DraftTree) -> Tensor:
 
 def first_paths(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` int64: number of the first path through each node, else K."""
-    paths = torch.arange(tree.paths, device=tree.parents.device).view(1, -1, 1)
+    paths = counting(tree.paths, tree.parents.device).view(1, -1, 1)
     paths = torch.where(steps_of(tree), paths, tree.paths)
     return torch.full_like(tree.parents, tree.paths).scatter_reduce(
         1, tree.path_nodes.flatten(1), paths.flatten(1), "amin"

@@ -22,6 +22,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.verifiers.constants import numbered_rows
+from eaglegbv.verifiers.drafted_path import rows_at
+
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -44,12 +47,12 @@ class RankedLaws:
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
         """Rank by one division and two stable sorts; nothing is normalised again."""
-        ratio = torch.where(draft > 0, target / draft, torch.inf)
         by_id = ids.argsort(dim=-1)
-        by_ratio = ratio.gather(-1, by_id).sort(dim=-1, stable=True).indices
+        # Without draft probability the ratio is infinite, or 0 / 0, which stands behind that.
+        by_ratio = (target / draft).gather(-1, by_id).sort(dim=-1, stable=True).indices
         order = by_id.gather(-1, by_ratio)
         draft = draft.gather(-1, order)
-        return cls(ids.gather(-1, order), draft, target.gather(-1, order) * (draft > 0))
+        return cls(ids.gather(-1, order), draft, target.gather(-1, order).mul_(draft.sign()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def transport(ranked: RankedLaws, drafts: Tensor) -> Transport:
 def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
     """Return ``F^n - (F - q)^n`` without cancellation, given ``G = F^n``; 0 <= q <= F."""
     share = q / F.clamp(min=_TINY)
-    return -G * torch.expm1(n * torch.log1p(-share.clamp(max=1.0)))
+    return share.clamp_(max=1.0).neg_().log1p_().mul_(n).expm1_().mul_(G).neg_()
 
 
 def _selected_law(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
@@ -95,18 +98,13 @@ def _selected_law(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
         v: ``[..., width]``.
         D: ``[..., width + 1]``, entry 0 is D_0 = 0.
     """
-    top = D.argmax(dim=-1, keepdim=True)
-    rising = torch.arange(1, D.shape[-1], device=D.device) <= top
-    from_left = D.cummax(dim=-1).values[..., :-1]
-    from_right = D.flip(-1).cummax(dim=-1).values.flip(-1)[..., 1:]
-    before, after = D[..., :-1], D[..., 1:]
-    # Up to the argmax g starts at a record to the left and b grows beyond p; after it, mirrored.
-    g = torch.where(rising, from_left, from_right)
-    far = torch.where(rising, after, before)
-    near = torch.where(rising, before, after)
-    change = torch.where(rising, far - g, g - far)
-    moved = torch.where(g == near, v, (p + change).clamp(min=0))
-    return torch.where(far <= g, p, moved)
+    # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
+    g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
+    change = g.diff(dim=-1)
+    # Where g goes with D from one entry to the next, so does b with v; where g rests, b is p.
+    touching = g == D
+    along = touching[..., :-1] & touching[..., 1:] & (change != 0)
+    return torch.where(along, v, (p + change).clamp_(min=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +136,24 @@ def labels(ranked: RankedLaws, plan: Transport, drafts: Drafts, uniforms: Tensor
     Returns:
         ``[batch, drafts]`` int64, ranks.
     """
-    batch, nodes, width = ranked.draft.shape
-    moved = plan.law - plan.highest
-    # Entry 0 belongs to givers, entry 1 to receivers.
-    sides = torch.stack((-moved, moved), dim=1).clamp_(min=0).cumsum(dim=-1)
-    density = (plan.highest / ranked.draft.clamp(min=_TINY)).flatten(1)
-
-    at = drafts.nodes * width + drafts.ranks
-    excess = moved.flatten(1).gather(1, at)
-    receives = (excess > 0).to(torch.int64)
+    nodes, ranks = drafts.nodes, drafts.ranks.unsqueeze(2)
+    moved = rows_at(plan.law - plan.highest, nodes)
+    excess = moved.gather(2, ranks)
+    side = excess.sign()
+    # What receivers get and givers give, with the sign of the draft's own side.
+    moved.mul_(side)
+    own = moved.clamp(min=0).cumsum(dim=2).gather(2, ranks)
+    theirs = moved.clamp_(max=0).cumsum(dim=2)
     amount = excess.abs()
-    own = sides.flatten(1).gather(1, at + receives * (nodes * width))
-    other = drafts.nodes + (1 - receives) * nodes
-    theirs = sides.view(batch, 2 * nodes, width).gather(1, other.unsqueeze(2).expand(-1, -1, width))
-    position = own - uniforms[..., 0] * amount
-    partner = (theirs < position.unsqueeze(2)).sum(dim=2).clamp_(max=width - 1)
+    position = uniforms[..., :1] * amount - own
+    partner = (theirs > position).sum(dim=2, keepdim=True).clamp_(max=moved.shape[2] - 1)
 
-    gap = density.gather(1, drafts.nodes * width + partner) - density.gather(1, at)
-    gap = torch.where(receives > 0, gap, -gap)
-    q = ranked.draft.flatten(1).gather(1, at)
-    takes = uniforms[..., 1] * (q * gap) < amount
+    both = torch.cat((ranks, partner), dim=2)
+    requests = numbered_rows(len(nodes), nodes.device)
+    at = requests.unsqueeze(2), nodes.unsqueeze(2), both
+    q = ranked.draft[at]
+    gap = (plan.highest[at] / q.clamp(min=_TINY)).diff(dim=2) * side
+    takes = uniforms[..., 1:] * (q[..., :1] * gap) < amount
     # A giver that does not rank above its receiver is matched by rounding only: no exchange.
-    takes &= (gap > 0) & ((partner > drafts.ranks) == (receives > 0))
-    return torch.where(takes, partner, drafts.ranks)
+    takes &= (gap > 0) & ((partner - ranks) * side > 0)
+    return torch.where(takes, partner, ranks).squeeze(2)

@@ -104,20 +104,23 @@ def test_a_layout_says_where_each_tokens_row_and_logits_are():
     assert layouts[1].root_tokens == [8, 9]
     assert wanted.tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
     # Padding nodes repeat the root's row of logits.
-    assert layouts[0].logit_rows.tolist() == [[0, 1, 2, 3], [4, 5, 4, 4]]
-    assert layouts[1].logit_rows.tolist() == [[6], [7]]
+    assert layouts[0].node_rows.tolist() == [[0, 1, 2, 3], [4, 5, 4, 4]]
+    assert layouts[0].logits == slice(0, 6)
+    assert layouts[1].node_rows.tolist() == [[0], [1]]
+    assert layouts[1].logits == slice(6, 8)
 
 
 def test_a_layout_finds_every_nodes_token_in_the_packed_forward():
     groups = [prefill_group(), decoding_group(), prefill_group()]
     layouts, wanted = lay_out(groups)
     packed = pack([s for group in groups for s in group.segments])
-    read = packed.token_ids[wanted]  # what a model's logits stand at
+    tokens = packed.token_ids[wanted]  # what a model's logits stand at
     for group, layout in zip(groups, layouts, strict=True):
-        assert layout.logit_rows.shape == group.tree.token_ids.shape
+        read = tokens[layout.logits]
+        assert layout.node_rows.shape == group.tree.token_ids.shape
         for b, count in enumerate(group.tree.num_nodes.tolist()):
             nodes = group.tree.token_ids[b, :count]
-            assert torch.equal(read[layout.logit_rows[b, :count]], nodes)
+            assert torch.equal(read[layout.node_rows[b, :count]], nodes)
             assert packed.token_ids[layout.root_tokens[b]] == nodes[0]
             assert packed.token_ids[layout.first_tokens[b]] == group.segments[b].token_ids[0]
     assert packed.rows == sum(s.num_new for group in groups for s in group.segments)

@@ -50,6 +50,32 @@ def test_plain_decoding_where_drafts_do_not_pay() -> None:
     assert simulation.share(is_plain, 300) > 0.95
 
 
+SLIGHT = World(step=(4.0, 2.0), chance=chance(0.1), draft=(0.4, 0.4, 0.2, 0.1), reading=1.0)
+"""Drafts lose a little, and a drafter takes a quarter of a lone step for a position it missed."""
+
+
+def test_probes_count_what_drafters_read_for_them() -> None:
+    simulation = Simulation(SLIGHT)
+    for _ in range(4):
+        simulation.run(8, 100, prompt=100)
+    rate = simulation.run(8, 400, prompt=100)
+    assert simulation.share(is_plain, 400) > 0.95
+    assert rate > 0.985 * simulation.rate(8, PLAIN)
+
+
+@pytest.mark.parametrize(("missed", "drafts"), [(0, True), (4000, False)])
+def test_what_a_drafter_missed_is_weighed_against_what_is_left(missed: int, drafts: bool) -> None:
+    simulation = Simulation(World(chance=chance(0.6), reading=0.2))
+    for _ in range(3):
+        simulation.run(1, 60, prompt=200)  # what reading costs is learned
+    simulation.run(1, 60, prompt=missed)
+    assert (
+        simulation.share(lambda plan, reason: plan.speculative, 60) > 0.8
+        if drafts
+        else (simulation.share(is_plain, 60) > 0.8)
+    )
+
+
 def test_deep_trees_where_drafts_are_accepted_and_levels_are_cheap() -> None:
     simulation = Simulation(World(chance=chance(0.92), draft=(0.5, 0.1, 0.2, 0.02)))
     simulation.run(1, 200)

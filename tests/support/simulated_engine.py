@@ -1,6 +1,6 @@
 """An engine without models: steps take the time and drafts get as far as stated laws say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,14 +23,17 @@ class World:
         draft: Milliseconds that drafting adds: once, a request, a level, a node.
         chance: Chance of a single draft, by place in the batch and depth from 0.
         noise: Standard deviation of the logarithm of a step's time.
+        reading: Milliseconds that a drafter takes for a position that it missed.
     """
 
     step: tuple[float, float] = (4.0, 0.5)
     draft: tuple[float, float, float, float] = (1.0, 0.2, 0.5, 0.05)
     chance: Callable[[int, int], float] = field(default=lambda place, depth: 0.6)
     noise: float = 0.05
+    reading: float = 0.0
 
-    def seconds(self, requests: list[Request]) -> float:
+    def seconds(self, requests: list[Request], behind: Mapping[int, int] | None = None) -> float:
+        """Return the time of a step; ``behind`` has the positions that drafters missed."""
         base, each = self.step
         time = base + each * (len(requests) - 1)
         drafting = [r for r in requests if r.plan.speculative]
@@ -39,6 +42,7 @@ class World:
             plan = drafting[0].plan
             nodes = plan.paths * plan.depth * len(drafting)
             time += once + request * len(drafting) + level * plan.depth + node * nodes
+            time += self.reading * sum((behind or {}).get(r.number, 0) for r in drafting)
         return time / 1000
 
     def hazard(self, place: int, paths: int, depth: int) -> float:
@@ -69,14 +73,25 @@ class Simulation:
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def run(
-        self, batch: int, steps: int, *, auto: AutoPlan = AUTO, temperature: float = 1.0
+        self,
+        batch: int,
+        steps: int,
+        *,
+        auto: AutoPlan = AUTO,
+        temperature: float = 1.0,
+        prompt: int = 0,
     ) -> float:
-        """Run a batch for some steps, and return its tokens per second."""
+        """Run a batch for some steps, and return its tokens per second.
+
+        Drafters have missed ``prompt`` positions at first, and then what is decoded plainly.
+        """
         requests = [make_request(self.added + n, auto, temperature) for n in range(batch)]
+        behind = {request.number: prompt for request in requests}
+        self.planner.observe_reading(100, 100 * self.world.reading / 1000)  # of another prompt
         self.added += batch
         tokens = time = 0.0
         for _ in range(steps):
-            self.planner.assign(requests)
+            self.planner.assign(requests, behind=lambda request: behind[request.number])
             self.log.append([(r.plan, r.plan_reason) for r in requests])
             for place, request in enumerate(requests):
                 accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
@@ -87,8 +102,12 @@ class Simulation:
                 tokens += 1 + accepted
                 self.planner.observe_request(request, offered=depth, accepted=accepted)
             noise = np.exp(self.world.noise * self.generator.normal())
-            time += self.world.seconds(requests)
-            self.planner.observe_step(float(self.world.seconds(requests) * noise))
+            seconds = self.world.seconds(requests, behind)
+            time += seconds
+            self.planner.observe_step(float(seconds * noise))
+            for request in requests:
+                drafts = request.plan.speculative
+                behind[request.number] = 0 if drafts else behind[request.number] + 1
         return tokens / time
 
     def best(self, batch: int, *, auto: AutoPlan = AUTO) -> float:
