@@ -121,6 +121,7 @@ def batch(
             drafter=drafter or "eagle3" if model is None else drafter or "",
             verifier=verifier,
             suite=questions_set,
+            compiled=compiled,
         )
         out.write_bytes(msgspec.json.encode(content))
         typer.echo(f"wrote {out}", err=True)

@@ -48,6 +48,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
         drafter: Drafter.
         verifier: That of the fixed plans.
         suite: Where the prompts are from.
+        compiled: Whether the engine's target was compiled.
     """
 
     timings: tuple[Timing, ...]
@@ -56,6 +57,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = ""
     verifier: str = ""
     suite: str = ""
+    compiled: bool = False
 
 
 class NamedReport(msgspec.Struct, frozen=True, kw_only=True):

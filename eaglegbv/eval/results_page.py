@@ -314,10 +314,11 @@ def _study(study: Study, drawn: str) -> Section:
 def _batch(content: BatchResults, drawn: str) -> Section:
     about = ", ".join(filter(None, (content.model, content.drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
+    compiled = "The engine's target is compiled (`--compile`); " if content.compiled else ""
     return Section(
-        "Tokens/s by batch",
+        "Tokens/s by batch, compiled" if content.compiled else "Tokens/s by batch",
         (
-            f"{about}. {_where(content.environment)}",
+            f"{about}. {compiled}{_where(content.environment)}",
             "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
             f"by this engine, within a repeat. {fixed}",
             markdown_table(batches.table(batches.summarise(content.timings))),
@@ -366,8 +367,9 @@ def _which_when(evidence: Mapping[str, Evidence]) -> Section:
         parts.append("\n".join(f"- {one.title}: {_verdicts(one)}." for one in papers))
     for content in loads:
         parts += [
-            "By batch, speed over plain decoding (median and range over repeats; behind is what is "
-            "slower in its best repeat than the best in its worst):",
+            f"By batch{', compiled' if content.compiled else ''}, speed over plain decoding "
+            "(median and range over repeats; behind is what is slower in its best repeat than the "
+            "best in its worst):",
             markdown_table(_load_ranks(content)),
         ]
     for study in studies:

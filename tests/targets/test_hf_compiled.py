@@ -81,6 +81,21 @@ def assert_same(compiled: HFTarget, plain: HFTarget) -> None:
             torch.testing.assert_close(ours.features, expected.features)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    plain = model.model.norm.forward
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        result: torch.Tensor = plain(x)
+        return result
+
+    monkeypatch.setattr(model.model.norm, "forward", broken)
+    with pytest.raises(InvalidArgument, match=r"compile='eager'.*LlamaForCausalLM.*not one graph"):
+        HFTarget(model, max_slots=64, compile_backend="eager")
+
+
 def test_an_unknown_compiler_is_named() -> None:
     with pytest.raises(InvalidArgument, match=r"compile='fast'.*inductor"):
         HFTarget(tiny_model("llama"), max_slots=256, compile_backend="fast")
