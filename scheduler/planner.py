@@ -50,7 +50,7 @@ _BEGIN = 1.05
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
 
-_PROBE_EVERY = 32
+_PROBE_EVERY = 24
 """Least number of steps from one probe to the next."""
 
 _PLAIN_EVERY = 48
