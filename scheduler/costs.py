@@ -241,9 +241,10 @@ class StepCosts:
         correction = self._corrections.get(cell)
         return 0 if correction is None else correction.steps
 
-    def knows(self, size: int) -> bool:
-        """Return whether steps of a class of batch sizes were observed."""
-        return any(cell.size == size for cell in self._corrections)
+    def spans(self, size: int) -> bool:
+        """Return whether a class of batch sizes was observed, or a smaller and a larger one."""
+        sizes = [cell.size for cell in self._corrections]
+        return bool(sizes) and min(sizes) <= size <= max(sizes)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one step.

@@ -44,11 +44,14 @@ _HOPELESS = 0.7
 _BETTER = 1.02
 """How much better another plan must look to replace the present one, and than plain decoding."""
 
-_BEGIN = 1.05
+_BEGIN = 1.08
 """How much better drafting must look to begin: a drafter left behind has to catch up first."""
 
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
+
+_SAVED_STEPS = 512
+"""Steps like the present one whose share probes may save up, and no more than that."""
 
 _PROBE_EVERY = 24
 """Least number of steps from one probe to the next."""
@@ -351,7 +354,8 @@ class Planner:
         if drafting:
             book.latest[choice.plan] = book.step
         book.tried[_cell(choice.plan, size)] += 1
-        book.credit += _BUDGET * choice.seconds
+        most = _BUDGET * choice.seconds * _SAVED_STEPS
+        book.credit = min(book.credit + _BUDGET * choice.seconds, max(book.credit, most))
 
     def _time(self, book: _Book, choice: Choice, members: list[Request]) -> None:
         """Have the time of the step taken, if it will be a usual one.
@@ -407,7 +411,7 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
 
 def _unknown(book: _Book, plan: Plan, size: int) -> bool:
     """Return whether a plan has still to be tried at a class of batch sizes."""
-    if book.taught and book.costs.knows(size):
+    if book.taught and book.costs.spans(size):
         return False
     return book.tried[_cell(plan, size)] < _KNOWN
 
