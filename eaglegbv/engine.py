@@ -474,19 +474,17 @@ class Engine:
         output: TargetOutput,
     ) -> list[Commit]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        sound: list[int] = []
         for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True)):
             if outcome.fault:
                 request.error = fault_error(outcome.fault, request.number)
                 self.finish(request, FinishReason.ERROR)
                 continue
-            sound.append(b)
             request.debts = debts[b]
             self._keep(request, group, b, [0, *outcome.nodes])
-        self._show_drafter(group.requests, sound, layout, outcomes, output.features)
+        self._show_drafter(group.requests, layout, outcomes, output.features)
         return [
-            self._extend(request, outcome) if b in sound else Commit(request, [])
-            for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True))
+            Commit(request, []) if outcome.fault else self._extend(request, outcome)
+            for request, outcome in zip(group.requests, outcomes, strict=True)
         ]
 
     def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
@@ -508,7 +506,6 @@ class Engine:
     def _show_drafter(
         self,
         requests: Sequence[Request],
-        sound: list[int],
         layout: Layout,
         outcomes: list[Outcome],
         features: Tensor | None,
@@ -516,17 +513,16 @@ class Engine:
         """Hand the drafter the features of what was committed, all gathered at once."""
         if self._drafter is None or features is None:
             return
-        shown = [b for b in sound if requests[b].drafted]
-        if not shown:
+        rows = {
+            b: layout.committed_rows(b, outcome.nodes)
+            for b, outcome in enumerate(outcomes)
+            if requests[b].drafted and not outcome.fault
+        }
+        if not rows:
             return
-        rows = [
-            [*range(layout.first_tokens[b], root + 1), *(root + node for node in outcomes[b].nodes)]
-            for b in shown
-            for root in (layout.root_tokens[b],)
-        ]
-        places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
-        parts = features.index_select(0, places).split([len(own) for own in rows])
-        for b, part in zip(shown, parts, strict=True):
+        places = upload(list(chain(*rows.values())), dtype=torch.int64, device=features.device)
+        parts = features.index_select(0, places).split([len(own) for own in rows.values()])
+        for b, part in zip(rows, parts, strict=True):
             self._drafter.observe(requests[b], part)
 
     def _extend(self, request: Request, outcome: Outcome) -> Commit:

@@ -126,9 +126,8 @@ class LLM:
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compiled: Have ``torch.compile`` compile the target, which takes a minute or more at
-                the start and again when shapes are new. Measure whether it pays: forwards of the
-                tiny pair's shape became slower on a CPU.
+            compiled: Have ``torch.compile`` compile the target at the start, which takes a minute
+                or more (less with the compiler's cache) and makes forwards of few rows faster.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:

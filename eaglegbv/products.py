@@ -13,6 +13,7 @@ Which layers read the same tensor is seen, not guessed from names: the caller ru
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +59,8 @@ def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct
         else:
             product = DenseProduct(joint, bias)
         kept = group[0].weight in looked_up or group is groups[-1]
-        shared = product if len(group) == 1 else Joint(product, [len(w) for w in weights])
-        for place, layer in enumerate(group):
-            own = shared.part(place) if isinstance(shared, Joint) else shared
+        parts = [product] if len(group) == 1 else Joint(product, [len(w) for w in weights]).parts
+        for layer, own in zip(group, parts, strict=True):
             weight = layer.weight.data if kept else layer.weight.data.to("meta")
             made[layer] = _Prepared(layer, own, weight)
     for parent in list(module.modules()):
@@ -124,46 +124,30 @@ class PackedProduct:
 
 
 class Joint:
-    """Layers that read the same tensor, as one product.
-
-    Attributes:
-        sizes: Outputs of each.
-    """
+    """Layers that read the same tensor, as one product."""
 
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
         """Take the product of all layers, and their sizes in it."""
-        self.sizes = list(sizes)
+        self._sizes = list(sizes)
         self._product = product
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
-    def part(self, place: int) -> "JointPart":
-        """Return the product of the layer at ``place``."""
-        return JointPart(self, place)
+    @property
+    def parts(self) -> list[Product]:
+        """The product of each layer."""
+        return [partial(self._of, place=place) for place in range(len(self._sizes))]
 
-    def of(self, x: Tensor, place: int) -> Tensor:
+    def _of(self, x: Tensor, place: int) -> Tensor:
         """Return a layer's part: computed for the first that reads ``x``, found by the others."""
         # Held on to until the last has read it, so no other tensor can pass for it.
         if x is not self._input:
             self._input = x
-            self._parts = torch.split(self._product(x), self.sizes, dim=-1)
+            self._parts = torch.split(self._product(x), self._sizes, dim=-1)
         found = self._parts[place]
-        if place == len(self.sizes) - 1:
+        if place == len(self._sizes) - 1:
             self._input, self._parts = None, ()
         return found
-
-
-class JointPart:
-    """One layer's part of a joint product."""
-
-    def __init__(self, joint: Joint, place: int) -> None:
-        """Be the part at ``place``."""
-        self._joint = joint
-        self._place = place
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the layer's product with ``x`` ``[..., in_features]``."""
-        return self._joint.of(x, self._place)
 
 
 class _Prepared(nn.Linear):

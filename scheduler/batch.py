@@ -105,6 +105,11 @@ class Layout:
     logits: slice
     node_rows: Tensor
 
+    def committed_rows(self, b: int, nodes: Sequence[int]) -> list[int]:
+        """Return a request's packed rows down to its root, and those of ``nodes`` below it."""
+        root = self.root_tokens[b]
+        return [*range(self.first_tokens[b], root + 1), *(root + node for node in nodes)]
+
 
 def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
     """Return each group's layout, and the packed rows ``[rows]`` whose logits are wanted."""

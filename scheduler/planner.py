@@ -394,11 +394,11 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     if book.step < len(lessons) or not book.costs.steps:
         return outlook.everybody(lessons[book.step % len(lessons)], PlanReason.LEARNING)
     drafting, plain = outlook.best_drafting(), outlook.plain(PlanReason.BEST)
-    at_once = outlook.at_once()
     for plan in (plain.plan, drafting.plan):
-        lesson = at_once.everybody(plan, PlanReason.LEARNING)
-        promising = lesson.rate > _HOPELESS * max(plain.rate, drafting.rate)
-        if promising and _unknown(book, plan, size):
+        if not _unknown(book, plan, size):
+            continue
+        lesson = outlook.at_once().everybody(plan, PlanReason.LEARNING)
+        if lesson.rate > _HOPELESS * max(plain.rate, drafting.rate):
             return lesson
     pays = _BEGIN
     if book.present in outlook.options.plans:

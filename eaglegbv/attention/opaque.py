@@ -24,6 +24,23 @@ class PagedCall:
     attention: PagedAttention
     batch: PackedBatch
 
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend over the forward's batch; see :meth:`PagedAttention.attend`."""
+        return self.attention.attend(
+            layer, q, k, v, self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
 
 _CALL: ContextVar[PagedCall] = ContextVar("eaglegbv_call")
 
@@ -64,9 +81,8 @@ def _run(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    call = _CALL.get()
-    found = call.attention.attend(
-        layer, q, k, v, call.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+    found = _CALL.get().attend(
+        layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks
     )
     return found.contiguous()  # as the graph expects it
 

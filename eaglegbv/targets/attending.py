@@ -1,5 +1,8 @@
 """How transformers' layers reach the paged attention: under two names, as they are and compiled."""
 
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -13,6 +16,15 @@ COMPILED = "eaglegbv_paged_opaque"
 """Name of that of a model that is compiled."""
 
 
+class _Settings(TypedDict, total=False):
+    """What a layer says of its attention, under transformers' names; the rest is not for us."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: Tensor | None
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -20,30 +32,14 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
     *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     eaglegbv_call: PagedCall | None = None,
-    **_: object,
+    **settings: Unpack[_Settings],
 ) -> tuple[Tensor, None]:
-    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
     if eaglegbv_call is None:
         raise ModelNotSupported(
             "model", type(module).__name__, "attention that is handed the forward's keywords"
         )
-    out = eaglegbv_call.attention.attend(
-        _layer_of(module),
-        _by_row(query),
-        _by_row(key),
-        _by_row(value),
-        eaglegbv_call.batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out.unsqueeze(0), None
+    return _attend_by(eaglegbv_call.attend, module, query, key, value, **settings)
 
 
 def _attend_compiled(
@@ -52,6 +48,17 @@ def _attend_compiled(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
+    **settings: Unpack[_Settings],
+) -> tuple[Tensor, None]:
+    return _attend_by(attend_opaque, module, query, key, value, **settings)
+
+
+def _attend_by(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -59,7 +66,8 @@ def _attend_compiled(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    out = attend_opaque(
+    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
+    out = attend(
         _layer_of(module),
         _by_row(query),
         _by_row(key),

@@ -57,15 +57,15 @@ class HFTarget(Target):
             features: What :meth:`forward` captures; None for nothing.
             max_slots: Tokens the KV pool holds, all requests together, or what that follows from.
             attention: Makes the attention over a pool.
-            compile_backend: Compile the model between its attentions by this backend of
-                ``torch.compile``, such as ``"inductor"``; None runs it as it is. The check of the
-                target is the first to run it, and waits for the compiler.
+            compile_backend: Compile the model up to its last norm by this backend of
+                ``torch.compile``, such as ``"inductor"``, now; None runs it as it is.
             graphs: Whether forwards of draft trees are recorded and replayed.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
             InvalidArgument: ``features`` names a layer the model lacks, ``max_slots`` is too
-                small, there is no such backend, or graphs cannot be recorded here.
+                small, there is no such backend or it makes no single graph of the model, or graphs
+                cannot be recorded here.
         """
         name = type(model).__name__
         size = max_slots if isinstance(max_slots, PoolSize) else PoolSize(slots=max_slots)
