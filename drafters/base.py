@@ -16,16 +16,11 @@ SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
 
 
 def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
-    """Return a drafter's memory of a request, begun where there is none.
-
-    Raises:
-        TypeError: The request belongs to another drafter.
-    """
-    if request.draft_state is None:
-        request.draft_state = begin()
-    if not isinstance(request.draft_state, kind):
-        raise TypeError(f"request {request.number} belongs to another drafter")
-    return request.draft_state
+    """Return a drafter's memory of a request, begun where there is none."""
+    state = request.draft_states.get(kind)
+    if not isinstance(state, kind):
+        request.draft_states[kind] = state = begin()
+    return state
 
 
 def own_snapshots(

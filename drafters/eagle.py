@@ -124,7 +124,7 @@ class EagleDrafter(RecallingDrafter):
 
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
-        request.draft_state = None
+        request.draft_states.pop(EagleState, None)
 
     def shareable(self, request: Request) -> int:
         """Return how many positions were run on true features; see :meth:`Drafter.shareable`."""

@@ -5,7 +5,7 @@ The drafts are a function of the text alone, so their law is ``fixed`` (one-hot)
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import ClassVar
 
 from torch import Tensor
@@ -19,6 +19,9 @@ from eaglegbv.tree import DraftTree, Law
 
 _LOOK_BACK = 64
 """Places of an n-gram that are looked at, the latest."""
+
+LONGEST_MATCH = 16
+"""Tokens that are compared at most to say how much of a text's end stood somewhere before."""
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class NgramDrafter(Drafter):
 
     def forget(self, request: Request) -> None:
         """Drop the request's index."""
-        request.draft_state = None
+        request.draft_states.pop(NgramState, None)
 
     def shareable(self, request: Request) -> int:
         """Return all positions: there are no rows."""
@@ -88,6 +91,19 @@ class NgramDrafter(Drafter):
         trees = [self._tree(request, plan) for request in requests]
         return stack_trees(trees, law, paths=plan.paths, length=plan.depth)
 
+    def matched(self, request: Request) -> int:
+        """Return how many of the text's last tokens stood before where the first draft looks.
+
+        0 where nothing is found, at most :data:`LONGEST_MATCH`.
+        """
+        text = request.tokens_from(0)
+        place = next(self._places(request, text), None)
+        if place is None:
+            return 0
+        most = min(LONGEST_MATCH, place)
+        same = (text[place - 1 - i] == text[-1 - i] for i in range(most))
+        return sum(takewhile(bool, same))
+
     def _tree(self, request: Request, plan: Plan) -> GrownTree:
         """Merge continuations into a trie, as far as the plan has nodes for them."""
         token_ids, parents, depth = [request.token_ids[-1]], [0], [0]
@@ -109,14 +125,18 @@ class NgramDrafter(Drafter):
 
     def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
         """Yield ``length`` tokens from each place that the text's end was found at."""
-        state = self._index(request)
         text = request.tokens_from(0)
+        for place in self._places(request, text):
+            # What was found may reach the text's end: from there it repeats itself.
+            period = len(text) - place
+            yield tuple(text[place + i % period] for i in range(length))
+
+    def _places(self, request: Request, text: list[int]) -> Iterator[int]:
+        """Yield where tokens stand that followed what the text ends with, as ``draft`` has them."""
+        state = self._index(request)
         for size in self._sizes:
             places = state.places.get(tuple(text[-size:]), []) if size <= len(text) else []
-            for place in reversed(places[-_LOOK_BACK:]):
-                # What was found may reach the text's end: from there it repeats itself.
-                period = len(text) - place
-                yield tuple(text[place + i % period] for i in range(length))
+            yield from reversed(places[-_LOOK_BACK:])
 
     def _index(self, request: Request) -> NgramState:
         """Note what followed every n-gram of the text; of its last one nothing has yet."""

@@ -104,7 +104,7 @@ class StandaloneDrafter(RecallingDrafter):
 
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
-        request.draft_state = None
+        request.draft_states.pop(StandaloneState, None)
 
     def shareable(self, request: Request) -> int:
         """Return how many tokens were run at their own slots; see :meth:`Drafter.shareable`."""

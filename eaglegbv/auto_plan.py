@@ -6,11 +6,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from eaglegbv.checks import require_integer
-from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan, Source
 from eaglegbv.errors import InvalidArgument
 
 _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_LOOKUP_DEPTHS = (2, 4, 8, 16)
 _MAX_TEMPERATURES = 4
 
 
@@ -26,6 +27,8 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
         max_depth: Most drafted tokens of a path.
         draft_width: See :class:`eaglegbv.config.Plan`.
         draft_temperatures: Draft temperatures to choose from; the first is the usual one.
+        lookup_depth: Most tokens that are looked up in the text itself instead of drafted, at
+            temperature 0 and where that promises more; 0 for none.
 
     Raises:
         InvalidArgument: A value is out of range.
@@ -36,14 +39,16 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_depth: int = 8
     draft_width: int = 256
     draft_temperatures: tuple[float, ...] = (1.0,)
+    lookup_depth: int = 16
 
     def __post_init__(self) -> None:
-        for name, value, high in (
-            ("max_paths", self.max_paths, MAX_PATHS),
-            ("max_depth", self.max_depth, MAX_DEPTH),
-            ("draft_width", self.draft_width, MAX_WIDTH),
+        for name, value, low, high in (
+            ("max_paths", self.max_paths, 1, MAX_PATHS),
+            ("max_depth", self.max_depth, 1, MAX_DEPTH),
+            ("draft_width", self.draft_width, 1, MAX_WIDTH),
+            ("lookup_depth", self.lookup_depth, 0, MAX_DEPTH),
         ):
-            require_integer(name, value, 1, high)
+            require_integer(name, value, low, high)
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
         count = len(self.draft_temperatures)
@@ -55,13 +60,16 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
-        """The plans that draft, the smallest first; plain decoding is always possible besides."""
+        """The plans by which the drafter drafts, the smallest first; see :attr:`lookups` too.
+
+        Plain decoding is always possible besides.
+        """
         return _candidates(self)
 
     @property
-    def largest(self) -> Plan:
-        """The plan with the most nodes and the greatest depth."""
-        return self.candidates[-1]
+    def lookups(self) -> tuple[Plan, ...]:
+        """The plans by which a request at temperature 0 may look drafts up, the smallest first."""
+        return _lookups(self)
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +85,16 @@ def _candidates(auto: AutoPlan) -> tuple[Plan, ...]:
         for temperature in reversed(auto.draft_temperatures)
         for paths in _up_to(_PATHS, auto.max_paths)
         for depth in _up_to(_DEPTHS, auto.max_depth)
+    )
+
+
+@lru_cache(maxsize=64)
+def _lookups(auto: AutoPlan) -> tuple[Plan, ...]:
+    if not auto.lookup_depth:
+        return ()
+    return tuple(
+        Plan(verifier=auto.verifier, paths=1, depth=depth, source=Source.LOOKUP)
+        for depth in _up_to(_LOOKUP_DEPTHS, auto.lookup_depth)
     )
 
 
@@ -107,9 +125,11 @@ def named_planning(plan: Planning | str) -> Planning:
     return plan
 
 
-def largest_plan(planning: Planning) -> Plan:
-    """Return the plan that needs the most room of those that may be chosen."""
-    return planning.largest if isinstance(planning, AutoPlan) else planning
+def plans_of(planning: Planning) -> tuple[Plan, ...]:
+    """Return all plans that a request may come to follow, besides plain decoding."""
+    if isinstance(planning, AutoPlan):
+        return planning.candidates + planning.lookups
+    return (planning,)
 
 
 @lru_cache(maxsize=1024)
@@ -117,6 +137,7 @@ def plan_name(plan: Plan) -> str:
     """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and what is unusual."""
     if not plan.speculative:
         return "none"
+    judge = plan.verifier if plan.source is Source.DRAFTER else f"{plan.verifier} {plan.source}"
     law = "" if plan.law is None else f" {plan.law}"
     hot = "" if plan.draft_temperature == 1 else f" at {plan.draft_temperature:g}"
-    return f"{plan.verifier} {plan.paths}x{plan.depth}{law}{hot}"
+    return f"{judge} {plan.paths}x{plan.depth}{law}{hot}"

@@ -1,5 +1,6 @@
 """What a user sets once: how to speculate, and how large the engine is."""
 
+from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
@@ -28,6 +29,16 @@ EAGLE1_SHAPE: Shape = (
 )
 # fmt: on
 """EAGLE-1's tree of 25 nodes and depth 5 (arXiv 2401.15077, its public code's ``mc_sim_7b_63``)."""
+
+
+class Source(StrEnum):
+    """Who drafts."""
+
+    DRAFTER = "drafter"
+    """The engine's drafter."""
+    LOOKUP = "lookup"
+    """The text itself: what followed its last few tokens where they stood before (prompt lookup).
+    Such drafts are not drawn, their law is ``fixed``."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             1); ``None`` takes ``paths * depth``, or all of a shape.
         shape: A static ``fixed`` tree instead, such as :data:`EAGLE1_SHAPE`: child (r1, r2) is the
             r2-th most likely child, from 0, of the root's r1-th. Empty for a dynamic tree.
+        source: Who drafts: the drafter, or ``lookup``.
 
     At temperature 0 all sampled paths coincide, so a ``fixed`` tree (of ``paths * depth`` nodes
     unless ``nodes`` or ``shape`` says otherwise) is drafted and judged by the greedy walk, whatever
@@ -80,6 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     beam: int | None = None
     nodes: int | None = None
     shape: Shape = ()
+    source: Source = Source.DRAFTER
 
     def __post_init__(self) -> None:
         require_integer("paths", self.paths, 1, MAX_PATHS)
@@ -99,11 +112,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             require_integer("nodes", self.nodes, 1, MAX_NODES)
         if self.shape:
             _check_shape(self.shape, self.depth, self.nodes)
+        if self.source not in list(Source):
+            raise InvalidArgument("source", self.source, f"one of {', '.join(Source)}")
+        msgspec.structs.force_setattr(self, "source", Source(self.source))
 
     @property
     def speculative(self) -> bool:
         """Whether anything is drafted at all."""
         return self.verifier != "none"
+
+    @property
+    def asks_drafter(self) -> bool:
+        """Whether the engine's drafter drafts."""
+        return self.speculative and self.source is Source.DRAFTER
 
     @property
     def fixed_beam(self) -> int:

@@ -10,10 +10,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from eaglegbv.auto_plan import AutoPlan, Planning, largest_plan, plan_name
-from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.auto_plan import AutoPlan, Planning, plan_name, plans_of
+from eaglegbv.config import PLAIN, EngineConfig, Plan, Source
 from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
+from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
@@ -109,6 +110,7 @@ class Engine:
         """
         self._target = target
         self._drafter = drafter
+        self._lookup = NgramDrafter()
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._holdings = Holdings(target.allocator, self._cache)
@@ -188,17 +190,17 @@ class Engine:
         seed = self._config.seed if params.seed is None else params.seed
         if auto is not None or params.seed is None:
             seed = request_seed(seed, number)
-        largest = largest_plan(plan)
+        plans = plans_of(plan)
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
             params=params,
-            plan=largest if auto is None else PLAIN,
+            plan=plans[0] if auto is None else PLAIN,
             auto=auto,
             stream=Stream(seed),
-            max_tokens=self._token_limit(prompt_ids, params, largest),
-            step_slots=largest.tree_slots + self._recall_slots(params, largest),
-            drafted=largest.speculative,
+            max_tokens=self._token_limit(prompt_ids, params, plans),
+            step_slots=max(p.tree_slots + self._recall_slots(params, p) for p in plans),
+            drafted=any(p.asks_drafter for p in plans),
             priority=priority,
             slots=self._target.allocator.allocate(0),
             borrowed=self._target.allocator.allocate(0),
@@ -210,6 +212,7 @@ class Engine:
     def check_plan(self, plan: Planning) -> None:
         """Raise unless this engine can run ``plan``."""
         if isinstance(plan, AutoPlan):
+            # Lookups are for temperature 0, where no verifier is asked.
             for candidate in plan.candidates:
                 self.check_plan(candidate)
             if isinstance(self._verifier(plan.verifier), StatefulVerifier):
@@ -218,10 +221,8 @@ class Engine:
             return
         if not plan.speculative:
             return
-        if self._drafter is None:
-            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
-        verifier = self._verifier(plan.verifier)
-        law = law_of(plan, verifier, self._drafter)
+        drafter, verifier = self._drafter_of(plan), self._verifier(plan.verifier)
+        law = law_of(plan, verifier, drafter)
         verifier.check_law(law, plan.paths)
         if plan.paths < law.min_paths:
             expected = f"at least {law.min_paths} for draft law {str(law)!r}"
@@ -232,8 +233,8 @@ class Engine:
                 expected = f"0 for verifier {plan.verifier!r}, whose debts run to the full depth"
                 raise InvalidArgument("min_confidence", plan.min_confidence, expected)
         for needed in (law, Law.FIXED):
-            if needed not in self._drafter.laws:
-                known = ", ".join(sorted(self._drafter.laws))
+            if needed not in drafter.laws:
+                known = ", ".join(sorted(drafter.laws))
                 raise InvalidArgument("law", str(needed), f"one the drafter draws: {known}")
 
     @torch.inference_mode()
@@ -294,7 +295,12 @@ class Engine:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
         watch = Stopwatch(self._barrier)
         with watch.phase(Phase.DRAFT):
-            self._planner.assign(batch.decoding, others=len(batch.reading), behind=self._behind)
+            self._planner.assign(
+                batch.decoding,
+                others=len(batch.reading),
+                behind=self._behind,
+                matched=self._lookup.matched,
+            )
             groups = self._draft(batch.decoding)
         groups += self._prefill([p for p in batch.reading if p.brings_first_token])
         chunks = self._read([p for p in batch.reading if not p.brings_first_token])
@@ -390,6 +396,7 @@ class Engine:
         if request.error is None:
             self._share(request)
         self._holdings.vacate(request)
+        self._lookup.forget(request)
         if self._drafter is not None:
             self._drafter.forget(request)
 
@@ -410,13 +417,14 @@ class Engine:
 
     def _propose(self, requests: list[Request], slots: list[Tensor]) -> DraftTree:
         plan = requests[0].plan
-        if self._drafter is None or not plan.speculative:
+        if not plan.speculative:
             return DraftTree.roots([request.token_ids[-1] for request in requests])
+        drafter = self._drafter_of(plan)
         # At temperature 0 sampled paths all coincide; a fixed tree covers more.
         greedy = requests[0].params.greedy
         verifier = self._verifier(plan.verifier)
-        law = Law.FIXED if greedy else law_of(plan, verifier, self._drafter)
-        return self._drafter.draft(requests, plan, law, [s[1:] for s in slots])
+        law = Law.FIXED if greedy else law_of(plan, verifier, drafter)
+        return drafter.draft(requests, plan, law, [s[1:] for s in slots])
 
     def _prefill(self, portions: list[Portion]) -> list[Group]:
         """Read prompts to their ends."""
@@ -584,15 +592,24 @@ class Engine:
             self._verifiers[name] = make_any_verifier(name)
         return self._verifiers[name]
 
+    def _drafter_of(self, plan: Plan) -> Drafter:
+        """Return who drafts by a plan."""
+        if plan.source is Source.LOOKUP:
+            return self._lookup
+        if self._drafter is None:
+            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
+        return self._drafter
+
     def _recalling(self, plan: Plan) -> RecallingDrafter:
-        """Return the drafter, which must be able to recall the laws of earlier steps."""
-        if not isinstance(self._drafter, RecallingDrafter):
+        """Return who drafts by a plan, and must be able to recall the laws of earlier steps."""
+        drafter = self._drafter_of(plan)
+        if not isinstance(drafter, RecallingDrafter):
             raise InvalidArgument(
                 "drafter",
-                type(self._drafter).__name__,
+                type(drafter).__name__,
                 f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
             )
-        return self._drafter
+        return drafter
 
     def _recall_slots(self, params: SamplingParams, plan: Plan) -> int:
         if params.greedy or not plan.speculative:
@@ -600,7 +617,9 @@ class Engine:
         stateful = isinstance(self._verifier(plan.verifier), StatefulVerifier)
         return recall_slots(plan) if stateful else 0
 
-    def _token_limit(self, prompt_ids: Sequence[int], params: SamplingParams, plan: Plan) -> int:
+    def _token_limit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, plans: Sequence[Plan]
+    ) -> int:
         if not prompt_ids:
             raise InvalidArgument("prompt", list(prompt_ids), "at least one token")
         vocab = self._target.vocab_size
@@ -608,7 +627,7 @@ class Engine:
             if not 0 <= token < vocab:
                 raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
         # A tree reaches beyond the last token kept, and its positions must exist too.
-        reach = plan.depth if plan.speculative else 0
+        reach = max(plan.depth if plan.speculative else 0 for plan in plans)
         room = self._target.max_context - len(prompt_ids) - reach
         if room < 1:
             raise InvalidArgument(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, largest_plan, named_planning
+from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, plans_of
 from eaglegbv.calibration import LARGEST, calibrate
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.cost_cache import CostCache, shape_of
@@ -154,9 +154,9 @@ class LLM:
                 draft_temperature=draft_temperature,
             )
         # Before minutes go by with loading.
-        largest = largest_plan(self.plan)
-        check_verifier(largest)
-        if not largest.speculative:
+        plans = plans_of(self.plan)
+        check_verifier(plans[0])
+        if not any(p.asks_drafter for p in plans):
             drafter = None
         self.model_name = str(model)
         self.drafter_name = None if drafter is None else str(drafter)

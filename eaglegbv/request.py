@@ -92,7 +92,7 @@ class Request:
         shared: Leading positions of ``slots`` that belong to the prefix cache.
         borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
         step: Number of verifications done; keys the random numbers.
-        draft_state: The drafter's memory, or None while it has none.
+        draft_states: The memories of drafters, by their kinds.
         debts: What earlier steps left to pay, oldest first; none unless the plan's verifier keeps
             state.
         finish_reason: Why the request ended, or None while it runs.
@@ -117,7 +117,7 @@ class Request:
     shared: int = 0
     borrowed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
-    draft_state: DraftState | None = None
+    draft_states: dict[type[DraftState], DraftState] = field(default_factory=dict)
     debts: tuple[Debt, ...] = ()
     finish_reason: FinishReason | None = None
     error: Exception | None = None

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
-from eaglegbv.request import PlanState
 from eaglegbv.scheduler.costs import Array, Ints
 
 _MEMORY = 1 - 1 / 400
@@ -63,7 +62,7 @@ _STAYING = 0.45
 
 
 @dataclass(slots=True)
-class Evidence(PlanState):
+class Evidence:
     """What a request's own steps say about it.
 
     Attributes:

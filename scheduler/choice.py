@@ -1,6 +1,7 @@
 """Tokens a second of every plan, for every number of requests that draft by it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -39,20 +40,36 @@ class Choice:
         plan: The plan of those that draft; :data:`PLAIN` where nobody does.
         drafting: Which of the requests draft, by their places.
         reason: Why.
-        tokens: What all of them together are expected to commit.
+        each: ``[requests]`` float64, what they are expected to commit.
         seconds: Expected time.
+        lookups: The plans of those whose drafts are looked up, by their places.
     """
 
     plan: Plan
     drafting: frozenset[int]
     reason: PlanReason
-    tokens: float
+    each: Array
     seconds: float
+    lookups: Mapping[int, Plan] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> float:
+        """What all of them together are expected to commit."""
+        return float(self.each.sum())
 
     @property
     def rate(self) -> float:
         """Expected tokens a second."""
         return self.tokens / self.seconds
+
+    @property
+    def looked_up(self) -> int:
+        """Nodes of the drafts that are looked up."""
+        return sum(plan.depth for plan in self.lookups.values())
+
+    def plan_of(self, place: int) -> Plan:
+        """Return the plan of one of the requests."""
+        return self.lookups.get(place, self.plan if place in self.drafting else PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ class Outlook:
 
     def plain(self, reason: PlanReason) -> Choice:
         """Nobody drafts."""
-        return Choice(PLAIN, frozenset(), reason, float(self.requests), self.plain_seconds)
+        return Choice(PLAIN, frozenset(), reason, np.ones(self.requests), self.plain_seconds)
 
     def best_drafting(self) -> Choice:
         """Return the choice with the highest rate of those in which somebody drafts."""
@@ -191,10 +208,13 @@ class Outlook:
         return result
 
     def _at(self, row: int, column: int, reason: PlanReason) -> Choice:
+        drafting = self.order[: row + 1, column]
+        each = np.ones(self.requests)
+        each[drafting] = self.each[drafting, column]
         return Choice(
             plan=self.options.plans[column],
-            drafting=frozenset(self.order[: row + 1, column].tolist()),
+            drafting=frozenset(drafting.tolist()),
             reason=reason,
-            tokens=float(self.tokens[row, column]),
+            each=each,
             seconds=float(self.seconds[row, column]),
         )

@@ -71,6 +71,7 @@ class StepShape:
         drafting: Requests that draft, 0 ... r.
         paths: Paths each of those drafts; 0 where none drafts.
         depth: Tokens of a path.
+        looked_up: Nodes that nobody drafted, of the other requests, all together.
     """
 
     requests: int
@@ -78,18 +79,21 @@ class StepShape:
     drafting: int
     paths: int
     depth: int
+    looked_up: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, *, requests: int, context: int, drafting: int) -> Self:
+    def of(
+        cls, plan: Plan, *, requests: int, context: int, drafting: int, looked_up: int = 0
+    ) -> Self:
         """Return the shape of a step in which ``drafting`` of the requests draft by ``plan``."""
         paths, depth = (plan.paths, plan.depth) if drafting else (0, 0)
-        return cls(requests, context, drafting, paths, depth)
+        return cls(requests, context, drafting, paths, depth, looked_up)
 
     @property
     def features(self) -> Array:
         """``[7]`` float64, what the linear law multiplies; see :func:`features`."""
         drafts = min(self.drafting, 1)
-        nodes = self.drafting * self.paths * self.depth
+        nodes = self.drafting * self.paths * self.depth + self.looked_up
         return np.array(
             (
                 1.0,
@@ -106,13 +110,16 @@ class StepShape:
     def cell(self) -> "Cell":
         """Where the shape's correction is kept."""
         if not self.drafting:
-            return Cell(size_class(self.requests), 0, 0)
+            return Cell(size_class(self.requests), 0, self.looked_up.bit_length())
         return Cell(size_class(self.requests), self.paths, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Steps that share a correction: a class of batch sizes, and a plan (0, 0 for none)."""
+    """Steps that share a correction: a class of batch sizes, and a plan.
+
+    Paths are 0 where no drafter is asked; depth then says about how many nodes were looked up.
+    """
 
     size: int
     paths: int
@@ -284,6 +291,16 @@ class StepCosts:
         if not self._steps:
             return 0.0
         return self._linear(shape.features) * self.factor(shape.cell)
+
+    @property
+    def node_seconds(self) -> float:
+        """What a further node is expected to take."""
+        return float(self._law[-1]) * math.exp(self._pace)
+
+    @property
+    def request_seconds(self) -> float:
+        """What a further request that drafts is expected to take, besides its nodes."""
+        return float(self._law[-3]) * math.exp(self._pace)
 
     def linear(self, rows: Array) -> Array:
         """Return the linear law of ``[..., 7]`` rows, in seconds."""

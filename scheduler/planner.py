@@ -26,11 +26,12 @@ import msgspec
 import numpy as np
 
 from eaglegbv.auto_plan import AutoPlan, plan_name
-from eaglegbv.config import PLAIN, Plan
-from eaglegbv.request import PlanReason, Request
+from eaglegbv.config import PLAIN, Plan, Source
+from eaglegbv.request import PlanReason, PlanState, Request
 from eaglegbv.scheduler.acceptance import Acceptance, Evidence, kind_of
 from eaglegbv.scheduler.choice import Choice, Options, Outlook
-from eaglegbv.scheduler.costs import Array, Cell, CostTable, StepCosts, StepShape, size_class
+from eaglegbv.scheduler.costs import Array, Cell, CostTable, Ints, StepCosts, StepShape, size_class
+from eaglegbv.scheduler.lookups import Lookups, look_up
 
 _HOLD, _LONGEST_HOLD = 8, 32
 """Steps between two choices for the same requests: at first, and after many that were the same."""
@@ -121,6 +122,19 @@ class _Book:
     taught: bool = False
 
 
+@dataclass(slots=True)
+class _Memory(PlanState):
+    """What is known of one request.
+
+    Attributes:
+        drafts: How far its drafts got.
+        matched: Of a lookup, how much of the text's end it had found.
+    """
+
+    drafts: Evidence = field(default_factory=Evidence)
+    matched: int = 0
+
+
 class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of steps before the first of them.
 
@@ -182,9 +196,9 @@ class Planner:
         self._acceptance: dict[tuple[int, float], Acceptance] = {}
         self._options: dict[AutoPlan, Options] = {}
         self._held: dict[AutoPlan, _Held] = {}
-        self._up_to_date: frozenset[int] = frozenset()
         self._timed: tuple[_Book, StepShape] | None = None
         self._reading = _Reading()
+        self._lookups = Lookups()
 
     def assign(
         self,
@@ -192,6 +206,7 @@ class Planner:
         *,
         others: int = 0,
         behind: Callable[[Request], int] = lambda request: 0,  # noqa: ARG005
+        matched: Callable[[Request], int] = lambda request: 0,  # noqa: ARG005
     ) -> None:
         """Give every automatic request among ``requests`` the plan of its next step.
 
@@ -199,6 +214,8 @@ class Planner:
             requests: Those that decode next.
             others: Requests that take part in the step without decoding.
             behind: For how many committed positions a request's drafter has not run yet.
+            matched: How much of the end of a request's text stood before where a lookup finds it;
+                0 where none does.
         """
         self._timed = None
         groups: dict[AutoPlan, list[Request]] = {}
@@ -210,17 +227,25 @@ class Planner:
             choice = self._go_on(auto, members) or self._choose_anew(
                 book, auto, members, batch=len(requests), behind=behind
             )
+            if choice.reason is PlanReason.BEST:
+                choice = self._look_up(book, auto, choice, members, matched, batch=len(requests))
+            for place, request in enumerate(members):
+                request.plan, request.plan_reason = choice.plan_of(place), choice.reason
             self._note(book, choice, members, batch=len(requests))
-            if not others and len(members) == len(requests):
+            late = any(_missed(members[place], auto, behind) for place in choice.drafting)
+            if not others and len(members) == len(requests) and not late:
                 self._time(book, choice, members)
-            self._up_to_date = frozenset(members[place].number for place in choice.drafting)
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
         if request.auto is None or not offered:
             return
+        memory = _memory(request)
+        if request.plan.source is Source.LOOKUP:
+            self._lookups.observe(matched=memory.matched, offered=offered, accepted=accepted)
+            return
         self._acceptance_of(request, request.plan).observe(
-            _evidence(request), paths=request.plan.paths, offered=offered, accepted=accepted
+            memory.drafts, paths=request.plan.paths, offered=offered, accepted=accepted
         )
 
     def observe_step(self, seconds: float) -> None:
@@ -270,7 +295,7 @@ class Planner:
         batch: int,
         behind: Callable[[Request], int],
     ) -> Choice:
-        missed = np.array([self._missed(request, behind) for request in members]) * (
+        missed = np.array([_missed(request, auto, behind) for request in members]) * (
             self._reading.seconds
         )
         outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
@@ -281,16 +306,32 @@ class Planner:
         length = _hold(self._held.get(auto), numbers, choice)
         self._held[auto] = _Held(numbers, choice, length, length - 1)
         for place, request in enumerate(members):
-            drafts = place in choice.drafting
-            request.plan = choice.plan if drafts else PLAIN
-            request.plan_reason = choice.reason
-            if not drafts:
-                _evidence(request).age(length)
+            if place not in choice.drafting:
+                _memory(request).drafts.age(length)
         return choice
 
-    def _missed(self, request: Request, behind: Callable[[Request], int]) -> int:
-        """Return the rows its drafter reads before it drafts again, beyond those of any step."""
-        return 0 if request.number in self._up_to_date else behind(request)
+    def _look_up(
+        self,
+        book: _Book,
+        auto: AutoPlan,
+        choice: Choice,
+        members: list[Request],
+        matched: Callable[[Request], int],
+        *,
+        batch: int,
+    ) -> Choice:
+        """Let those of temperature 0 look their drafts up that gain by it."""
+        if not auto.lookups or not any(request.params.greedy for request in members):
+            return choice
+        found = [matched(request) if request.params.greedy else 0 for request in members]
+        if not any(found):
+            return choice
+        for request, count in zip(members, found, strict=True):
+            _memory(request).matched = count
+        depths = np.array([plan.depth for plan in auto.lookups])
+        tokens = self._lookups.expected_tokens(np.array(found), _limits(members), depths)
+        context = sum(request.context for request in members)
+        return look_up(choice, auto.lookups, tokens, book.costs, batch=batch, context=context)
 
     def _outlook(
         self,
@@ -321,8 +362,8 @@ class Planner:
         tokens = np.ones((len(members), len(options.plans)))
         temperatures = np.array([plan.draft_temperature for plan in options.plans])
         kinds = np.array([kind_of(request.params.temperature) for request in members])
-        shifts = np.array([_evidence(request).shift for request in members])
-        limits = np.array([r.max_tokens - len(r.token_ids) for r in members])
+        shifts = np.array([_memory(request).drafts.shift for request in members])
+        limits = _limits(members)
         for kind in set(kinds.tolist()):
             rows = np.flatnonzero(kinds == kind)
             for temperature in set(temperatures.tolist()):
@@ -348,35 +389,51 @@ class Planner:
     def _note(self, book: _Book, choice: Choice, members: list[Request], *, batch: int) -> None:
         """Remember what is about to run."""
         book.step += 1
-        size, drafting = size_class(batch), len(choice.drafting)
-        if drafting < len(members):
+        drafting = len(choice.drafting)
+        if drafting + len(choice.lookups) < len(members):
             book.latest[PLAIN] = book.step
         if drafting:
             book.latest[choice.plan] = book.step
-        book.tried[_cell(choice.plan, size)] += 1
+        book.tried[_shape(choice, members, batch=batch).cell] += 1
         most = _BUDGET * choice.seconds * _SAVED_STEPS
         book.credit = min(book.credit + _BUDGET * choice.seconds, max(book.credit, most))
 
     def _time(self, book: _Book, choice: Choice, members: list[Request]) -> None:
         """Have the time of the step taken, if it will be a usual one.
 
-        It is not where a drafter left behind has to catch up, nor where shapes are new: memory is
-        fetched and kernels are prepared for them.
+        It is not where shapes are new: memory is fetched and kernels are prepared for them.
         """
-        drafting = len(choice.drafting)
-        if any(members[place].number not in self._up_to_date for place in choice.drafting):
-            return
-        if book.tried[_cell(choice.plan, size_class(len(members)))] < _KNOWN:
-            return
-        context = sum(request.context for request in members)
-        shape = StepShape.of(choice.plan, requests=len(members), context=context, drafting=drafting)
-        self._timed = book, shape
+        shape = _shape(choice, members, batch=len(members))
+        if book.tried[shape.cell] >= _KNOWN:
+            self._timed = book, shape
+
+
+def _shape(choice: Choice, members: list[Request], *, batch: int) -> StepShape:
+    """Return the shape of a step of ``members``, in a batch of that size."""
+    return StepShape.of(
+        choice.plan,
+        requests=batch,
+        context=sum(request.context for request in members),
+        drafting=len(choice.drafting),
+        looked_up=choice.looked_up,
+    )
+
+
+def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) -> int:
+    """Return the rows its drafter reads before it drafts again, beyond those of a usual step."""
+    rows = behind(request)
+    return rows if rows > 1 + auto.max_depth else 0
+
+
+def _limits(members: list[Request]) -> Ints:
+    """Return ``[requests]`` how many tokens each may still commit."""
+    return np.array([r.max_tokens - len(r.token_ids) for r in members])
 
 
 def _tokens_to_come(members: list[Request]) -> Array:
     """Return ``[requests]`` for how many tokens each is expected to go on."""
-    left = [min(_HORIZON, r.max_tokens - len(r.token_ids)) for r in members]
-    return np.maximum(1.0, np.array(left, dtype=np.float64))
+    left: Array = np.clip(_limits(members), 1, _HORIZON).astype(np.float64)
+    return left
 
 
 def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
@@ -467,9 +524,9 @@ def _cell(plan: Plan, size: int) -> Cell:
     return Cell(size, plan.paths, plan.depth) if plan.speculative else Cell(size, 0, 0)
 
 
-def _evidence(request: Request) -> Evidence:
+def _memory(request: Request) -> _Memory:
     if request.plan_state is None:
-        request.plan_state = Evidence()
-    if not isinstance(request.plan_state, Evidence):
+        request.plan_state = _Memory()
+    if not isinstance(request.plan_state, _Memory):
         raise TypeError(f"request {request.number} belongs to another planner")
     return request.plan_state

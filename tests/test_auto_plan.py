@@ -2,8 +2,8 @@
 
 import pytest
 
-from eaglegbv.auto_plan import AUTO, AutoPlan, largest_plan, named_planning, plan_name
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.auto_plan import AUTO, AutoPlan, named_planning, plan_name, plans_of
+from eaglegbv.config import PLAIN, Plan, Source
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import Law
 
@@ -17,12 +17,17 @@ def test_candidates_keep_to_the_limits_and_reach_them() -> None:
     assert {t for _, _, t in shapes} == {1.0, 1.4}
 
 
-def test_the_largest_plan_needs_the_most_room() -> None:
-    for auto in (AUTO, AutoPlan(max_paths=1, max_depth=1), AutoPlan(max_paths=16, max_depth=32)):
-        assert auto.largest.tree_slots == max(p.tree_slots for p in auto.candidates)
-        assert auto.largest.depth == max(p.depth for p in auto.candidates)
-        assert largest_plan(auto) == auto.largest
-    assert largest_plan(PLAIN) is PLAIN
+def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
+    assert [p.depth for p in AutoPlan(lookup_depth=5).lookups] == [2, 4, 5]
+    assert AutoPlan(lookup_depth=0).lookups == ()
+    assert all(p.paths == 1 and p.source is Source.LOOKUP for p in AUTO.lookups)
+    assert not any(p.asks_drafter for p in AUTO.lookups)
+    assert all(p.asks_drafter for p in AUTO.candidates)
+
+
+def test_all_plans_that_may_come() -> None:
+    assert plans_of(AUTO) == AUTO.candidates + AUTO.lookups
+    assert plans_of(PLAIN) == (PLAIN,)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,7 @@ def test_the_largest_plan_needs_the_most_room() -> None:
     [
         ({"max_paths": 0}, "max_paths=0: expected an integer in"),
         ({"max_depth": 33}, "max_depth=33"),
+        ({"lookup_depth": -1}, "lookup_depth=-1: expected an integer in"),
         ({"draft_width": True}, "draft_width=True"),
         ({"verifier": "none"}, "verifier='none'"),
         ({"draft_temperatures": ()}, r"draft_temperatures=\(\)"),
@@ -48,6 +54,7 @@ def test_names_say_what_differs() -> None:
     assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
     assert plan_name(Plan(paths=2, depth=2, law=Law.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
+    assert plan_name(Plan(paths=1, depth=8, source=Source.LOOKUP)) == "otbv lookup 1x8"
 
 
 def test_auto_is_a_name() -> None:

@@ -13,7 +13,7 @@ import torch
 from support.g_test import GTest, g_test, joint_law
 from support.tiny_engine import TinyEngine, tiny_engine
 
-from eaglegbv.auto_plan import AUTO, AutoPlan
+from eaglegbv.auto_plan import AUTO, AutoPlan, plans_of
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
@@ -57,7 +57,7 @@ def law() -> np.ndarray:
 class RestlessPlanner(Planner):
     """Another plan every step, by the text and the acceptances of all requests so far."""
 
-    plans = (PLAIN, *LIMITS.candidates)
+    plans = (PLAIN, *plans_of(LIMITS))
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_joint_law_when_plans_follow_the_text_and_other_requests(
     engine._planner = RestlessPlanner()
     result = check(engine, law, SAMPLES)
     assert result.p_value > LEVEL, result
-    assert len(engine.metrics.values[FORWARDS]) == 1 + len(LIMITS.candidates)
+    assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS))
 
 
 def test_a_planner_that_peeks_is_noticed(engine: Engine, law: np.ndarray) -> None:
@@ -125,6 +125,27 @@ def test_greedy_text_is_that_of_plain_decoding(engine: Engine, tiny: TinyEngine)
             engine.check()
         assert [request.token_ids] == expected
         assert len(request.metrics.plans) > 1
+        assert any("lookup" in name for name in request.metrics.plans)
+
+
+def test_a_text_in_a_loop_is_looked_up_and_the_drafter_goes_on_after_it(
+    engine: Engine, tiny: TinyEngine
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    expected = tiny.tokens([PROMPT], params, PLAIN)
+    request = engine.add(PROMPT, params, AUTO)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert [request.token_ids] == expected
+    assert sum(n for name, n in request.metrics.plans.items() if "lookup" in name) > 1
+    without = engine.add(PROMPT, params, AutoPlan(lookup_depth=0))
+    sampled = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1), AUTO)
+    while engine.has_work:
+        engine.step()
+    assert [without.token_ids] == expected
+    for other in (without, sampled):
+        assert not any("lookup" in name for name in other.metrics.plans)
 
 
 def test_requests_of_one_seed_draw_numbers_of_their_own(engine: Engine) -> None:
@@ -190,7 +211,7 @@ def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
     request = engine.add(PROMPT, SamplingParams(max_tokens=5), AUTO)
-    assert request.step_slots == AUTO.largest.tree_slots
+    assert request.step_slots == max(plan.tree_slots for plan in plans_of(AUTO))
     assert request.drafted
 
 

@@ -7,13 +7,14 @@ instead of after it.
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_law
 from support.token_drafting import random_llama, random_table
 
-from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan
+from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter
@@ -186,6 +187,32 @@ def test_a_lookup_is_judged_as_the_fixed_law_it_is() -> None:
     with pytest.raises(InvalidArgument, match="law='iid': expected one the drafter draws: fixed"):
         engine.check_plan(Plan(law=Law.IID))
     engine.check_plan(Plan())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) -> None:
+    plan = Plan(paths=2, depth=4)
+    looked = msgspec.structs.replace(plan, source=Source.LOOKUP)
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
+    texts = []
+    for drafter, own in ((NgramDrafter(), plan), (tabular_drafter(), looked), (None, looked)):
+        engine = engine_of(tabular_target(), drafter)
+        request = engine.add([1, 2, 1, 2], params, own)
+        while engine.has_work:
+            engine.step()
+        texts.append((request.token_ids, request.metrics.accepted_tokens))
+        assert not request.draft_states
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0][1] > 0
+
+
+def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
+    engine = engine_of(tabular_target(), tabular_drafter())
+    with pytest.raises(LawMismatch, match="law='fixed'"):
+        engine.check_plan(Plan(verifier="gbv", source=Source.LOOKUP))
+    with pytest.raises(InvalidArgument, match=r"^source='web': expected one of drafter, lookup"):
+        Plan(source="web")
+    assert Plan(source="lookup").source is Source.LOOKUP
 
 
 def test_debts_do_not_end_with_confidence() -> None:

@@ -95,7 +95,7 @@ def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) 
         owed += len(debts)
         tiny.engine.preempt(request)
         assert request.context == 0
-        assert request.draft_state is None
+        assert not request.draft_states
         assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
         assert request.debts == debts
         tiny.run([request])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from support.drafting import (
-    HIDDEN,
     VOCAB,
     Pair,
     Session,
@@ -311,17 +310,19 @@ def test_a_forgotten_request_starts_anew(pair):
     request = session.start(PROMPT, 11, PLAN)
     session.drafter.catch_up([request])
     session.drafter.forget(request)
-    assert request.draft_state is None
+    assert not request.draft_states
     with pytest.raises(RuntimeError, match="request 0 drafts before any feature was observed"):
         session.draft([request], Law.IID)
 
 
-def test_a_request_of_another_drafter_is_refused(pair):
+def test_what_another_drafter_remembers_stays(pair):
     session = Session(pair)
-    request = session.start(PROMPT, 11, PLAN, observe=False)
-    request.draft_state = DraftState()
-    with pytest.raises(TypeError, match="request 0 belongs to another drafter"):
-        session.drafter.observe(request, torch.zeros(1, HIDDEN))
+    request = session.start(PROMPT, 11, PLAN)
+    expected = session.draft([request], Law.IID)
+    request.draft_states[DraftState] = other = DraftState()
+    assert torch.equal(session.draft([request], Law.IID).token_ids, expected.token_ids)
+    session.drafter.forget(request)
+    assert request.draft_states == {DraftState: other}
 
 
 @pytest.mark.parametrize("law", [Law.WOR, Law.GREEDY, Law.HUB])

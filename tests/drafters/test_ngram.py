@@ -9,9 +9,8 @@ from support.drafting import prefix_of
 from support.token_drafting import TokenSession
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.request import DraftState
 from eaglegbv.tree import Law, check_tree
 
 
@@ -41,6 +40,24 @@ def test_the_longest_match_comes_first_and_of_these_the_latest():
 def test_a_repeating_text_is_continued_through_its_own_end():
     assert drafted([4, 5, 4, 5, 4, 5], Plan(paths=1, depth=5)) == [[4, 5, 4, 5, 4]]
     assert drafted([6, 6], Plan(paths=1, depth=3)) == [[6, 6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("text", "matched"),
+    [
+        ([1, 2, 3], 0),
+        ([1], 0),
+        ([6, 6], 1),
+        ([1, 2, 3, 7, 2, 3], 2),
+        # Of four tokens the latest place counts, though more stood before an earlier one.
+        ([9, 1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4], 4),
+        ([5, 1, 2, 3, 4, 6, 5, 1, 2, 3, 4], 5),
+        ([4, 5] * 30, LONGEST_MATCH),
+    ],
+)
+def test_it_says_how_much_of_the_texts_end_it_found(text, matched):
+    session = TokenSession(NgramDrafter())
+    assert session.drafter.matched(session.start(text[:-1], text[-1], Plan())) == matched
 
 
 def test_nothing_found_is_a_root_alone():
@@ -89,9 +106,6 @@ def test_what_is_not_a_lookup_is_refused():
     request = session.start([1, 1], 1, Plan())
     with pytest.raises(InvalidArgument, match="law='iid'"):
         session.draft([request], Law.IID)
-    request.draft_state = DraftState()
-    with pytest.raises(TypeError, match="request 0 belongs to another drafter"):
-        session.drafter.catch_up([request])
     session.drafter.forget(request)
     session.drafter.catch_up([request])
     with pytest.raises(InvalidArgument, match="shortest=3"):

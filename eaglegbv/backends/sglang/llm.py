@@ -14,7 +14,7 @@ from eaglegbv.backends.sglang.engine import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt, plan_from
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_dtype, named_folder
@@ -210,6 +210,8 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     if not isinstance(plan, Plan):
         expected = "a Plan: SGLang fixes the number and length of paths when it starts"
         raise InvalidArgument("plan", plan, expected)
+    if plan.source is not Source.DRAFTER:
+        raise InvalidArgument("source", str(plan.source), "'drafter': SGLang asks the head alone")
     if plan.law not in (None, Law.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
         raise InvalidArgument("law", str(plan.law), expected)

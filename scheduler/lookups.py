@@ -1,0 +1,119 @@
+"""Whose drafts are looked up in their own texts instead, in a step that was chosen.
+
+A lookup costs no drafter's time, only rows of the target's forward, and how far it gets is told
+beforehand by how much of the text's end stood before where it looks: one token says little, and
+the whole of a loop nearly all. So it is settled in every step anew, from what the text is by then.
+
+    where steps as they were chosen commit r tokens a second, a step is worth
+    tokens - r seconds    and a lookup of d nodes, beside those that go on as they are,
+    tokens - r d node
+
+(Not the rate of the step itself: one long lookup would raise it so much that drafts of others,
+worth their time in any other step, would seem to lower it.) Those whose lookups are worth more than
+what they do otherwise look up, beside the others or with nobody drafting, whichever is worth more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.scheduler.acceptance import Acceptance, Evidence
+from eaglegbv.scheduler.choice import Choice
+from eaglegbv.scheduler.costs import Array, Ints, StepCosts, StepShape
+
+
+@dataclass(slots=True)
+class Lookups:
+    """How far lookups get, by how much of the text's end they found before."""
+
+    _by_match: dict[int, Acceptance] = field(default_factory=dict)
+
+    def observe(self, *, matched: int, offered: int, accepted: int) -> None:
+        """Learn from a decided step of one request.
+
+        Args:
+            matched: Tokens of the text's end that stood before, at least 1.
+            offered: Tokens looked up.
+            accepted: Those of them that were accepted.
+        """
+        self._acceptance(matched).observe(Evidence(), paths=1, offered=offered, accepted=accepted)
+
+    def expected_tokens(self, matched: Ints, limits: Ints, depths: Ints) -> Array:
+        """Return ``[requests, depths]`` float64: tokens that a step may commit.
+
+        Args:
+            matched: ``[requests]`` int64, tokens of each text's end that stood before; 0 for none.
+            limits: ``[requests]`` int64, most tokens each may still commit.
+            depths: ``[depths]`` int64.
+        """
+        tokens = np.ones((len(matched), len(depths)))
+        for place in np.flatnonzero(matched).tolist():
+            own = slice(place, place + 1)
+            tokens[own] = self._acceptance(int(matched[place])).expected_tokens(
+                np.zeros(1), limits[own], np.ones_like(depths), depths
+            )
+        return tokens
+
+    def _acceptance(self, matched: int) -> Acceptance:
+        """Return that of 1, 2-3, 4-7, ... tokens."""
+        return self._by_match.setdefault(matched.bit_length(), Acceptance())
+
+
+def look_up(
+    choice: Choice,
+    plans: Sequence[Plan],
+    tokens: Array,
+    costs: StepCosts,
+    *,
+    batch: int,
+    context: int,
+) -> Choice:
+    """Return the choice with lookups where they promise more, or as it is.
+
+    Args:
+        choice: What the step would be.
+        plans: The lookups, D of them, of one path each.
+        tokens: ``[requests, D]`` float64, expected of each; 1 where nothing was found.
+        costs: Of steps.
+        batch: Requests of the step, at least those that choose.
+        context: KV slots they attend to.
+    """
+    depths = np.array([plan.depth for plan in plans])
+    worth = tokens - choice.rate * costs.node_seconds * depths
+    best = worth.argmax(axis=1)
+    rows = np.arange(len(tokens))
+    found, gained = tokens[rows, best], worth[rows, best]
+    drafting = np.isin(rows, list(choice.drafting))
+    nodes = choice.plan.paths * choice.plan.depth
+    saved = drafting * choice.rate * (costs.request_seconds + nodes * costs.node_seconds)
+
+    def instead(where: Array, base: Choice) -> Choice:
+        """Return ``base`` with lookups at some places."""
+        places = np.flatnonzero(where & (found > 1)).tolist()
+        lookups = {place: plans[best[place]] for place in places}
+        changed = replace(
+            base,
+            drafting=base.drafting - lookups.keys(),
+            each=np.where(where & (found > 1), found, base.each),
+            lookups=lookups,
+        )
+        return replace(changed, seconds=_seconds(changed, costs, batch=batch, context=context))
+
+    options = [choice, instead(gained > choice.each - saved, choice)]
+    if choice.drafting:
+        plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
+        options.append(instead(gained > 1, plainly))
+    return max(options, key=lambda option: option.tokens - choice.rate * option.seconds)
+
+
+def _seconds(choice: Choice, costs: StepCosts, *, batch: int, context: int) -> float:
+    shape = StepShape.of(
+        choice.plan,
+        requests=batch,
+        context=context,
+        drafting=len(choice.drafting),
+        looked_up=choice.looked_up,
+    )
+    return max(1e-9, costs.seconds(shape))
