@@ -26,8 +26,11 @@ from eaglegbv.transfer import send, upload
 _MAX_PADDED_SCORES = 1 << 24
 """Most padded scores (segments x queries x keys) of a group of segments: bounds its mask."""
 
-_FREE_PADDING = 1 << 13
-"""Padded scores that cost less than a further group's operations."""
+_KEY_SCORES = 4
+"""Scores that take as long as to gather a key and its value."""
+
+_FREE_PADDING = 1 << 12
+"""Scores that take as long as a further group's operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,19 +262,21 @@ def _plan_single(
 
 
 def _group_segments(segments: Sequence[Segment]) -> list[list[int]]:
-    """Partition segments by similar size, so that at most about half of a group is padding."""
+    """Partition segments by similar size: to pad a group takes no longer than to split it."""
     order = sorted(range(len(segments)), key=lambda i: (segments[i].num_new, segments[i].num_keys))
     groups: list[list[int]] = []
     real = queries = keys = 0
     for i in order:
         q, n = segments[i].num_new, segments[i].num_keys
-        queries, keys, real = max(queries, q), max(keys, n), real + q * n
-        padded = queries * keys * (len(groups[-1]) + 1 if groups else 1)
-        if groups and padded <= min(2 * real + _FREE_PADDING, _MAX_PADDED_SCORES):
+        queries, keys, real = max(queries, q), max(keys, n), real + (q + _KEY_SCORES) * n
+        members = len(groups[-1]) + 1 if groups else 1
+        padding = (queries + _KEY_SCORES) * keys * members - real
+        room = queries * keys * members <= _MAX_PADDED_SCORES
+        if groups and padding <= _FREE_PADDING and room:
             groups[-1].append(i)
         else:
             groups.append([i])
-            queries, keys, real = q, n, q * n
+            queries, keys, real = q, n, (q + _KEY_SCORES) * n
     return groups
 
 

@@ -1,6 +1,7 @@
 """Paged attention against a definition written out token by token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +191,41 @@ def test_a_broken_request_stays_alone() -> None:
     out = attend(TorchPagedAttention(pool), batch, Extras())
     assert out[: batch.offsets[1]].isnan().all()
     assert out[batch.offsets[1] :].isfinite().all()
+
+
+class Counting(TorchPagedAttention):
+    """Counts the keys that are read, padding and all, and the calls."""
+
+    keys = calls = 0
+
+    def _read(self, *args: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super()._read(*args)
+        self.calls += 1
+        self.keys += keys.shape[0] * keys.shape[1]
+        return keys, values
+
+
+@pytest.mark.parametrize(
+    ("contexts", "calls"),
+    [
+        ([150] * 15 + [5000], 2),  # a long text pads nobody else's keys
+        ([90, 100, 110, 120] * 4, 1),  # texts of about the same length share a call
+        ([10] * 8 + [500] * 4 + [3000] * 2, 3),
+    ],
+)
+def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
+    attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, DIM, torch.float32))
+    ends = torch.tensor(contexts).add(1).cumsum(0).tolist()
+    batch = pack(
+        [
+            prompt(torch.arange(end - context - 1, end), context, 1)
+            for context, end in zip(contexts, ends, strict=True)
+        ]
+    )
+    out = attend(attention, batch, Extras())
+    assert out.shape[0] == len(contexts)
+    assert attention.calls == calls
+    assert attention.keys < 1.5 * sum(contexts)
 
 
 def test_one_forward_with_windows_of_several_layers() -> None:
