@@ -14,10 +14,10 @@ from eaglegbv.scheduler.costs import StepCosts, StepShape
 from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.targets.base import Target
 
-SECONDS = 4.0
+SECONDS = 6.0
 """Time for all of it. The most telling steps come first."""
 
-_SIZES = (1, 4, 16)
+_SIZES = (1, 4, 8, 16)
 LARGEST = _SIZES[-1]
 """The largest batch that is measured."""
 
@@ -69,7 +69,7 @@ def _fits(target: Target, size: int, plan: Plan) -> bool:
 
 
 def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
-    """Return sizes of batches and plans: none, and drafts of different shapes."""
+    """Return sizes of batches and plans: none at every size, then drafts of different shapes."""
     paths, depths = (
         sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
     )
@@ -81,10 +81,10 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
         (paths[len(paths) // 4], depths[max(0, len(depths) - 2)]),
     ]
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
-    for size in (size for size in _SIZES if size <= most):
-        yield size, PLAIN
-        for shape in dict.fromkeys(shapes):
-            yield size, plans[shape]
+    for plan in (PLAIN, *(plans[shape] for shape in dict.fromkeys(shapes))):
+        for size in _SIZES:
+            if size <= most:
+                yield size, plan
 
 
 def _time(

@@ -569,13 +569,20 @@ class Engine:
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.
 
+        Where nobody drafts at present, and no text may share the drafter's rows, that can wait.
+
         Returns:
             For how many positions the drafter ran.
         """
         running = [request for request in requests if not request.finished]
         missed = 0
         if self._drafter is not None:
-            drafted = [request for request in running if request.drafted]
+            drafted = [
+                request
+                for request in running
+                if request.drafted
+                and (self._cache.enabled or self._planner.expects_drafts(request))
+            ]
             missed = sum(self._behind(request) for request in drafted)
             self._drafter.catch_up(drafted)
         for request in running:

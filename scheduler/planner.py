@@ -262,6 +262,12 @@ class Planner:
         if rows >= _READING_ROWS:
             self._reading.observe(rows, seconds)
 
+    def expects_drafts(self, request: Request) -> bool:
+        """Return whether a request that decodes soon is expected to draft."""
+        if request.auto is None:
+            return request.drafted
+        return self._books[request.params.greedy].present is not PLAIN
+
     def explain(self, requests: Sequence[Request]) -> list[Estimate]:
         """Return what is expected of each plan for automatic requests, the best first.
 
@@ -468,9 +474,11 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
 
 def _unknown(book: _Book, plan: Plan, size: int) -> bool:
     """Return whether a plan has still to be tried at a class of batch sizes."""
-    if book.taught and book.costs.spans(size):
+    cell = _cell(plan, size)
+    # What plans cost is told by others; but beside plain decoding of that size all are weighed.
+    if book.taught and (book.costs.spans(size) if plan.speculative else book.costs.steps_in(cell)):
         return False
-    return book.tried[_cell(plan, size)] < _KNOWN
+    return book.tried[cell] < _KNOWN
 
 
 def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:

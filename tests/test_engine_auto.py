@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import GTest, g_test, joint_law
+from support.simulated_engine import Simulation, World, make_request
 from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.auto_plan import AUTO, AutoPlan, plans_of
@@ -207,6 +208,36 @@ def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
         engine.step()
     best, *_, worst = engine.explain_plans()
     assert best.rate > worst.rate > 0
+
+
+@pytest.mark.parametrize(("cached", "expected", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
+def test_prompts_wait_for_the_drafter_while_nobody_drafts(
+    monkeypatch: pytest.MonkeyPatch, cached: int, expected: int, reads: int
+) -> None:
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=bool(cached))
+    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request: bool(expected))
+    prompt = PROMPT * 8
+    request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), AUTO)
+    tiny.engine.step()
+    assert request.prefilled
+    assert tiny.engine._behind(request) == (0 if reads else len(prompt))
+    # It is read as soon as somebody drafts.
+    monkeypatch.setattr(tiny.engine, "_planner", RestlessPlanner())
+    while tiny.engine.has_work:
+        tiny.engine.step()
+    assert request.metrics.drafted_nodes > 0
+
+
+def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:
+    world = World(chance=lambda place, depth: 0.05, draft=(8.0, 1.0, 2.0, 0.4))
+    simulation = Simulation(world)
+    auto, fixed = (make_request(-1, plan, 1.0) for plan in (AUTO, None))
+    fixed.drafted = True
+    assert simulation.planner.expects_drafts(auto)
+    simulation.run(2, 200)
+    assert not simulation.planner.expects_drafts(auto)
+    assert simulation.planner.expects_drafts(fixed)
+    assert simulation.planner.expects_drafts(make_request(-2, AUTO, 0.0))
 
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
