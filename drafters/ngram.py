@@ -29,11 +29,11 @@ class NgramState(DraftState):
     """Where the n-grams of a text stand.
 
     Attributes:
-        read: Tokens of the text that are indexed.
+        text: The tokens that are indexed: a request's whole text is not copied at every step.
         places: For each n-gram the positions of the tokens that followed it, in order.
     """
 
-    read: int = 0
+    text: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
@@ -96,8 +96,8 @@ class NgramDrafter(Drafter):
 
         0 where nothing is found, at most :data:`LONGEST_MATCH`.
         """
-        text = request.tokens_from(0)
-        place = next(self._places(request, text), None)
+        state = self._index(request)
+        text, place = state.text, next(self._places(state), None)
         if place is None:
             return 0
         most = min(LONGEST_MATCH, place)
@@ -125,26 +125,27 @@ class NgramDrafter(Drafter):
 
     def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
         """Yield ``length`` tokens from each place that the text's end was found at."""
-        text = request.tokens_from(0)
-        for place in self._places(request, text):
+        state = self._index(request)
+        text = state.text
+        for place in self._places(state):
             # What was found may reach the text's end: from there it repeats itself.
             period = len(text) - place
             yield tuple(text[place + i % period] for i in range(length))
 
-    def _places(self, request: Request, text: list[int]) -> Iterator[int]:
-        """Yield where tokens stand that followed what the text ends with, as ``draft`` has them."""
-        state = self._index(request)
+    def _places(self, state: NgramState) -> Iterator[int]:
+        """Yield where tokens stand that followed what the text ends with, the best first."""
         for size in self._sizes:
-            places = state.places.get(tuple(text[-size:]), []) if size <= len(text) else []
-            yield from reversed(places[-_LOOK_BACK:])
+            if size <= len(state.text):
+                places = state.places.get(tuple(state.text[-size:]), [])
+                yield from reversed(places[-_LOOK_BACK:])
 
     def _index(self, request: Request) -> NgramState:
         """Note what followed every n-gram of the text; of its last one nothing has yet."""
         state = own_state(request, NgramState, NgramState)
-        text = request.tokens_from(0)
-        for place in range(state.read, len(text)):
+        known, text = len(state.text), state.text
+        text += request.tokens_from(known)
+        for place in range(known, len(text)):
             for size in self._sizes:
                 if size <= place:
                     state.places.setdefault(tuple(text[place - size : place]), []).append(place)
-        state.read = len(text)
         return state

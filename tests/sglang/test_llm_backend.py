@@ -69,6 +69,17 @@ def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) ->
         llm.shutdown()
 
 
+def test_plans_that_sglang_cannot_draw_are_refused() -> None:
+    from eaglegbv import LLM, InvalidArgument, Plan
+    from eaglegbv.config import Source
+    from eaglegbv.tree import Law
+
+    with pytest.raises(InvalidArgument, match=r"^source='lookup': expected 'drafter'"):
+        LLM(backend="sglang", plan=Plan(paths=1, depth=4, source=Source.LOOKUP))
+    with pytest.raises(InvalidArgument, match=r"^law='wor': expected 'iid'"):
+        LLM(backend="sglang", plan=Plan(law=Law.WOR))
+
+
 def _check_grammar(engine: Any) -> None:
     schema = {
         "type": "object",
