@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eaglegbv.drafters.rms_norm import RMSNorm
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.products import PackedProduct, can_pack, prepare
 
@@ -228,7 +227,7 @@ class Eagle1Head(EagleHead):
         self.layer = nn.ModuleDict(
             {
                 "self_attn": _attention(config, size),
-                "post_attention_layernorm": RMSNorm(size, config.rms_norm_eps),
+                "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
                 "mlp": _FeedForward(config),
             }
         )
@@ -276,19 +275,19 @@ class Eagle3Head(EagleHead):
         super().__init__(config, embedding, draft_to_target)
         size, eps = config.hidden_size, config.rms_norm_eps
         width, layers = config.feature_size, len(config.feature_layers)
-        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
+        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm = _NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
         self.fc = nn.Linear(width, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
-                "input_layernorm": RMSNorm(size, eps),
-                "hidden_norm": RMSNorm(size, eps),
+                "input_layernorm": nn.RMSNorm(size, eps),
+                "hidden_norm": nn.RMSNorm(size, eps),
                 "self_attn": _attention(config, 2 * size),
-                "post_attention_layernorm": RMSNorm(size, eps),
+                "post_attention_layernorm": nn.RMSNorm(size, eps),
                 "mlp": _FeedForward(config),
             }
         )
-        self.norm = RMSNorm(size, eps)
+        self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self._norm_before_residual = config.norm_before_residual
         self._norm_output = config.norm_output
@@ -403,8 +402,8 @@ class _NormedAttention(_Attention):
 
     def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
         super().__init__(config, input_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().heads(x)
@@ -419,7 +418,7 @@ class _NormEach(nn.ModuleList):
     """One norm for the features of each layer."""
 
     def __init__(self, layers: int, width: int, eps: float) -> None:
-        super().__init__(RMSNorm(width // layers, eps) for _ in range(layers))
+        super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
 
     def forward(self, features: Tensor) -> Tensor:
         parts = features.chunk(len(self), dim=-1)
