@@ -11,6 +11,7 @@ keys are a slice of the pool:
 A request never reads a slot it does not own, not even with weight zero: 0 * NaN is NaN.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
-from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.transfer import send, upload
 
 _MAX_PADDED_SCORES = 1 << 24
 """Most padded scores (segments x queries x keys) of a group of segments: bounds its mask."""
+
+_MAX_GATHERED = 1 << 23
+"""Most bytes of keys and values of a group on a CPU: more would be gathered past its caches."""
 
 _KEY_SCORES = 4
 """Scores that take as long as to gather a key and its value."""
@@ -142,7 +146,7 @@ class TorchPagedAttention(PagedAttention):
             window = None
         groups = self._plans.get(window)
         if groups is None:
-            groups = _plan(batch, window, self.pool.keys.dtype)
+            groups = _plan(batch, window, self.pool)
             self._plans[window] = groups
         return groups
 
@@ -221,10 +225,15 @@ def _attend_explicit(
     return out.flatten(1, 2).transpose(1, 2)
 
 
-def _plan(batch: PackedBatch, window: int | None, dtype: torch.dtype) -> tuple[_Group, ...]:
+def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> tuple[_Group, ...]:
+    dtype = pool.keys.dtype
     if len(batch.segments) == 1:
         return (_plan_single(batch.segments[0], window, dtype, batch.slots.device),)
-    members = _group_segments(batch.segments)
+    most_keys = sys.maxsize
+    if not pool.keys.is_cuda:
+        _, _, kv_heads, head_dim = pool.keys.shape
+        most_keys = _MAX_GATHERED // slot_bytes(1, kv_heads, head_dim, dtype)
+    members = _group_segments(batch.segments, most_keys)
     return tuple(_plan_padded(batch, group, window, dtype) for group in members)
 
 
@@ -261,8 +270,11 @@ def _plan_single(
     )
 
 
-def _group_segments(segments: Sequence[Segment]) -> list[list[int]]:
-    """Partition segments by similar size: to pad a group takes no longer than to split it."""
+def _group_segments(segments: Sequence[Segment], most_keys: int) -> list[list[int]]:
+    """Partition segments by similar size: to pad a group takes no longer than to split it.
+
+    Groups of several have at most ``most_keys`` keys, padding included.
+    """
     order = sorted(range(len(segments)), key=lambda i: (segments[i].num_new, segments[i].num_keys))
     groups: list[list[int]] = []
     real = queries = keys = 0
@@ -271,7 +283,7 @@ def _group_segments(segments: Sequence[Segment]) -> list[list[int]]:
         queries, keys, real = max(queries, q), max(keys, n), real + (q + _KEY_SCORES) * n
         members = len(groups[-1]) + 1 if groups else 1
         padding = (queries + _KEY_SCORES) * keys * members - real
-        room = queries * keys * members <= _MAX_PADDED_SCORES
+        room = keys * members <= min(most_keys, _MAX_PADDED_SCORES // queries)
         if groups and padding <= _FREE_PADDING and room:
             groups[-1].append(i)
         else:

@@ -211,6 +211,7 @@ class Counting(TorchPagedAttention):
         ([150] * 15 + [5000], 2),  # a long text pads nobody else's keys
         ([90, 100, 110, 120] * 4, 1),  # texts of about the same length share a call
         ([10] * 8 + [500] * 4 + [3000] * 2, 3),
+        ([20_000] * 4, 2),  # what is gathered at once stays within caches
     ],
 )
 def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
