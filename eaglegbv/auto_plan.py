@@ -125,10 +125,10 @@ def named_planning(plan: Planning | str) -> Planning:
     return plan
 
 
-def plans_of(planning: Planning) -> tuple[Plan, ...]:
+def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:
     """Return all plans that a request may come to follow, besides plain decoding."""
     if isinstance(planning, AutoPlan):
-        return planning.candidates + planning.lookups
+        return planning.candidates + (planning.lookups if greedy else ())
     return (planning,)
 
 

@@ -69,7 +69,7 @@ def _fits(target: Target, size: int, plan: Plan) -> bool:
 
 
 def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
-    """Return sizes of batches and plans: none at every size, then drafts of different shapes."""
+    """Return sizes of batches and plans: none and one, none at every size, then other drafts."""
     paths, depths = (
         sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
     )
@@ -81,10 +81,10 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
         (paths[len(paths) // 4], depths[max(0, len(depths) - 2)]),
     ]
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
-    for plan in (PLAIN, *(plans[shape] for shape in dict.fromkeys(shapes))):
-        for size in _SIZES:
-            if size <= most:
-                yield size, plan
+    drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
+    sizes = [size for size in _SIZES if size <= most]
+    first = [(sizes[0], PLAIN), (sizes[0], drafts[0])]
+    yield from dict.fromkeys(first + [(size, plan) for plan in (PLAIN, *drafts) for size in sizes])
 
 
 def _time(

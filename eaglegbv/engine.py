@@ -55,6 +55,9 @@ from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
 GREEDY = "greedy"
 PLAIN_VERIFIER = "target_only"
 
+_WAITING = 256
+"""Positions of a prompt that may wait for the drafter: those of long ones would fill memory."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -110,7 +113,7 @@ class Engine:
         """
         self._target = target
         self._drafter = drafter
-        self._lookup = NgramDrafter()
+        self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._holdings = Holdings(target.allocator, self._cache)
@@ -190,7 +193,7 @@ class Engine:
         seed = self._config.seed if params.seed is None else params.seed
         if auto is not None or params.seed is None:
             seed = request_seed(seed, number)
-        plans = plans_of(plan)
+        plans = plans_of(plan, greedy=params.greedy)
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
@@ -322,6 +325,8 @@ class Engine:
                 commits += self._commit(group, layout, own, judgement.debts, output)
             self._keep_chunks(chunks, output)
         if batch.reading:
+            with watch.phase(Phase.PREFILL):
+                self._index([portion.request for portion in batch.reading])
             with watch.phase(Phase.PREFILL):
                 missed = self._end_reading([portion.request for portion in batch.reading])
             self._planner.observe_reading(missed, watch.spans[-1].seconds)
@@ -566,10 +571,20 @@ class Engine:
             return True
         return token in self._target.eos_token_ids and not request.params.ignore_eos
 
+    def _index(self, requests: list[Request]) -> None:
+        """Index what was read, where drafts may be looked up, so that it counts as prefill."""
+        self._lookup.catch_up(
+            [
+                r
+                for r in requests
+                if r.auto and r.auto.lookups and r.params.greedy and not r.finished
+            ]
+        )
+
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.
 
-        Where nobody drafts at present, and no text may share the drafter's rows, that can wait.
+        Where nobody drafts at present, and no text may share the drafter's rows, short ones wait.
 
         Returns:
             For how many positions the drafter ran.
@@ -578,10 +593,7 @@ class Engine:
         missed = 0
         if self._drafter is not None:
             drafted = [
-                request
-                for request in running
-                if request.drafted
-                and (self._cache.enabled or self._planner.expects_drafts(request))
+                request for request in running if request.drafted and not self._can_wait(request)
             ]
             missed = sum(self._behind(request) for request in drafted)
             self._drafter.catch_up(drafted)
@@ -589,6 +601,12 @@ class Engine:
             if not request.unread:
                 self._share(request)
         return missed
+
+    def _can_wait(self, request: Request) -> bool:
+        """Return whether the drafter may read what was read of a prompt when somebody drafts."""
+        if self._cache.enabled or self._planner.expects_drafts(request):
+            return False
+        return self._behind(request) <= _WAITING
 
     def _behind(self, request: Request) -> int:
         """Return for how many committed positions the drafter has not run yet."""

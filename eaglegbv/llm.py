@@ -154,7 +154,7 @@ class LLM:
                 draft_temperature=draft_temperature,
             )
         # Before minutes go by with loading.
-        plans = plans_of(self.plan)
+        plans = plans_of(self.plan, greedy=False)
         check_verifier(plans[0])
         if not any(p.asks_drafter for p in plans):
             drafter = None

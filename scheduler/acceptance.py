@@ -127,6 +127,12 @@ class Acceptance:
         self.successes[paths - 1, :accepted] += 1
         self._stale = True
 
+    def fade(self, kept: float) -> None:
+        """Let go of what was learned but for a share ``kept`` of it."""
+        self.trials *= kept
+        self.successes *= kept
+        self._stale = True
+
     @property
     def hazards(self) -> Array:
         """``[MAX_PATHS, MAX_DEPTH]`` float64, the kind's chances."""

@@ -190,6 +190,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[KnownCell, ...]
     steps: int
 
+    @property
+    def knows_drafts(self) -> bool:
+        """Whether any step drafted: else drafts would seem to cost nothing."""
+        return any(cell.paths for cell in self.cells)
+
 
 @dataclass(slots=True)
 class StepCosts:
@@ -310,6 +315,9 @@ class StepCosts:
     def factor(self, cell: Cell) -> float:
         """Return what multiplies the linear law in a cell."""
         correction = self._corrections.get(cell)
+        if correction is None and not cell.paths:
+            # A lookup never run is plain decoding with more nodes.
+            correction = self._corrections.get(Cell(cell.size, 0, 0))
         own = 0.0 if correction is None else correction.trusted(self._steps)
         return math.exp(self._pace + own)
 

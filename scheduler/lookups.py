@@ -15,6 +15,7 @@ what they do otherwise look up, beside the others or with nobody drafting, which
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,12 +24,16 @@ from eaglegbv.scheduler.acceptance import Acceptance, Evidence
 from eaglegbv.scheduler.choice import Choice
 from eaglegbv.scheduler.costs import Array, Ints, StepCosts, StepShape
 
+_FADE_EVERY, _FADED = 64, 0.95
+"""Steps after which what is known fades to so much, that lookups given up are tried again."""
+
 
 @dataclass(slots=True)
 class Lookups:
     """How far lookups get, by how much of the text's end they found before."""
 
     _by_match: dict[int, Acceptance] = field(default_factory=dict)
+    _asked: int = 0
 
     def observe(self, *, matched: int, offered: int, accepted: int) -> None:
         """Learn from a decided step of one request.
@@ -48,6 +53,10 @@ class Lookups:
             limits: ``[requests]`` int64, most tokens each may still commit.
             depths: ``[depths]`` int64.
         """
+        self._asked += 1
+        if self._asked % _FADE_EVERY == 0:
+            for acceptance in self._by_match.values():
+                acceptance.fade(_FADED)
         tokens = np.ones((len(matched), len(depths)))
         for place in np.flatnonzero(matched).tolist():
             own = slice(place, place + 1)
@@ -70,7 +79,7 @@ def look_up(
     batch: int,
     context: int,
 ) -> Choice:
-    """Return the choice with lookups where they promise more, or as it is.
+    """Return the choice with lookups where they promise more, or without; timed as of now.
 
     Args:
         choice: What the step would be.
@@ -80,14 +89,18 @@ def look_up(
         batch: Requests of the step, at least those that choose.
         context: KV slots they attend to.
     """
+    seconds = partial(_seconds, costs=costs, batch=batch, context=context)
+    choice = replace(choice, seconds=seconds(choice))
+    # Others in the batch commit at least a token each, and wait for the lookups too.
+    rate = (choice.tokens + batch - len(tokens)) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
-    worth = tokens - choice.rate * costs.node_seconds * depths
+    worth = tokens - rate * costs.node_seconds * depths
     best = worth.argmax(axis=1)
     rows = np.arange(len(tokens))
     found, gained = tokens[rows, best], worth[rows, best]
     drafting = np.isin(rows, list(choice.drafting))
     nodes = choice.plan.paths * choice.plan.depth
-    saved = drafting * choice.rate * (costs.request_seconds + nodes * costs.node_seconds)
+    saved = drafting * rate * (costs.request_seconds + nodes * costs.node_seconds)
 
     def instead(where: Array, base: Choice) -> Choice:
         """Return ``base`` with lookups at some places."""
@@ -99,16 +112,17 @@ def look_up(
             each=np.where(where & (found > 1), found, base.each),
             lookups=lookups,
         )
-        return replace(changed, seconds=_seconds(changed, costs, batch=batch, context=context))
+        return replace(changed, seconds=seconds(changed))
 
-    options = [choice, instead(gained > choice.each - saved, choice)]
-    if choice.drafting:
-        plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
-        options.append(instead(gained > 1, plainly))
-    return max(options, key=lambda option: option.tokens - choice.rate * option.seconds)
+    plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
+    options = [instead(gained > choice.each - saved, choice), instead(gained > 1, plainly)]
+    return max(
+        [choice, *(option for option in options if option.lookups)],
+        key=lambda option: option.tokens - rate * option.seconds,
+    )
 
 
-def _seconds(choice: Choice, costs: StepCosts, *, batch: int, context: int) -> float:
+def _seconds(choice: Choice, *, costs: StepCosts, batch: int, context: int) -> float:
     shape = StepShape.of(
         choice.plan,
         requests=batch,

@@ -190,7 +190,7 @@ class Planner:
         self._books = {True: _Book(), False: _Book()}
         if known is not None:
             self._books = {
-                greedy: _Book(costs=StepCosts.of_table(table), taught=table.steps > 0)
+                greedy: _Book(costs=StepCosts.of_table(table), taught=table.knows_drafts)
                 for greedy, table in ((True, known.greedy), (False, known.sampled))
             }
         self._acceptance: dict[tuple[int, float], Acceptance] = {}
@@ -270,6 +270,8 @@ class Planner:
 
     def explain(self, requests: Sequence[Request]) -> list[Estimate]:
         """Return what is expected of each plan for automatic requests, the best first.
+
+        Lookups are not among them: they are settled step by step.
 
         Empty where nothing is known yet, or no request leaves its plan to the planner.
         """

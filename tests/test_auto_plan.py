@@ -26,8 +26,9 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
 
 
 def test_all_plans_that_may_come() -> None:
-    assert plans_of(AUTO) == AUTO.candidates + AUTO.lookups
-    assert plans_of(PLAIN) == (PLAIN,)
+    assert plans_of(AUTO, greedy=True) == AUTO.candidates + AUTO.lookups
+    assert plans_of(AUTO, greedy=False) == AUTO.candidates
+    assert plans_of(PLAIN, greedy=True) == (PLAIN,)
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,14 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
     assert {(c.size, c.paths) for c in one.sampled.cells} == {(0, 0)}
+    assert not one.sampled.knows_drafts
     few = calibrate(pair, AutoPlan(max_paths=2, max_depth=2), EngineConfig(max_batch=1))
     assert pair.target.allocator.num_free == free
     for table in (few.greedy, few.sampled):
         cells = {(c.size, c.paths, c.depth) for c in table.cells}
         assert (0, 0, 0) in cells
         assert any(paths == 2 for _, paths, _ in cells)
+        assert table.knows_drafts
         assert {size for size, _, _ in cells} == {0}
         assert all(seconds >= 0 for seconds in table.law)
     costs = StepCosts.of_table(few.sampled)

@@ -18,6 +18,7 @@ from eaglegbv.auto_plan import AUTO, AutoPlan, plans_of
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import GraphMode
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, REASONS, StepRecord
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
@@ -58,7 +59,7 @@ def law() -> np.ndarray:
 class RestlessPlanner(Planner):
     """Another plan every step, by the text and the acceptances of all requests so far."""
 
-    plans = (PLAIN, *plans_of(LIMITS))
+    plans = (PLAIN, *plans_of(LIMITS, greedy=True))
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def test_joint_law_when_plans_follow_the_text_and_other_requests(
     engine._planner = RestlessPlanner()
     result = check(engine, law, SAMPLES)
     assert result.p_value > LEVEL, result
-    assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS))
+    assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
 
 
 def test_a_planner_that_peeks_is_noticed(engine: Engine, law: np.ndarray) -> None:
@@ -147,6 +148,56 @@ def test_a_text_in_a_loop_is_looked_up_and_the_drafter_goes_on_after_it(
     assert [without.token_ids] == expected
     for other in (without, sampled):
         assert not any("lookup" in name for name in other.metrics.plans)
+
+
+def test_greedy_and_sampled_texts_in_one_batch_and_pre_empted_between_steps(
+    engine: Engine, tiny: TinyEngine
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    expected = tiny.tokens([PROMPT, PROMPT[1:]], params, PLAIN)
+    greedy = [engine.add(prompt, params, AUTO) for prompt in (PROMPT, PROMPT[1:])]
+    sampled = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1), AUTO)
+    cancelled = engine.add(PROMPT[2:], params, AUTO)
+    for step in range(200):
+        if not engine.has_work:
+            break
+        engine.step()
+        if step % 5 == 4 and not greedy[0].finished and greedy[0].slots.numel():
+            engine.preempt(greedy[0])
+        if step == 20:
+            engine.cancel(cancelled)
+        engine.check()
+    assert [request.token_ids for request in greedy] == expected
+    assert greedy[0].metrics.preemptions > 1
+    assert len(sampled.token_ids) == 60
+    for request in (*greedy, sampled, cancelled):
+        assert not request.draft_states
+        looked_up = any("lookup" in name for name in request.metrics.plans)
+        assert looked_up == request.params.greedy
+
+
+def test_lookups_beside_trees_drafted_on_a_device(tiny: TinyEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    expected = tiny.tokens([PROMPT, PROMPT[1:]], params, PLAIN)
+    padded = tiny_engine(vocab=VOCAB, sharpness=3.0, graphs=GraphMode.EAGER)
+    requests = [padded.engine.add(prompt, params, AUTO) for prompt in (PROMPT, PROMPT[1:])]
+    padded.run(requests)
+    assert [request.token_ids for request in requests] == expected
+    plans = requests[0].metrics.plans
+    assert any("lookup" in name for name in plans)
+    assert any(name not in ("none",) and "lookup" not in name for name in plans)
+
+
+def test_an_answer_ends_before_a_lookup_would_leave_the_context(engine: Engine) -> None:
+    room = 256 - 40 - AUTO.lookup_depth
+    request = engine.add(PROMPT * 8, SamplingParams(temperature=0, max_tokens=10_000), AUTO)
+    assert request.max_tokens == room
+    while engine.has_work:
+        engine.step()
+    assert len(request.token_ids) == room
+    with pytest.raises(InvalidArgument, match=r"^prompt='240 tokens'"):
+        engine.add(PROMPT * 48, SamplingParams(temperature=0), AUTO)
+    engine.add(PROMPT * 48, SamplingParams(max_tokens=1), AUTO)
 
 
 def test_requests_of_one_seed_draw_numbers_of_their_own(engine: Engine) -> None:
@@ -228,6 +279,16 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
     assert request.metrics.drafted_nodes > 0
 
 
+def test_long_prompts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False)
+    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request: False)
+    monkeypatch.setattr("eaglegbv.engine._WAITING", 20)
+    short, long = (tiny.engine.add(PROMPT * n, SamplingParams(), AUTO) for n in (4, 5))
+    tiny.engine.step()
+    assert tiny.engine._behind(short) == 20
+    assert tiny.engine._behind(long) == 0
+
+
 def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:
     world = World(chance=lambda place, depth: 0.05, draft=(8.0, 1.0, 2.0, 0.4))
     simulation = Simulation(world)
@@ -242,8 +303,11 @@ def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
     request = engine.add(PROMPT, SamplingParams(max_tokens=5), AUTO)
-    assert request.step_slots == max(plan.tree_slots for plan in plans_of(AUTO))
+    assert request.step_slots == max(plan.tree_slots for plan in AUTO.candidates)
     assert request.drafted
+    small = AutoPlan(max_paths=1, max_depth=2)
+    greedy = engine.add(PROMPT, SamplingParams(max_tokens=5, temperature=0), small)
+    assert greedy.step_slots == 1 + small.lookup_depth
 
 
 def test_what_cannot_be_chosen_from_is_refused(engine: Engine, tiny: TinyEngine) -> None:

@@ -434,8 +434,8 @@ def _defaults(runs: Mapping[str, Results]) -> str:
     said = (
         f"The engine's defaults: a fixed plan is `{fixed.verifier}` with {fixed.paths} paths of "
         f"{fixed.depth}; `LLM()` chooses among plans of `{auto.verifier}` with up to "
-        f"{auto.max_paths} paths of up to {auto.max_depth} tokens, and plain decoding, by what it "
-        "measures."
+        f"{auto.max_paths} paths of up to {auto.max_depth} tokens, plain decoding, and at "
+        f"temperature 0 lookups of up to {auto.lookup_depth} tokens, by what it measures."
     )
     cells = _best_by_cell(runs, BLOCK_EFFICIENCY)
     if not cells:

@@ -18,8 +18,8 @@ MANY = 1000
 
 def milliseconds(shape: StepShape, node: float) -> float:
     """A step of 10, and 1 a request; a drafter that takes 2 a level and 1 a request."""
-    requests, _, _, drafts, drafting, levels, nodes = shape.features
-    return float(9 + requests + 2 * levels + drafting + node * nodes + 0 * drafts)
+    _, requests, _, _, drafting, levels, nodes = shape.features
+    return float(9 + requests + 2 * levels + drafting + node * nodes)
 
 
 def learned(node: float) -> StepCosts:
@@ -63,8 +63,27 @@ def test_a_long_match_is_looked_up_instead_of_drafted() -> None:
 
 def test_where_drafts_promise_more_they_stay() -> None:
     choice = drafting([2.5], {0}, 0.0171)
-    assert chosen(choice, [[1.1, 1.15, 1.2, 1.2]], node=0.05) is choice
-    assert chosen(choice, [[1.0, 1.0, 1.0, 1.0]], node=0.05) is choice
+    for tokens in ([1.1, 1.15, 1.2, 1.2], [1.0, 1.0, 1.0, 1.0]):
+        found = chosen(choice, [tokens], node=0.05)
+        assert (found.plan, found.drafting, found.lookups) == (DRAFTS, {0}, {})
+
+
+def test_the_time_of_the_choice_is_that_of_now() -> None:
+    """A choice may be older than what is known of costs, and count what drafters read once."""
+    for seconds in (0.002, 0.0171, 0.5):
+        found = chosen(drafting([2.5], {0}, seconds), [[1.1, 1.15, 1.2, 1.2]], node=0.05)
+        assert found.seconds == pytest.approx(0.0173, rel=0.05)
+        assert not found.lookups
+
+
+def test_others_in_the_batch_wait_for_long_lookups() -> None:
+    costs, choice = learned(1.0), drafting([1.0], set(), 0.013)
+    tokens = np.array([[1.9, 2.6, 3.4, 4.0]])
+    depths = []
+    for batch in (1, 16):
+        found = look_up(choice, PLANS, tokens, costs, batch=batch, context=100 * batch)
+        depths.append(max((plan.depth for plan in found.lookups.values()), default=0))
+    assert depths[0] > depths[1]
 
 
 def test_a_lookup_is_no_longer_than_its_nodes_are_worth() -> None:
@@ -92,6 +111,17 @@ def test_nobody_drafts_where_lookups_are_enough_for_all() -> None:
     found = chosen(drafting([1.9] * 4, {0, 1, 2, 3}, 0.024), tokens, node=0.05)
     assert set(found.lookups) == {1, 2, 3}
     assert not found.drafting
+
+
+def test_what_was_given_up_is_tried_again() -> None:
+    lookups = Lookups()
+    for _ in range(MANY):
+        lookups.observe(matched=1, offered=4, accepted=0)
+    ask = np.array([1]), np.array([100]), DEPTHS
+    given_up = lookups.expected_tokens(*ask).max()
+    for _ in range(10_000):
+        lookups.expected_tokens(*ask)
+    assert lookups.expected_tokens(*ask).max() > 1.5 > 1.1 > given_up
 
 
 def test_longer_matches_are_learned_apart_and_nothing_is_expected_of_none() -> None:
