@@ -122,6 +122,7 @@ def batch(
             verifier=verifier,
             suite=questions_set,
             compiled=compiled,
+            dtype=str(fleet.plain.dtype).removeprefix("torch."),
         )
         out.write_bytes(msgspec.json.encode(content))
         typer.echo(f"wrote {out}", err=True)

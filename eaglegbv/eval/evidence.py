@@ -49,6 +49,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
         verifier: That of the fixed plans.
         suite: Where the prompts are from.
         compiled: Whether the engine's target was compiled.
+        dtype: What all models computed in; empty in files older than this field.
     """
 
     timings: tuple[Timing, ...]
@@ -58,6 +59,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     verifier: str = ""
     suite: str = ""
     compiled: bool = False
+    dtype: str = ""
 
 
 class NamedReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -316,7 +316,7 @@ def _batch(content: BatchResults, drawn: str) -> Section:
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
     compiled = "The engine's target is compiled (`--compile`); " if content.compiled else ""
     return Section(
-        "Tokens/s by batch, compiled" if content.compiled else "Tokens/s by batch",
+        f"Tokens/s by batch{_variant(content)}",
         (
             f"{about}. {compiled}{_where(content.environment)}",
             "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
@@ -325,6 +325,13 @@ def _batch(content: BatchResults, drawn: str) -> Section:
             drawn,
         ),
     )
+
+
+def _variant(content: BatchResults) -> str:
+    """Return how a run by batch differs from a usual one, to follow its name."""
+    unusual = ["compiled"] if content.compiled else []
+    unusual += [content.dtype] if content.dtype not in ("", "float32") else []
+    return "".join(f", {word}" for word in unusual)
 
 
 def _drafters(content: DrafterResults, drawn: str) -> Section:
@@ -367,7 +374,7 @@ def _which_when(evidence: Mapping[str, Evidence]) -> Section:
         parts.append("\n".join(f"- {one.title}: {_verdicts(one)}." for one in papers))
     for content in loads:
         parts += [
-            f"By batch{', compiled' if content.compiled else ''}, speed over plain decoding "
+            f"By batch{_variant(content)}, speed over plain decoding "
             "(median and range over repeats; behind is what is slower in its best repeat than the "
             "best in its worst):",
             markdown_table(_load_ranks(content)),

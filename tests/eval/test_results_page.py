@@ -112,6 +112,22 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("compiled", "dtype", "title"),
+    [
+        (False, "", "Tokens/s by batch"),
+        (False, "float32", "Tokens/s by batch"),
+        (True, "float32", "Tokens/s by batch, compiled"),
+        (True, "bfloat16", "Tokens/s by batch, compiled, bfloat16"),
+    ],
+)
+def test_runs_by_batch_say_how_they_differ(compiled: bool, dtype: str, title: str) -> None:
+    run = BatchResults(timings=timings(), environment=ENVIRONMENT, compiled=compiled, dtype=dtype)
+    text = page({"batch": run}, {})
+    assert f"## {title}\n" in text
+    assert f"{title.removeprefix('Tokens/s b')}, speed over plain decoding" in text
+
+
 def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
     finding = Finding(statement="b at least a", source="paper", ratio=Estimate(0.8, 0.7, 0.9))
     report = Report(
