@@ -4,10 +4,11 @@ It plans a batch on the host, which no graph can hold. Operations take tensors a
 the forward it belongs to is said around the call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,22 +25,10 @@ class PagedCall:
     attention: PagedAttention
     batch: PackedBatch
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend over the forward's batch; see :meth:`PagedAttention.attend`."""
-        return self.attention.attend(
-            layer, q, k, v, self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """:meth:`PagedAttention.attend` over the forward's batch."""
+        return partial(self.attention.attend, batch=self.batch)
 
 
 _CALL: ContextVar[PagedCall] = ContextVar("eaglegbv_call")
