@@ -8,8 +8,10 @@ from support.packed_trees import Text, random_parents, scattered
 from support.static_stand import StandAttention
 from support.tape import HostRead, TapeRecorder
 from support.tiny_models import VOCAB, tiny_model
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eaglegbv.attention.base import PackedBatch
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
@@ -119,10 +121,10 @@ class Obstinate(TorchPagedAttention):
 
     refusing = False
 
-    def attend(self, *arguments: object, **named: object) -> torch.Tensor:
-        if self.refusing and arguments[4].rows == 8:  # type: ignore[attr-defined]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
+        if self.refusing and batch.rows == 8:
             raise NotRecordable("sinks")
-        return super().attend(*arguments, **named)  # type: ignore[arg-type]
+        return super().attend(layer, q, k, v, batch, **how)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:
