@@ -573,13 +573,7 @@ class Engine:
 
     def _index(self, requests: list[Request]) -> None:
         """Index what was read, where drafts may be looked up, so that it counts as prefill."""
-        self._lookup.catch_up(
-            [
-                r
-                for r in requests
-                if r.auto and r.auto.lookups and r.params.greedy and not r.finished
-            ]
-        )
+        self._lookup.catch_up([r for r in requests if r.looks_up and not r.finished])
 
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.

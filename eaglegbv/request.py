@@ -124,6 +124,11 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
+    def looks_up(self) -> bool:
+        """Whether the engine may have its drafts looked up in its own text."""
+        return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
+
+    @property
     def context(self) -> int:
         """Number of tokens the target has read."""
         return self.slots.shape[0]

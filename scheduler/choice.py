@@ -67,6 +67,16 @@ class Choice:
         """Nodes of the drafts that are looked up."""
         return sum(plan.depth for plan in self.lookups.values())
 
+    def shape(self, *, batch: int, context: int) -> StepShape:
+        """Return the shape of the step, in a batch of that size attending to ``context`` slots."""
+        return StepShape.of(
+            self.plan,
+            requests=batch,
+            context=context,
+            drafting=len(self.drafting),
+            looked_up=self.looked_up,
+        )
+
     def plan_of(self, place: int) -> Plan:
         """Return the plan of one of the requests."""
         return self.lookups.get(place, self.plan if place in self.drafting else PLAIN)

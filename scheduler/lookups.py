@@ -15,14 +15,13 @@ what they do otherwise look up, beside the others or with nobody drafting, which
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.scheduler.acceptance import Acceptance, Evidence
 from eaglegbv.scheduler.choice import Choice
-from eaglegbv.scheduler.costs import Array, Ints, StepCosts, StepShape
+from eaglegbv.scheduler.costs import Array, Ints, StepCosts
 
 _FADE_EVERY, _FADED = 64, 0.95
 """Steps after which what is known fades to so much, that lookups given up are tried again."""
@@ -43,7 +42,9 @@ class Lookups:
             offered: Tokens looked up.
             accepted: Those of them that were accepted.
         """
-        self._acceptance(matched).observe(Evidence(), paths=1, offered=offered, accepted=accepted)
+        self._acceptance(_kind(matched)).observe(
+            Evidence(), paths=1, offered=offered, accepted=accepted
+        )
 
     def expected_tokens(self, matched: Ints, limits: Ints, depths: Ints) -> Array:
         """Return ``[requests, depths]`` float64: tokens that a step may commit.
@@ -58,16 +59,21 @@ class Lookups:
             for acceptance in self._by_match.values():
                 acceptance.fade(_FADED)
         tokens = np.ones((len(matched), len(depths)))
-        for place in np.flatnonzero(matched).tolist():
-            own = slice(place, place + 1)
-            tokens[own] = self._acceptance(int(matched[place])).expected_tokens(
-                np.zeros(1), limits[own], np.ones_like(depths), depths
+        kinds = np.array([_kind(count) for count in matched.tolist()])
+        for kind in set(kinds.tolist()) - {0}:
+            rows = np.flatnonzero(kinds == kind)
+            tokens[rows] = self._acceptance(kind).expected_tokens(
+                np.zeros(len(rows)), limits[rows], np.ones_like(depths), depths
             )
         return tokens
 
-    def _acceptance(self, matched: int) -> Acceptance:
-        """Return that of 1, 2-3, 4-7, ... tokens."""
-        return self._by_match.setdefault(matched.bit_length(), Acceptance())
+    def _acceptance(self, kind: int) -> Acceptance:
+        return self._by_match.setdefault(kind, Acceptance())
+
+
+def _kind(matched: int) -> int:
+    """Return the class of a match: of 1, 2-3, 4-7, ... tokens; 0 for none."""
+    return matched.bit_length()
 
 
 def look_up(
@@ -89,8 +95,12 @@ def look_up(
         batch: Requests of the step, at least those that choose.
         context: KV slots they attend to.
     """
-    seconds = partial(_seconds, costs=costs, batch=batch, context=context)
-    choice = replace(choice, seconds=seconds(choice))
+
+    def timed(option: Choice) -> Choice:
+        seconds = costs.seconds(option.shape(batch=batch, context=context))
+        return replace(option, seconds=max(1e-9, seconds))
+
+    choice = timed(choice)
     # Others in the batch commit at least a token each, and wait for the lookups too.
     rate = (choice.tokens + batch - len(tokens)) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
@@ -106,13 +116,14 @@ def look_up(
         """Return ``base`` with lookups at some places."""
         places = np.flatnonzero(where & (found > 1)).tolist()
         lookups = {place: plans[best[place]] for place in places}
-        changed = replace(
-            base,
-            drafting=base.drafting - lookups.keys(),
-            each=np.where(where & (found > 1), found, base.each),
-            lookups=lookups,
+        return timed(
+            replace(
+                base,
+                drafting=base.drafting - lookups.keys(),
+                each=np.where(where & (found > 1), found, base.each),
+                lookups=lookups,
+            )
         )
-        return replace(changed, seconds=seconds(changed))
 
     plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
     options = [instead(gained > choice.each - saved, choice), instead(gained > 1, plainly)]
@@ -120,14 +131,3 @@ def look_up(
         [choice, *(option for option in options if option.lookups)],
         key=lambda option: option.tokens - rate * option.seconds,
     )
-
-
-def _seconds(choice: Choice, *, costs: StepCosts, batch: int, context: int) -> float:
-    shape = StepShape.of(
-        choice.plan,
-        requests=batch,
-        context=context,
-        drafting=len(choice.drafting),
-        looked_up=choice.looked_up,
-    )
-    return max(1e-9, costs.seconds(shape))

@@ -80,6 +80,11 @@ _READING_RATE = 0.2
 """Share of a surprise that the price of such a row takes."""
 
 
+def _nothing(_: Request) -> int:
+    """Say that there is none, of whatever is asked about a request."""
+    return 0
+
+
 @dataclass(slots=True)
 class _Held:
     """A choice that goes on for some steps.
@@ -205,8 +210,8 @@ class Planner:
         requests: Sequence[Request],
         *,
         others: int = 0,
-        behind: Callable[[Request], int] = lambda request: 0,  # noqa: ARG005
-        matched: Callable[[Request], int] = lambda request: 0,  # noqa: ARG005
+        behind: Callable[[Request], int] = _nothing,
+        matched: Callable[[Request], int] = _nothing,
     ) -> None:
         """Give every automatic request among ``requests`` the plan of its next step.
 
@@ -229,12 +234,13 @@ class Planner:
             )
             if choice.reason is PlanReason.BEST:
                 choice = self._look_up(book, auto, choice, members, matched, batch=len(requests))
+            shape = choice.shape(batch=len(requests), context=_context(members))
             for place, request in enumerate(members):
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
-            self._note(book, choice, members, batch=len(requests))
+            self._note(book, choice, shape)
             late = any(_missed(members[place], auto, behind) for place in choice.drafting)
             if not others and len(members) == len(requests) and not late:
-                self._time(book, choice, members)
+                self._time(book, shape)
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
@@ -329,17 +335,16 @@ class Planner:
         batch: int,
     ) -> Choice:
         """Let those of temperature 0 look their drafts up that gain by it."""
-        if not auto.lookups or not any(request.params.greedy for request in members):
-            return choice
-        found = [matched(request) if request.params.greedy else 0 for request in members]
+        found = [matched(request) if request.looks_up else 0 for request in members]
         if not any(found):
             return choice
         for request, count in zip(members, found, strict=True):
             _memory(request).matched = count
         depths = np.array([plan.depth for plan in auto.lookups])
         tokens = self._lookups.expected_tokens(np.array(found), _limits(members), depths)
-        context = sum(request.context for request in members)
-        return look_up(choice, auto.lookups, tokens, book.costs, batch=batch, context=context)
+        return look_up(
+            choice, auto.lookups, tokens, book.costs, batch=batch, context=_context(members)
+        )
 
     def _outlook(
         self,
@@ -354,13 +359,12 @@ class Planner:
             self._options[auto] = Options.of(auto.candidates)
         options = self._options[auto]
         tokens = self._expected_tokens(members, options)
-        context = sum(request.context for request in members)
         return Outlook.of(
             book.costs,
             options,
             tokens,
             batch=batch,
-            context=context,
+            context=_context(members),
             missed=missed,
             left=_tokens_to_come(members),
         )
@@ -394,43 +398,35 @@ class Planner:
             self._acceptance[key] = Acceptance() if known is None else known.hint()
         return self._acceptance[key]
 
-    def _note(self, book: _Book, choice: Choice, members: list[Request], *, batch: int) -> None:
+    def _note(self, book: _Book, choice: Choice, shape: StepShape) -> None:
         """Remember what is about to run."""
         book.step += 1
-        drafting = len(choice.drafting)
-        if drafting + len(choice.lookups) < len(members):
+        if len(choice.drafting) + len(choice.lookups) < len(choice.each):
             book.latest[PLAIN] = book.step
-        if drafting:
+        if choice.drafting:
             book.latest[choice.plan] = book.step
-        book.tried[_shape(choice, members, batch=batch).cell] += 1
+        book.tried[shape.cell] += 1
         most = _BUDGET * choice.seconds * _SAVED_STEPS
         book.credit = min(book.credit + _BUDGET * choice.seconds, max(book.credit, most))
 
-    def _time(self, book: _Book, choice: Choice, members: list[Request]) -> None:
+    def _time(self, book: _Book, shape: StepShape) -> None:
         """Have the time of the step taken, if it will be a usual one.
 
         It is not where shapes are new: memory is fetched and kernels are prepared for them.
         """
-        shape = _shape(choice, members, batch=len(members))
         if book.tried[shape.cell] >= _KNOWN:
             self._timed = book, shape
-
-
-def _shape(choice: Choice, members: list[Request], *, batch: int) -> StepShape:
-    """Return the shape of a step of ``members``, in a batch of that size."""
-    return StepShape.of(
-        choice.plan,
-        requests=batch,
-        context=sum(request.context for request in members),
-        drafting=len(choice.drafting),
-        looked_up=choice.looked_up,
-    )
 
 
 def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) -> int:
     """Return the rows its drafter reads before it drafts again, beyond those of a usual step."""
     rows = behind(request)
     return rows if rows > 1 + auto.max_depth else 0
+
+
+def _context(members: list[Request]) -> int:
+    """Return how many KV slots they attend to, all together."""
+    return sum(request.context for request in members)
 
 
 def _limits(members: list[Request]) -> Ints:

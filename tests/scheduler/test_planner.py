@@ -194,6 +194,8 @@ def test_every_plan_keeps_to_the_limits() -> None:
     simulation.run(3, 200, auto=auto)
     plans = {plan for step in simulation.log for plan, _ in step}
     assert plans <= {PLAIN, *auto.candidates}
+    room = max(plan.tree_slots for plan in auto.candidates)
+    assert all(plan.tree_slots <= room for plan in plans)
     assert len(plans) > 4
 
 
