@@ -14,7 +14,7 @@ A request never reads a slot it does not own, not even with weight zero: 0 * NaN
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ _KEY_SCORES = 4
 
 _FREE_PADDING = 1 << 12
 """Scores that take as long as a further group's operations."""
+
+_FEW_QUERIES = 16
+"""Most queries of a segment for which the query heads of a key head are attended to together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class _Group:
         key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
         mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
             None where every key is seen, or causal order holds.
+        row_mask: ``[segments, 1, queries * query heads of a key head, keys]``, the same for each of
+            those heads; None where ``mask`` is, or the queries are many.
         causal: Plain causal order without a mask.
     """
 
@@ -71,7 +76,13 @@ class _Group:
     row_map: _RowMap | None
     key_slots: slice | Tensor
     mask: Tensor | None
+    row_mask: Tensor | None
     causal: bool
+
+    @property
+    def few(self) -> bool:
+        """Whether the queries are those of a token or a tree, and not of a prompt."""
+        return self.queries <= _FEW_QUERIES and not self.causal
 
 
 class TorchPagedAttention(PagedAttention):
@@ -88,7 +99,7 @@ class TorchPagedAttention(PagedAttention):
         self._instead = instead
         self._fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
-        self._plans: dict[int | None, tuple[_Group, ...]] = {}
+        self._plans: dict[tuple[int | None, int], tuple[_Group, ...]] = {}
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
         self._value_buffer = torch.empty_like(self._key_buffer)
 
@@ -112,7 +123,7 @@ class TorchPagedAttention(PagedAttention):
         keys.index_copy_(0, batch.slots, k)
         values.index_copy_(0, batch.slots, v)
         fused = softcap is None and sinks is None
-        groups = self._plan(batch, window)
+        groups = self._plan(batch, window, heads=q.shape[1])
         out: Tensor | None = None
         for group in groups:
             row_map = group.row_map
@@ -139,15 +150,16 @@ class TorchPagedAttention(PagedAttention):
         """See :meth:`PagedAttention.fallbacks`."""
         return self._fallbacks
 
-    def _plan(self, batch: PackedBatch, window: int | None) -> tuple[_Group, ...]:
+    def _plan(self, batch: PackedBatch, window: int | None, *, heads: int) -> tuple[_Group, ...]:
         if batch is not self._planned:
             self._planned, self._plans = batch, {}
         if window is not None and all(s.num_keys <= window for s in batch.segments):
             window = None
-        groups = self._plans.get(window)
+        sharing = heads // self.pool.keys.shape[2]
+        groups = self._plans.get((window, sharing))
         if groups is None:
-            groups = _plan(batch, window, self.pool)
-            self._plans[window] = groups
+            groups = tuple(_with_rows(g, sharing) for g in _plan(batch, window, self.pool))
+            self._plans[window, sharing] = groups
         return groups
 
     def _read(self, keys: Tensor, values: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
@@ -172,13 +184,17 @@ class TorchPagedAttention(PagedAttention):
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) -> Tensor:
     segments, queries, heads, head_dim = q.shape
+    out: Tensor
     kv_heads = k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if queries == 1:
-        # The query heads of a key head become its rows: keys are read once, and nothing is copied.
-        rows = q.view(segments, kv_heads, heads // kv_heads, head_dim)
-        out = scaled_dot_product_attention(rows, k, v, attn_mask=group.mask, scale=scale)
-        return out.reshape(segments, 1, heads, head_dim)
+    if group.few:
+        # The query heads of a key head become its rows: keys are read once for all of them. Of
+        # many queries they are read again for every 32 rows, and nothing is won.
+        rows = q.view(segments, queries, kv_heads, -1, head_dim).transpose(1, 2)
+        out = scaled_dot_product_attention(
+            rows.flatten(2, 3), k, v, attn_mask=group.row_mask, scale=scale
+        )
+        return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k,
@@ -266,6 +282,7 @@ def _plan_single(
         row_map=None,
         key_slots=slice(start, start + keys) if dense else send(slots, device),
         mask=mask,
+        row_mask=None,
         causal=causal,
     )
 
@@ -314,8 +331,16 @@ def _plan_padded(
         row_map=_map_rows(batch, members, queries),
         key_slots=send(key_slots.flatten(), device),
         mask=mask.unsqueeze(1),
+        row_mask=None,
         causal=False,
     )
+
+
+def _with_rows(group: _Group, sharing: int) -> _Group:
+    """Return the group with a mask for the rows of ``sharing`` query heads of each key head."""
+    if group.mask is None or not group.few:
+        return group
+    return replace(group, row_mask=group.mask.repeat_interleave(sharing, dim=2))
 
 
 def _map_rows(batch: PackedBatch, members: list[int], queries: int) -> _RowMap | None:

@@ -91,10 +91,12 @@ BATCHES = {
     "prefill, scattered": [prompt(SHUFFLED, 0, 9)],
     "prefill of one token": [prompt(SHUFFLED, 0, 1)],
     "chunked prefill": [prompt(SEQUENTIAL, 6, 5)],
+    "a long chunk": [prompt(SEQUENTIAL, 6, 30)],
     "one token, a range": [prompt(PERMUTED, 39, 1)],
     "one token, scattered": [prompt(SHUFFLED, 9, 1)],
     "tree, a range": [segment(PERMUTED, 33, BUSHY)],
     "tree, scattered": [segment(SHUFFLED, 12, BUSHY)],
+    "a tree of many nodes": [segment(SHUFFLED, 12, [0, *range(20), *range(9)])],
     "tree without context": [segment(SHUFFLED, 0, BUSHY)],
     "a tree's second level": [segment(SHUFFLED, 12, BUSHY, old=3)],
     "draft extension behind pending tokens": [
