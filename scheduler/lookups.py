@@ -114,19 +114,21 @@ def look_up(
 
     def instead(where: Array, base: Choice) -> Choice:
         """Return ``base`` with lookups at some places."""
-        places = np.flatnonzero(where & (found > 1)).tolist()
-        lookups = {place: plans[best[place]] for place in places}
+        taken = where & (found > 1)
+        lookups = {place: plans[best[place]] for place in np.flatnonzero(taken).tolist()}
         return timed(
             replace(
                 base,
                 drafting=base.drafting - lookups.keys(),
-                each=np.where(where & (found > 1), found, base.each),
+                each=np.where(taken, found, base.each),
                 lookups=lookups,
             )
         )
 
-    plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
-    options = [instead(gained > choice.each - saved, choice), instead(gained > 1, plainly)]
+    options = [instead(gained > choice.each - saved, choice)]
+    if choice.drafting:  # else this is what was just looked at
+        plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
+        options.append(instead(gained > 1, plainly))
     return max(
         [choice, *(option for option in options if option.lookups)],
         key=lambda option: option.tokens - rate * option.seconds,
