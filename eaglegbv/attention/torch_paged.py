@@ -66,9 +66,9 @@ class _Group:
         key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
         mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
             None where every key is seen, or causal order holds.
-        row_mask: ``[segments, 1, queries * query heads of a key head, keys]``, the same for each of
-            those heads; None where ``mask`` is, or the queries are many.
         causal: Plain causal order without a mask.
+        row_mask: ``[segments, 1, queries * query heads of a key head, keys]``, ``mask`` for each of
+            those heads; None where ``mask`` is, the queries are many, or heads share no keys.
     """
 
     segments: int
@@ -76,8 +76,8 @@ class _Group:
     row_map: _RowMap | None
     key_slots: slice | Tensor
     mask: Tensor | None
-    row_mask: Tensor | None
     causal: bool
+    row_mask: Tensor | None = None
 
     @property
     def few(self) -> bool:
@@ -187,7 +187,7 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) 
     out: Tensor
     kv_heads = k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if group.few:
+    if group.few and heads > kv_heads:
         # The query heads of a key head become its rows: keys are read once for all of them. Of
         # many queries they are read again for every 32 rows, and nothing is won.
         rows = q.view(segments, queries, kv_heads, -1, head_dim).transpose(1, 2)
@@ -282,7 +282,6 @@ def _plan_single(
         row_map=None,
         key_slots=slice(start, start + keys) if dense else send(slots, device),
         mask=mask,
-        row_mask=None,
         causal=causal,
     )
 
@@ -331,14 +330,13 @@ def _plan_padded(
         row_map=_map_rows(batch, members, queries),
         key_slots=send(key_slots.flatten(), device),
         mask=mask.unsqueeze(1),
-        row_mask=None,
         causal=False,
     )
 
 
 def _with_rows(group: _Group, sharing: int) -> _Group:
     """Return the group with a mask for the rows of ``sharing`` query heads of each key head."""
-    if group.mask is None or not group.few:
+    if group.mask is None or sharing == 1 or not group.few:
         return group
     return replace(group, row_mask=group.mask.repeat_interleave(sharing, dim=2))
 
