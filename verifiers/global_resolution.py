@@ -32,7 +32,7 @@ class GlobalResolutionVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge independent paths; a child is tested by the number of its first path."""
-        path = select_iid(tree, target.probs_at(tree.draft_ids), uniforms.selection)
+        path = select_iid(tree, target, uniforms.selection)
         numbers = numbers_of_children(tree, first_paths(tree), uniforms.acceptance)
         tests = numbers.gather(1, path.nodes[:, 1:])
         return verify_tokens(path, target, tests, uniforms.correction)

@@ -1,43 +1,61 @@
-"""Selecting a path of a tree of independent paths by exact optimal transport at every node."""
+"""Selecting a path of a tree of independent paths by exact optimal transport at every fork.
+
+A fork is a node with several drafts. At all others the one draft is selected, and the law of that
+is the draft law: nothing has to be ranked there. Of the nodes of a depth below the root at most
+half as many as there are paths are forks, which bounds the work without looking at the tree:
+
+    2 paths of length 3:   root -- a -- b -- c     forks: the root; and a, where both paths begin
+                              \\             \\           with it; and so on: 3 of 7 nodes at most
+                               a' - b' - c'
+"""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.constants import counting_down
-from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.constants import counting, counting_down
+from eaglegbv.verifiers.correction import probs_along
+from eaglegbv.verifiers.drafted_path import DraftedPath, rooted, rows_at
 from eaglegbv.verifiers.path_choice import preferred_path, steps_of
-from eaglegbv.verifiers.ranked_tree import RankedTree
-from eaglegbv.verifiers.transport import Drafts, labels, transport
+from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 
 
-def select_iid(tree: DraftTree, probs: Tensor, uniforms: Tensor) -> DraftedPath:
+def select_iid(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> DraftedPath:
     """Return the selected path, with the laws b of the selections along it.
 
     Args:
         tree: Trees of law ``iid``.
-        probs: ``[batch, nodes, width]`` float64, the target law at ``tree.draft_ids``.
+        target: The target's laws.
         uniforms: ``[batch, length, paths, 2]``: the draft that path k carries below a node of
             depth d finds its partner by number (d, k, 0) and takes its label by (d, k, 1).
     """
-    ranked = RankedTree.of(tree, probs)
     steps = PathSteps.of(tree)
-    plan = transport(ranked.laws, steps.draft_counts(tree))
-    label = labels(
-        ranked.laws,
-        plan,
-        Drafts(nodes=steps.parents, ranks=ranked.ranks.gather(1, steps.children)),
-        uniforms.transpose(1, 2).flatten(1, 2),
-    )
-    # The highest label wins, the first drafted among equals: one number says both.
+    forks = Forks.of(tree, target, steps.draft_counts(tree))
+    label = forks.labels(tree, steps, uniforms.transpose(1, 2).flatten(1, 2))
+    # The highest label wins, the first drafted among equals: one number says both. An only child
+    # wins whatever its number is.
     first = counting_down(tree.paths, label.device).unsqueeze(1)
     score = torch.add(first, label.view_as(tree.path_nodes), alpha=tree.paths).flatten(1)
     keys = torch.zeros_like(tree.parents).scatter_reduce(
         1, steps.children, score * steps.real, "amax"
     )
-    return ranked.path(preferred_path(tree, keys), plan.law)
+    return forks.path(tree, target, preferred_path(tree, keys))
+
+
+def most_forks(paths: int, length: int) -> int:
+    """Return how many forks trees of ``paths`` paths of up to ``length`` nodes may have."""
+    return 1 + (length - 1) * (paths // 2)
+
+
+def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
+    """Return the number of forks of the tree that has most of them, or a bound, and 1 at least."""
+    if drafts.device.type == "cpu":  # where nothing is waited for
+        return max(1, int((drafts > 1).sum(dim=1).amax()))
+    return min(most_forks(tree.paths, tree.length), tree.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ class PathSteps:
     real: Tensor
 
     @classmethod
-    def of(cls, tree: DraftTree) -> "PathSteps":
+    def of(cls, tree: DraftTree) -> Self:
         """List the steps of ``tree``."""
         children = tree.path_nodes.flatten(1)
         return cls(tree.parents.gather(1, children), children, steps_of(tree).flatten(1))
@@ -64,3 +82,70 @@ class PathSteps:
         """Return ``[batch, nodes]`` int64: the number of drafts n at each node."""
         counts = torch.zeros_like(tree.parents)
         return counts.scatter_add_(1, self.parents, self.real.to(torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """The forks of a batch of trees, and other nodes where a tree has fewer.
+
+    Attributes:
+        places: ``[batch, nodes]`` int64, where among ``laws`` a node stands, or their number.
+        laws: ``[batch, forks, width]``, ranked.
+        plan: Their transport.
+    """
+
+    places: Tensor
+    laws: RankedLaws
+    plan: Transport
+
+    @classmethod
+    def of(cls, tree: DraftTree, target: TargetLaw, drafts: Tensor) -> Self:
+        """Take the nodes of most drafts, given ``[batch, nodes]`` int64 how many each has."""
+        number = _room_for_forks(tree, drafts)
+        counts, nodes = drafts.topk(number, dim=1)
+        ids = rows_at(tree.draft_ids, nodes)
+        laws = RankedLaws.of(ids, rows_at(tree.draft_probs, nodes), probs_along(target, nodes, ids))
+        numbers = counting(number, nodes.device).expand_as(nodes)
+        places = torch.full_like(drafts, number).scatter_(1, nodes, numbers)
+        return cls(places, laws, transport(laws, counts))
+
+    def labels(self, tree: DraftTree, steps: PathSteps, uniforms: Tensor) -> Tensor:
+        """Return ``[batch, paths * length]`` int64: the label of each draft of a fork.
+
+        Elsewhere any number, at least 0.
+
+        Args:
+            tree: The trees.
+            steps: Their paths' steps.
+            uniforms: ``[batch, paths * length, 2]``.
+        """
+        parents = self._at(steps.parents)
+        tokens = tree.token_ids.gather(1, steps.children)
+        # A token's first place is its own: entries of draft probability zero stand last.
+        ranks = (rows_at(self.laws.ids, parents) == tokens.unsqueeze(2)).view(torch.uint8)
+        return labels(self.laws, self.plan, Drafts(parents, ranks.argmax(dim=2)), uniforms)
+
+    def path(self, tree: DraftTree, target: TargetLaw, number: Tensor) -> DraftedPath:
+        """Return one path of each tree, ``number`` ``[batch]`` int64, with the laws along it."""
+        at = number.unsqueeze(1)
+        nodes = rooted(rows_at(tree.path_nodes, at).squeeze(1))
+        steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
+        places = self._at(steps)
+        forked = (self.places.gather(1, steps) < self.laws.ids.shape[1]).unsqueeze(2)
+        ids = torch.where(forked, rows_at(self.laws.ids, places), rows_at(tree.draft_ids, steps))
+        draft = rows_at(tree.draft_probs, steps)
+        draft = torch.where(forked, rows_at(self.plan.law, places), draft)
+        # A law b may round to 0 at the token selected.
+        found = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
+        return DraftedPath(
+            nodes=nodes,
+            lengths=tree.path_lengths.gather(1, at).squeeze(1),
+            ids=ids,
+            draft=draft,
+            target=probs_along(target, steps, ids),
+            chosen=found.view(torch.uint8).argmax(dim=2),
+        )
+
+    def _at(self, nodes: Tensor) -> Tensor:
+        """Return the places of ``nodes`` ``[batch, ...]``; of others that of some fork."""
+        return self.places.gather(1, nodes).clamp_(max=self.laws.ids.shape[1] - 1)

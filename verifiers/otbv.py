@@ -42,4 +42,4 @@ def _select(tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Dra
         return select_fixed(tree, target, uniforms.selection)
     if tree.law is Law.GREEDY:
         return select_greedy(tree, target, uniforms.selection)
-    return select_iid(tree, target.probs_at(tree.draft_ids), uniforms.selection)
+    return select_iid(tree, target, uniforms.selection)

@@ -1,4 +1,4 @@
-"""Draft trees with the laws of all nodes ranked by p/q: what gbv and otbv select paths by."""
+"""Draft trees with the laws of all nodes ranked by p/q: what gbv prefers paths by."""
 
 from dataclasses import dataclass
 from typing import Self

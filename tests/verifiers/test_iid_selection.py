@@ -1,0 +1,56 @@
+"""Transport runs at the forks of trees alone, and how much room there is for them is no matter."""
+
+import numpy as np
+import pytest
+from support.batched_trees import Batch, build_batch, outcomes, random_requests
+
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers import iid_selection
+from eaglegbv.verifiers.iid_selection import PathSteps, most_forks
+from eaglegbv.verifiers.registry import make_verifier
+
+SHAPES = [(1, 3), (2, 1), (2, 4), (3, 3), (5, 3)]
+
+
+def batch_of(paths: int, length: int, vocab: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    requests = random_requests(Law.IID, rng, 60, paths=paths, length=length, vocab=vocab)
+    return build_batch(Law.IID, requests, vocab, rng, paths=paths, length=length)
+
+
+def forks(tree: DraftTree) -> list[int]:
+    return (PathSteps.of(tree).draft_counts(tree) > 1).sum(dim=1).tolist()
+
+
+@pytest.mark.parametrize(("paths", "length"), SHAPES)
+def test_no_tree_has_more_forks_than_the_bound_and_some_have_as_many(
+    paths: int, length: int
+) -> None:
+    # Of two tokens paths often agree, and of three they split up too.
+    found = [n for vocab in (2, 3) for n in forks(batch_of(paths, length, vocab, seed=3).tree)]
+    expected = most_forks(paths, length) if paths > 1 else 0
+    assert max(found) == expected
+
+
+@pytest.mark.parametrize("name", ["otbv", "global_resolution"])
+@pytest.mark.parametrize(("paths", "length"), SHAPES)
+def test_decisions_do_not_depend_on_the_room_for_forks(
+    name: str, paths: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device is not asked how many there are: it ranks as many nodes as there may be."""
+    batches = [batch_of(paths, length, 4, seed) for seed in range(6)]
+
+    def decided() -> list[object]:
+        verdicts = [make_verifier(name).verify(b.tree, b.target, b.uniforms) for b in batches]
+        return [outcomes(b.tree, v) for b, v in zip(batches, verdicts, strict=True)]
+
+    expected = decided()
+    rooms: list[int] = []
+
+    def bound(tree: DraftTree, _: object) -> int:
+        rooms.append(min(most_forks(tree.paths, tree.length), tree.nodes))
+        return rooms[-1]
+
+    monkeypatch.setattr(iid_selection, "_room_for_forks", bound)
+    assert decided() == expected
+    assert len(rooms) == len(batches)
