@@ -13,8 +13,8 @@ Drafts of a sure drafter are alike, and e is small; those of a vague one differ,
 A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
 posteriori under a normal prior, in one Newton step from 0, its evidence fading too.
 
-Plans are weighed by hopes: hazards whose prior is raised by a standard error, so that depths of
-which little was seen look worth a try, and seen often are taken as they are.
+Plans are weighed by hopes: hazards whose prior is raised by a part of a standard error, so that
+depths of which little was seen look worth a try, and seen often are taken as they are.
 
 Only decided steps enter: what was accepted, never what is drafted now.
 """
@@ -51,8 +51,12 @@ _INDEPENDENCE = np.array([0.2, 0.35, 0.5, 0.75, 1.0])
 _USUAL_INDEPENDENCE, _INDEPENDENCE_VARIANCE = 0.35, 0.1
 """Prior mean and variance of e. The tiny pair has 0.3 at temperature 1 and 0.4 at 0."""
 
-_HOPE = 1.0
-"""Standard errors by which the prior of a chance is raised where plans are weighed."""
+_HOPE = 0.25
+"""Standard errors by which the prior of a chance is raised where plans are weighed.
+
+At every depth, so a little goes far: with a whole one, an engine that knows nothing yet spends its
+first hundred tokens on trees of eight levels.
+"""
 
 _SURE = 0.999
 """The greatest chance of a single draft."""
