@@ -7,6 +7,7 @@ import msgspec
 
 from eaglegbv.checks import require_integer
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan, Source
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -37,7 +38,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     verifier: str = "otbv"
     max_paths: int = 4
     max_depth: int = 8
-    draft_width: int = 256
+    draft_width: int = DRAFT_WIDTH
     draft_temperatures: tuple[float, ...] = (1.0,)
     lookup_depth: int = 16
 

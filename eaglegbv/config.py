@@ -6,6 +6,7 @@ from typing import TypeAlias
 import msgspec
 
 from eaglegbv.checks import require_integer, require_number
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
 from eaglegbv.tree import Law
@@ -86,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     paths: int = 3
     depth: int = 4
     law: Law | None = None
-    draft_width: int = 256
+    draft_width: int = DRAFT_WIDTH
     draft_temperature: float = 1.0
     min_confidence: float = 0.0
     beam: int | None = None

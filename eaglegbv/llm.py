@@ -17,6 +17,7 @@ from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, pla
 from eaglegbv.calibration import LARGEST, calibrate
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.cost_cache import CostCache, shape_of
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine, check_verifier
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
@@ -98,7 +99,7 @@ class LLM:
         paths: int | None = None,
         depth: int | None = None,
         law: Law | str | None = None,
-        draft_width: int = 256,
+        draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
         dtype: torch.dtype | str | None = None,

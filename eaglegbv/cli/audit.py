@@ -22,6 +22,7 @@ from eaglegbv.cli.options import (
     names,
     numbers,
 )
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def pair(
     ] = None,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
     law: LawName = None,
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     tokens: Annotated[int, typer.Option(help="First tokens whose joint law is tested.")] = 4,
     temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,

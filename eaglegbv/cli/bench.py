@@ -27,6 +27,7 @@ from eaglegbv.cli.served import served
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
 from eaglegbv.cli.study import study
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def mt_bench(
         str,
         typer.Option(help="Draft laws: own (of each verifier), iid, wor, greedy, hub, fixed."),
     ] = "own",
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: Annotated[
         str, typer.Option(help="Draft temperatures as multiples of the request's; lossless.")
     ] = "1.0",

@@ -17,6 +17,7 @@ from eaglegbv.cli.options import (
     integers,
     load_llm,
 )
+from eaglegbv.defaults import DRAFT_WIDTH
 
 
 def drafters(
@@ -32,7 +33,7 @@ def drafters(
     verifier: Annotated[str, typer.Option(help="Name of the verifier.")] = "otbv",
     law: LawName = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     questions: Annotated[
         int | None,

@@ -24,6 +24,7 @@ from eaglegbv.cli.options import (
     max_paths,
     read_text,
 )
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def generate(
         int | None, typer.Option(help="Drafted tokens of a path, L.", show_default="4")
     ] = None,
     law: LawName = None,
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option()] = 1.0,

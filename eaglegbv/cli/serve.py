@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from eaglegbv.cli.options import DraftTemperature, DraftWidth
+from eaglegbv.defaults import DRAFT_WIDTH
 
 
 def serve(
@@ -21,7 +22,7 @@ def serve(
     ] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 3,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of requests without one of their own.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import Drafter, DraftWidth, Model, names, numbers
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def served(
     paths: Annotated[int, typer.Option(help="Drafted paths, K; EAGLE's top-k.")] = 3,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L; EAGLE's steps.")] = 4,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
-    draft_width: DraftWidth = 256,
+    draft_width: DraftWidth = DRAFT_WIDTH,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
     at_once: Annotated[int, typer.Option(help="Conversations at a time.")] = 16,
     seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,

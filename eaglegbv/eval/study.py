@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from eaglegbv.config import Plan
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio_of_ratios
 from eaglegbv.eval.records import Environment, Setting
@@ -54,7 +55,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 4
     sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
     beam: int = 8
-    draft_width: int = 256
+    draft_width: int = DRAFT_WIDTH
     places: int = 3
     judgements: int = 3
     max_tokens: int = 64

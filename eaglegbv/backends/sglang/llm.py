@@ -15,6 +15,7 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, Source
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt, plan_from
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_dtype, named_folder
@@ -46,7 +47,7 @@ class SGLangLLM(LLM):
         paths: int | None = None,
         depth: int | None = None,
         law: Law | str | None = None,
-        draft_width: int = 256,
+        draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
         dtype: torch.dtype | str | None = None,

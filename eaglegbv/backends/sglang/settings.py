@@ -6,6 +6,7 @@ from typing import Any, Self
 import msgspec
 
 from eaglegbv.checks import require_integer, require_number
+from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 PREFIX = "EAGLEGBV_"
@@ -26,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     verifier: str = "otbv"
-    draft_width: int = 256
+    draft_width: int = DRAFT_WIDTH
     draft_temperature: float = 1.0
     seed: int = 0
 
