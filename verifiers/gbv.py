@@ -9,11 +9,12 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block_rule import block_figures, verify_block
-from eaglegbv.verifiers.drafted_path import DraftedPath
+from eaglegbv.verifiers.correction import probs_along
+from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rooted, rows_at
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.path_choice import preferred_path
-from eaglegbv.verifiers.ranked_tree import RankedTree
-from eaglegbv.verifiers.transport import power_step
+from eaglegbv.verifiers.siblings import sibling_ranks
+from eaglegbv.verifiers.transport import RankedLaws, power_step
 
 
 class GbvVerifier(Verifier):
@@ -21,7 +22,7 @@ class GbvVerifier(Verifier):
 
     name: ClassVar[str] = "gbv"
     source: ClassVar[str] = "Thomas & Pal 2026 (2602.16961), Algorithm 1, with block verification"
-    cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
+    cost: ClassVar[str] = "O(N W + L W log W) and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
@@ -34,9 +35,28 @@ class GbvVerifier(Verifier):
 
 
 def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
-    ranked = RankedTree.of(tree, target.probs_at(tree.draft_ids))
-    path = ranked.path(preferred_path(tree, ranked.ranks), ranked.laws.draft)
+    number = preferred_path(tree, sibling_ranks(tree, _ratios(tree, target))).unsqueeze(1)
+    nodes = rooted(rows_at(tree.path_nodes, number).squeeze(1))
+    steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
+    ids = rows_at(tree.draft_ids, steps)
+    laws = RankedLaws.of(ids, rows_at(tree.draft_probs, steps), probs_along(target, steps, ids))
+    path = DraftedPath(
+        nodes=nodes,
+        lengths=tree.path_lengths.gather(1, number).squeeze(1),
+        ids=laws.ids,
+        draft=laws.draft,
+        target=laws.target,
+        chosen=place_of(tokens, laws.ids, laws.draft),
+    )
     return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
+
+
+def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
+    """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
+    ids, draft = (rows_at(table, tree.parents) for table in (tree.draft_ids, tree.draft_probs))
+    at = place_of(tree.token_ids, ids, draft).unsqueeze(2)
+    p = target.probs_in(target.rows.gather(1, tree.parents), tree.token_ids.unsqueeze(2))
+    return (p / draft.gather(2, at)).squeeze(2)
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

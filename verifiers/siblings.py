@@ -37,6 +37,23 @@ def sum_over_siblings(tree: DraftTree, values: Tensor) -> Tensor:
     return sums.gather(1, tree.parents)
 
 
+def sibling_ranks(tree: DraftTree, values: Tensor) -> Tensor:
+    """Return, for each node, how many of its siblings rank below it.
+
+    Args:
+        tree: The draft trees.
+        values: ``[batch, nodes]`` float64; the smaller one ranks below, of equal ones that of the
+            smaller token id.
+
+    Returns:
+        ``[batch, nodes]`` int64.
+    """
+    own, other = values.unsqueeze(2), values.unsqueeze(1)
+    earlier = tree.token_ids.unsqueeze(1) < tree.token_ids.unsqueeze(2)
+    below = (other < own) | ((other == own) & earlier)
+    return (below & _siblings(tree)).sum(dim=2)
+
+
 def drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one child of every node by inverse CDF, in the order of the first path through each.
 
@@ -51,9 +68,7 @@ def drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Tens
         never drawn.
     """
     first = first_paths(tree)
-    siblings = (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)) & (
-        drafted_nodes(tree).unsqueeze(1)
-    )
+    siblings = _siblings(tree)
     earlier = siblings & (first.unsqueeze(1) <= first.unsqueeze(2))
     cumulative = (earlier * weights.unsqueeze(1)).sum(dim=2)
     total = (siblings * cumulative.unsqueeze(1)).amax(dim=2)
@@ -69,3 +84,9 @@ def numbers_at(tree: DraftTree, uniforms: Tensor) -> Tensor:
         uniforms: ``[batch, length]``.
     """
     return uniforms.gather(1, (tree.depth - 1).clamp(min=0))
+
+
+def _siblings(tree: DraftTree) -> Tensor:
+    """Return ``[batch, nodes, nodes]`` bool: node j is drafted and node i has the same parent."""
+    same = tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)
+    return same & drafted_nodes(tree).unsqueeze(1)
