@@ -27,7 +27,7 @@ class GlobalResolutionVerifier(Verifier):
 
     name: ClassVar[str] = "global_resolution"
     source: ClassVar[str] = "Thomas & Pal, Global Resolution (2511.15898), solved exactly"
-    cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
+    cost: ClassVar[str] = "O(N W + F W log W), F forks, and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:

@@ -25,7 +25,7 @@ class OtbvVerifier(Verifier):
 
     name: ClassVar[str] = "otbv"
     source: ClassVar[str] = "eaglegbv: exact optimal transport, then block verification"
-    cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
+    cost: ClassVar[str] = "O(N W + F W log W), F forks, and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.GREEDY, Law.FIXED})
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
