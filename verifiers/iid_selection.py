@@ -51,11 +51,18 @@ def most_forks(paths: int, length: int) -> int:
     return 1 + (length - 1) * (paths // 2)
 
 
-def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
-    """Return the number of forks of the tree that has most of them, or a bound, and 1 at least."""
-    if drafts.device.type == "cpu":  # where nothing is waited for
-        return max(1, int((drafts > 1).sum(dim=1).amax()))
+def bounded_forks(tree: DraftTree, _drafts: Tensor) -> int:
+    """Return how many nodes to rank on a device, which is not asked how many forks there are."""
     return min(most_forks(tree.paths, tree.length), tree.nodes)
+
+
+def counted_forks(_tree: DraftTree, drafts: Tensor) -> int:
+    """Return how many nodes to rank on a CPU, where nothing is waited for; 1 at least."""
+    return max(1, int((drafts > 1).sum(dim=1).amax()))
+
+
+def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
+    return (counted_forks if drafts.device.type == "cpu" else bounded_forks)(tree, drafts)
 
 
 @dataclass(frozen=True, slots=True)

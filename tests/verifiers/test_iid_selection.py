@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from support.batched_trees import Batch, build_batch, outcomes, random_requests
 
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers import iid_selection
-from eaglegbv.verifiers.iid_selection import PathSteps, most_forks
+from eaglegbv.verifiers.iid_selection import PathSteps, bounded_forks, most_forks
 from eaglegbv.verifiers.registry import make_verifier
 
 SHAPES = [(1, 3), (2, 1), (2, 4), (3, 3), (5, 3)]
@@ -47,8 +48,8 @@ def test_decisions_do_not_depend_on_the_room_for_forks(
     expected = decided()
     rooms: list[int] = []
 
-    def bound(tree: DraftTree, _: object) -> int:
-        rooms.append(min(most_forks(tree.paths, tree.length), tree.nodes))
+    def bound(tree: DraftTree, drafts: torch.Tensor) -> int:
+        rooms.append(bounded_forks(tree, drafts))
         return rooms[-1]
 
     monkeypatch.setattr(iid_selection, "_room_for_forks", bound)
