@@ -89,6 +89,20 @@ def rooted(path_nodes: Tensor) -> Tensor:
     return torch.nn.functional.pad(path_nodes, (1, 0))
 
 
+def nodes_along(tree: DraftTree, number: Tensor) -> Tensor:
+    """Return the nodes of path ``number`` ``[batch]`` int64 of each tree, the root first.
+
+    Returns:
+        ``[batch, length + 1]`` int64.
+    """
+    return rooted(rows_at(tree.path_nodes, number.unsqueeze(1)).squeeze(1))
+
+
+def length_of(tree: DraftTree, number: Tensor) -> Tensor:
+    """Return ``[batch]`` int64, the length of path ``number`` ``[batch]`` int64 of each tree."""
+    return tree.path_lengths.gather(1, number.unsqueeze(1)).squeeze(1)
+
+
 def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
     """Return the rows of ``table`` ``[batch, nodes, width]`` at ``nodes`` ``[batch, steps]``."""
     return table[numbered_rows(len(table), table.device), nodes]

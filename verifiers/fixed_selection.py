@@ -5,7 +5,7 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import DraftedPath, rooted
+from eaglegbv.verifiers.drafted_path import DraftedPath, length_of, nodes_along
 from eaglegbv.verifiers.path_choice import preferred_path
 from eaglegbv.verifiers.siblings import (
     child_counts,
@@ -35,12 +35,11 @@ def select_fixed(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> Drafte
     keys = drawn_child_keys(tree, law, numbers_at(tree, uniforms[:, :, 0, 0]))
 
     number = preferred_path(tree, keys)
-    at = number.view(-1, 1, 1).expand(-1, 1, tree.length)
-    nodes = rooted(tree.path_nodes.gather(1, at).squeeze(1))
+    nodes = nodes_along(tree, number)
     children = (tree.parents.unsqueeze(1) == nodes[:, :-1].unsqueeze(2)) & drafted.unsqueeze(1)
     return DraftedPath(
         nodes=nodes,
-        lengths=tree.path_lengths.gather(1, number.unsqueeze(1)).squeeze(1),
+        lengths=length_of(tree, number),
         ids=tree.token_ids.unsqueeze(1).expand(-1, tree.length, -1),
         draft=law.unsqueeze(1) * children,
         target=probs.unsqueeze(1) * children,

@@ -10,8 +10,15 @@ from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block_rule import block_figures, verify_block
 from eaglegbv.verifiers.correction import probs_along
-from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rooted, rows_at
+from eaglegbv.verifiers.drafted_path import (
+    DraftedPath,
+    length_of,
+    nodes_along,
+    place_of,
+    rows_at,
+)
 from eaglegbv.verifiers.figures import NodeFigures
+from eaglegbv.verifiers.fixed_selection import target_of_tokens
 from eaglegbv.verifiers.path_choice import preferred_path
 from eaglegbv.verifiers.siblings import sibling_ranks
 from eaglegbv.verifiers.transport import RankedLaws, power_step
@@ -35,14 +42,14 @@ class GbvVerifier(Verifier):
 
 
 def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
-    number = preferred_path(tree, sibling_ranks(tree, _ratios(tree, target))).unsqueeze(1)
-    nodes = rooted(rows_at(tree.path_nodes, number).squeeze(1))
+    number = preferred_path(tree, sibling_ranks(tree, _ratios(tree, target)))
+    nodes = nodes_along(tree, number)
     steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
     ids = rows_at(tree.draft_ids, steps)
     laws = RankedLaws.of(ids, rows_at(tree.draft_probs, steps), probs_along(target, steps, ids))
     path = DraftedPath(
         nodes=nodes,
-        lengths=tree.path_lengths.gather(1, number).squeeze(1),
+        lengths=length_of(tree, number),
         ids=laws.ids,
         draft=laws.draft,
         target=laws.target,
@@ -55,8 +62,7 @@ def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
     """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
     ids, draft = (rows_at(table, tree.parents) for table in (tree.draft_ids, tree.draft_probs))
     at = place_of(tree.token_ids, ids, draft).unsqueeze(2)
-    p = target.probs_in(target.rows.gather(1, tree.parents), tree.token_ids.unsqueeze(2))
-    return (p / draft.gather(2, at)).squeeze(2)
+    return target_of_tokens(tree, target) / draft.gather(2, at).squeeze(2)
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

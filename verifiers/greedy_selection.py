@@ -5,7 +5,7 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import DraftedPath, rooted, rows_at
+from eaglegbv.verifiers.drafted_path import DraftedPath, length_of, nodes_along, rows_at
 from eaglegbv.verifiers.path_choice import preferred_path
 from eaglegbv.verifiers.popularity import PopularTree, tail_law
 from eaglegbv.verifiers.siblings import (
@@ -42,12 +42,11 @@ def select_greedy(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> Draft
     keys = torch.where(taken, tree.paths + 1, keys)
 
     number = preferred_path(tree, keys)
-    at = number.view(-1, 1, 1).expand(-1, 1, tree.length)
-    nodes = rooted(tree.path_nodes.gather(1, at).squeeze(1))
+    nodes = nodes_along(tree, number)
     steps = nodes[:, :-1]
     return DraftedPath(
         nodes=nodes,
-        lengths=tree.path_lengths.gather(1, number.unsqueeze(1)).squeeze(1),
+        lengths=length_of(tree, number),
         ids=rows_at(popular.ids, steps),
         draft=rows_at(law, steps),
         target=rows_at(popular.target, steps),

@@ -19,7 +19,7 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.constants import counting, counting_down
 from eaglegbv.verifiers.correction import probs_along
-from eaglegbv.verifiers.drafted_path import DraftedPath, rooted, rows_at
+from eaglegbv.verifiers.drafted_path import DraftedPath, length_of, nodes_along, rows_at
 from eaglegbv.verifiers.path_choice import preferred_path, steps_of
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 
@@ -51,18 +51,16 @@ def most_forks(paths: int, length: int) -> int:
     return 1 + (length - 1) * (paths // 2)
 
 
-def bounded_forks(tree: DraftTree, _drafts: Tensor) -> int:
-    """Return how many nodes to rank on a device, which is not asked how many forks there are."""
+def bounded_forks(tree: DraftTree) -> int:
+    """Return how many nodes to rank where forks are not counted."""
     return min(most_forks(tree.paths, tree.length), tree.nodes)
 
 
-def counted_forks(_tree: DraftTree, drafts: Tensor) -> int:
-    """Return how many nodes to rank on a CPU, where nothing is waited for; 1 at least."""
-    return max(1, int((drafts > 1).sum(dim=1).amax()))
-
-
 def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
-    return (counted_forks if drafts.device.type == "cpu" else bounded_forks)(tree, drafts)
+    """Return how many nodes to rank: as many as there are forks, 1 at least, or as there may be."""
+    if drafts.device.type == "cpu":  # where nothing is waited for
+        return max(1, int((drafts > 1).sum(dim=1).amax()))
+    return bounded_forks(tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +132,7 @@ class Forks:
 
     def path(self, tree: DraftTree, target: TargetLaw, number: Tensor) -> DraftedPath:
         """Return one path of each tree, ``number`` ``[batch]`` int64, with the laws along it."""
-        at = number.unsqueeze(1)
-        nodes = rooted(rows_at(tree.path_nodes, at).squeeze(1))
+        nodes = nodes_along(tree, number)
         steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
         places = self._at(steps)
         forked = (self.places.gather(1, steps) < self.laws.ids.shape[1]).unsqueeze(2)
@@ -146,7 +143,7 @@ class Forks:
         found = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
         return DraftedPath(
             nodes=nodes,
-            lengths=tree.path_lengths.gather(1, at).squeeze(1),
+            lengths=length_of(tree, number),
             ids=ids,
             draft=draft,
             target=probs_along(target, steps, ids),

@@ -25,7 +25,7 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "law"), PAIRS)
 def test_no_host_reads(name: str, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.
-    monkeypatch.setattr(iid_selection, "_room_for_forks", bounded_forks)
+    monkeypatch.setattr(iid_selection, "_room_for_forks", lambda tree, _: bounded_forks(tree))
     verifier = make_verifier(name)
     rng = np.random.default_rng(1)
     paths = verifier.max_paths or (2 if law is Law.HUB else 3)

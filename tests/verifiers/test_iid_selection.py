@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from support.batched_trees import Batch, build_batch, outcomes, random_requests
 
 from eaglegbv.tree import DraftTree, Law
@@ -48,8 +47,8 @@ def test_decisions_do_not_depend_on_the_room_for_forks(
     expected = decided()
     rooms: list[int] = []
 
-    def bound(tree: DraftTree, drafts: torch.Tensor) -> int:
-        rooms.append(bounded_forks(tree, drafts))
+    def bound(tree: DraftTree, _: object) -> int:
+        rooms.append(bounded_forks(tree))
         return rooms[-1]
 
     monkeypatch.setattr(iid_selection, "_room_for_forks", bound)
