@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.products import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
 
@@ -51,6 +52,11 @@ class Drafter(ABC):
     """
 
     laws: ClassVar[frozenset[Law]]
+
+    @property
+    def quantization(self) -> Quantization:
+        """How its weights are held; not ``auto``."""
+        return Quantization.NONE
 
     @property
     def graph_counts(self) -> Mapping[str, int]:

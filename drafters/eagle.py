@@ -41,6 +41,7 @@ from eaglegbv.drafters.growth import (
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder
+from eaglegbv.products import Quantization, settled
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.transfer import upload
 from eaglegbv.tree import DraftTree, Law
@@ -86,6 +87,7 @@ class EagleDrafter(RecallingDrafter):
         head: EagleHead,
         attention: PagedAttention,
         *,
+        quantization: Quantization = Quantization.NONE,
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
     ) -> None:
@@ -95,13 +97,16 @@ class EagleDrafter(RecallingDrafter):
             head: The head, sharing the target's embedding.
             attention: Paged attention over a one-layer pool, whose slots are numbered like the
                 target's. With ``graphs`` the pool has one more, which padding writes to.
+            quantization: Of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
 
         Raises:
-            InvalidArgument: Graphs cannot be recorded here.
+            InvalidArgument: Weights are not quantised here, or graphs cannot be recorded.
         """
-        head.prepare_products()
+        kind = head.embedding
+        self._quantization = settled(quantization, dtype=kind.dtype, device=kind.device)
+        head.prepare_products(self._quantization)
         self.head = head
         self._attention = attention
         self._scale = head.config.head_dim**-0.5
@@ -112,6 +117,11 @@ class EagleDrafter(RecallingDrafter):
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
             self._on_device = DeviceDrafting(head, attention, recorder, max_context=most)
+
+    @property
+    def quantization(self) -> Quantization:
+        """See :attr:`Drafter.quantization`."""
+        return self._quantization
 
     @property
     def graph_counts(self) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.products import PackedProduct, can_pack, prepare
+from eaglegbv.products import Product, Quantization, prepare, product_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
@@ -174,12 +174,15 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(self) -> None:
+    def prepare_products(self, quantization: Quantization) -> None:
         """Make the products of a draft's few rows fast; see :mod:`eaglegbv.products`.
 
         To be called once, on the last device and in the last dtype; the head is not trained after.
+
+        Args:
+            quantization: Of the weights; not ``auto``.
         """
-        prepare(self, self._run_once)
+        prepare(self, self._run_once, quantization)
 
     def _run_once(self) -> None:
         """Run every layer on a row."""
@@ -221,7 +224,7 @@ class Eagle1Head(EagleHead):
         """Build a head over the target's embedding and output layer, both ``[vocab, hidden]``."""
         super().__init__(config, embedding)
         self.register_buffer("target_lm_head", target_lm_head, persistent=False)
-        self._packed_output: PackedProduct | None = None
+        self._output: Product | None = None
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
@@ -248,15 +251,14 @@ class Eagle1Head(EagleHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's output layer on ``hidden``."""
-        if self._packed_output is not None:
-            return self._packed_output(hidden)
+        if self._output is not None:
+            return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(self) -> None:
+    def prepare_products(self, quantization: Quantization) -> None:
         """See :meth:`EagleHead.prepare_products`."""
-        super().prepare_products()
-        if can_pack(self.target_lm_head):
-            self._packed_output = PackedProduct(self.target_lm_head, None)
+        super().prepare_products(quantization)
+        self._output = product_of(self.target_lm_head, None, quantization)
 
 
 class Eagle3Head(EagleHead):

@@ -9,6 +9,7 @@ from eaglegbv.checks import require_integer, require_number
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
+from eaglegbv.products import Quantization
 from eaglegbv.tree import Law
 
 MAX_PATHS = 16
@@ -173,6 +174,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         cuda_graphs: Whether forwards of draft trees, and drafting, are recorded and replayed:
             ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
             ``eager``: the same padded work without recording it, on any device, to find faults.
+        draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
+            ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. The law
+            of the text is the target's whatever it is. Drafts are faster, a little further from the
+            target, and rounded so coarsely that a seed's text depends on the batch it is in.
         seed: Seed from which requests without one of their own derive theirs.
         calibrate: Whether an engine that chooses plans itself first measures, for some seconds,
             what steps cost; kept in the user's cache for later runs. Else it learns while serving.
@@ -185,6 +190,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     check_slots: bool = False
     cuda_graphs: GraphMode = GraphMode.AUTO
+    draft_quantization: Quantization = Quantization.AUTO
     seed: int = 0
     calibrate: bool = True
 
@@ -202,9 +208,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
-        if self.cuda_graphs not in list(GraphMode):
-            raise InvalidArgument("cuda_graphs", self.cuda_graphs, f"one of {', '.join(GraphMode)}")
-        msgspec.structs.force_setattr(self, "cuda_graphs", GraphMode(self.cuda_graphs))
+        for name, kind in (("cuda_graphs", GraphMode), ("draft_quantization", Quantization)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise InvalidArgument(name, value, f"one of {', '.join(kind)}")
+            msgspec.structs.force_setattr(self, name, kind(value))
 
 
 def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:

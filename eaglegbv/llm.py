@@ -23,6 +23,7 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
 from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
 from eaglegbv.params import SamplingParams
+from eaglegbv.products import Quantization
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
@@ -169,6 +170,7 @@ class LLM:
             slots=size,
             dtype=dtype,
             device=device,
+            quantization=self._quantization(config),
             compile_backend="inductor" if compiled else None,
             graphs=config.cuda_graphs,
         )
@@ -275,6 +277,12 @@ class LLM:
         """Counters and gauges of the engine; ``metrics.exposition()`` is Prometheus' text."""
         return self._engine.metrics
 
+    @property
+    def draft_quantization(self) -> Quantization:
+        """How the drafter's weights are held: ``int8`` or ``none``."""
+        drafter = self.pair.drafter
+        return Quantization.NONE if drafter is None else drafter.quantization
+
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`.
 
@@ -291,6 +299,12 @@ class LLM:
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
         self._engine.check_plan(self._planning(plan))
 
+    def _quantization(self, config: EngineConfig) -> Quantization:
+        """Return how to hold a head's weights: as they are where a seed is to reproduce a text."""
+        if config.draft_quantization is Quantization.AUTO and not isinstance(self.plan, AutoPlan):
+            return Quantization.NONE
+        return config.draft_quantization
+
     def _costs(self, config: EngineConfig, *, compiled: bool) -> KnownCosts | None:
         """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
         if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
@@ -303,6 +317,7 @@ class LLM:
             self.plan,
             compiled,
             config.cuda_graphs,
+            self.draft_quantization,
             min(config.max_batch, LARGEST),
             device=self.pair.target.device,
             dtype=self.pair.target.dtype,

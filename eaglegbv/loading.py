@@ -23,6 +23,7 @@ from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
+from eaglegbv.products import Quantization
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
 
@@ -79,6 +80,7 @@ def load_pair(
     slots: int | PoolSize,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
 ) -> Pair:
@@ -92,11 +94,13 @@ def load_pair(
         slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
+        quantization: How the weights of an EAGLE head are held.
         compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
         graphs: Whether tree forwards and drafting are recorded and replayed.
 
     Raises:
-        InvalidArgument: There is no such model or drafter, or graphs cannot be recorded here.
+        InvalidArgument: There is no such model or drafter, its weights are not quantised here, or
+            graphs cannot be recorded.
         ModelNotSupported: The engine cannot drive the model.
         DrafterMismatch: The drafter does not fit the target.
     """
@@ -108,23 +112,26 @@ def load_pair(
         size=size,
         dtype=dtype,
         device=place,
+        quantization=quantization,
         compile_backend=compile_backend,
         graphs=graphs,
     )
     if drafter is None:
         return Pair(opened.target(FeatureSpec.none()), None)
-    if drafter == NGRAM:
+    folder = None if drafter == NGRAM else _drafter_folder(drafter)
+    kind = None if folder is None else kind_of(folder)
+    if quantization is Quantization.INT8 and kind is not Kind.EAGLE:
+        expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
+        raise InvalidArgument("draft_quantization", str(quantization), expected)
+    if folder is None:
         return Pair(opened.target(FeatureSpec.none()), NgramDrafter())
-    folder = _drafter_folder(drafter)
-    match kind_of(folder):
-        case Kind.EAGLE:
-            return opened.with_head(folder)
-        case Kind.LANGUAGE_MODEL:
-            return opened.with_language_model(folder)
-        case Kind.TABLE:
-            target = opened.target(FeatureSpec.none())
-            table = Table.load(folder, vocab_size=target.vocab_size, device=place)
-            return Pair(target, TabularDrafter(table))
+    if kind is Kind.EAGLE:
+        return opened.with_head(folder)
+    if kind is Kind.LANGUAGE_MODEL:
+        return opened.with_language_model(folder)
+    target = opened.target(FeatureSpec.none())
+    table = Table.load(folder, vocab_size=target.vocab_size, device=place)
+    return Pair(target, TabularDrafter(table))
 
 
 class _Opening:
@@ -137,6 +144,7 @@ class _Opening:
         size: PoolSize,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization,
         compile_backend: str | None,
         graphs: GraphMode,
     ) -> None:
@@ -144,6 +152,7 @@ class _Opening:
         self._size = size
         self._dtype = dtype
         self._device = device
+        self._quantization = quantization
         self._compile_backend = compile_backend
         self._graphs = graphs
 
@@ -167,7 +176,11 @@ class _Opening:
             device=self._device,
         )
         drafter = head_drafter(
-            head, slots=target.max_slots, graphs=self._graphs, max_context=target.max_context
+            head,
+            slots=target.max_slots,
+            quantization=self._quantization,
+            graphs=self._graphs,
+            max_context=target.max_context,
         )
         return Pair(target, drafter)
 
@@ -206,6 +219,7 @@ def head_drafter(
     head: EagleHead,
     *,
     slots: int,
+    quantization: Quantization = Quantization.NONE,
     graphs: GraphMode = GraphMode.OFF,
     max_context: int | None = None,
 ) -> EagleDrafter:
@@ -215,7 +229,13 @@ def head_drafter(
     # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
     rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
     pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(head, paged_attention(pool), graphs=graphs, max_context=max_context)
+    return EagleDrafter(
+        head,
+        paged_attention(pool),
+        quantization=quantization,
+        graphs=graphs,
+        max_context=max_context,
+    )
 
 
 def check_tokenizers(model: str | Path, drafter: Path) -> None:

@@ -7,28 +7,61 @@ Two things make them fast, and change nothing but rounding:
 - on a CPU weights are *packed* into the blocks that oneDNN's kernels read, once and not in every
   call: seven rows of a draft tree then cost little more than one.
 
+A third changes the numbers, and is for drafters alone, whose laws the verifier is told whatever
+they are: weights of 8 bits, *quantised*, are read from memory in a quarter of the time.
+
 Which layers read the same tensor is seen, not guessed from names: the caller runs the module once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eaglegbv.errors import InvalidArgument
+
 _PACKED_FOR = 16
 """Rows that packed weights are laid out for; kernels take any number."""
 
+_FAST_INT8 = frozenset({"AVX2", "AVX512"})
+"""Capabilities of a CPU for which PyTorch has fast kernels for weights of 8 bits."""
+
+_INT8 = torch.iinfo(torch.int8)
+
+_BLOCK = 16
+"""Columns that the kernel takes at once: of a matrix of fewer it would read what lies behind."""
+
+_LEAST_SCALE = 1e-30
+"""Scale of a row of zeros."""
+
 _OP = "eaglegbv::product"
+
+
+class Quantization(StrEnum):
+    """How a drafter's weights are held."""
+
+    AUTO = "auto"
+    """As ``int8`` where that is fast, else as ``none``."""
+    INT8 = "int8"
+    """Integers of 8 bits and a scale for each row; rows to multiply are rounded to bfloat16."""
+    NONE = "none"
+    """As they are."""
+
 
 Product = Callable[[Tensor], Tensor]
 """``[..., in_features]`` to ``[..., out_features]``."""
 
 
-def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct]":
+def prepare(
+    module: nn.Module,
+    run: Callable[[], object],
+    quantization: Quantization = Quantization.NONE,
+) -> "list[PackedProduct]":
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
     Weights loaded later are not used. Those of packed layers leave their modules (they are packed
@@ -37,9 +70,10 @@ def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct
     Args:
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, and every layer as often as any other forward does.
+        quantization: Not ``auto``.
 
     Returns:
-        What was packed, in order.
+        What was packed, in order; what was quantised is not.
     """
     groups = _groups(module, run)
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
@@ -50,14 +84,11 @@ def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product: Product
-        if can_pack(joint):
-            product = PackedProduct(joint, bias, index=len(packed))
+        product = product_of(joint, bias, quantization, index=len(packed))
+        if isinstance(product, PackedProduct):
             packed.append(product)
-        elif len(group) == 1:
+        elif isinstance(product, DenseProduct) and len(group) == 1:
             continue
-        else:
-            product = DenseProduct(joint, bias)
         kept = group[0].weight in looked_up or group is groups[-1]
         parts = [product] if len(group) == 1 else Joint(product, [len(w) for w in weights]).parts
         for layer, own in zip(group, parts, strict=True):
@@ -68,6 +99,42 @@ def prepare(module: nn.Module, run: Callable[[], object]) -> "list[PackedProduct
             if isinstance(child, nn.Linear) and child in made:
                 setattr(parent, name, made[child])
     return packed
+
+
+def product_of(
+    weight: Tensor, bias: Tensor | None, quantization: Quantization, *, index: int = 0
+) -> "DenseProduct | PackedProduct | QuantisedProduct":
+    """Return the fastest product with ``weight`` ``[out_features, in_features]``.
+
+    Args:
+        weight: The matrix.
+        bias: ``[out_features]``, or None.
+        quantization: Not ``auto``.
+        index: Its place among the packed products of a module that may be compiled.
+    """
+    if quantization is Quantization.INT8:
+        return QuantisedProduct(weight, bias)
+    if can_pack(weight):
+        return PackedProduct(weight, bias, index=index)
+    return DenseProduct(weight, bias)
+
+
+def settled(
+    quantization: Quantization, *, dtype: torch.dtype, device: torch.device
+) -> Quantization:
+    """Return what ``quantization`` comes to for weights of a type in a place: not ``auto``.
+
+    Raises:
+        InvalidArgument: It is ``int8`` where weights of 8 bits would be slower, or there are none.
+    """
+    fast = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_INT8
+    able = fast and dtype in (torch.float32, torch.bfloat16)
+    if quantization is Quantization.INT8 and not able:
+        expected = "none, or auto: 8 bits take float32 or bfloat16 and a CPU with AVX2 or AVX-512"
+        raise InvalidArgument("draft_quantization", str(quantization), expected)
+    if quantization is Quantization.AUTO:
+        return Quantization.INT8 if able else Quantization.NONE
+    return quantization
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -121,6 +188,34 @@ class PackedProduct:
             x, self._weight, self._bias, "none", [], ""
         )
         return product
+
+
+class QuantisedProduct:
+    """A product with a matrix of 8-bit integers, and a scale for each of its rows.
+
+    What comes of a row does not depend on what else is multiplied: the kernel reads the weights
+    once for a few rows, and adds up every row by itself.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Quantise ``weight`` ``[out_features, in_features]``: a CPU's floats."""
+        largest = weight.abs().amax(dim=1).float()
+        self._scales = (largest / _INT8.max).clamp(min=_LEAST_SCALE).bfloat16()
+        steps = (weight.float() / self._scales.float().unsqueeze(1)).round()
+        self._padding = -weight.shape[1] % _BLOCK
+        padded = functional.pad(steps.clamp(_INT8.min, _INT8.max), (0, self._padding))
+        self._weight = padded.to(torch.int8)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product with ``x`` ``[..., in_features]``."""
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        if self._padding:
+            rows = functional.pad(rows, (0, self._padding))
+        out = torch._weight_int8pack_mm(rows, self._weight, self._scales).to(x.dtype)
+        if self._bias is not None:
+            out = out + self._bias
+        return out.view(*x.shape[:-1], len(self._weight))
 
 
 class Joint:

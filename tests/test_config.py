@@ -53,6 +53,8 @@ BAD_ENGINES = [
     ("prefill_tokens", 0, "an integer in [1, 2147483647]"),
     ("prefix_cache", 1, "true or false"),
     ("check_slots", None, "true or false"),
+    ("cuda_graphs", "yes", "one of auto, on, off, eager"),
+    ("draft_quantization", "int4", "one of auto, int8, none"),
     ("seed", -1, "an integer in [0, 18446744073709551615]"),
     ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
     ("seed", 1.0, "an integer in [0, 18446744073709551615]"),

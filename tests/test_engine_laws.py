@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.eight_bits import needs_int8
 from support.g_test import GTest, g_test, joint_law
 from support.tiny_engine import TinyEngine, tiny_engine
 
@@ -18,6 +19,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
+from eaglegbv.products import Quantization
 from eaglegbv.tree import DraftTree, Law, check_tree
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -97,6 +99,30 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine, name: str)
     tiny.run(together)
     for request, prompt, own in zip(together, prompts, params, strict=True):
         assert [request.token_ids] == tiny.tokens([prompt], own, plan)
+
+
+QUANTISED = {
+    "otbv": Plan(verifier="otbv", paths=3, depth=2),
+    "spectr_gbv": Plan(verifier="spectr_gbv", paths=2, depth=2),
+}
+"""The second goes by draft laws of earlier steps, computed again."""
+
+
+@pytest.fixture(scope="module")
+def quantised() -> TinyEngine:
+    """The same models, the head's weights in 8 bits."""
+    settings = {"slots": 16_384, "max_batch": 512, "quantization": Quantization.INT8}
+    return tiny_engine(vocab=VOCAB, sharpness=3.0, **settings)
+
+
+@needs_int8
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_head_leaves_the_law_alone(
+    quantised: TinyEngine, law: np.ndarray, name: str
+) -> None:
+    result = check(quantised, QUANTISED[name], law, SAMPLES)
+    assert result.power > 0.65, result
+    assert result.p_value > LEVEL, result
 
 
 def test_fixed_trees_of_different_shapes_do_not_move_each_others_numbers(tiny: TinyEngine) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.eight_bits import needs_int8
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
@@ -198,6 +199,28 @@ def test_a_dtype_may_be_named(pair: tuple[Path, Path]) -> None:
     assert LLM(pair[0], plan=PLAIN, dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
         LLM(pair[0], plan=PLAIN, dtype="half")
+
+
+@needs_int8
+def test_weights_of_8_bits_are_for_automatic_plans_or_on_demand(
+    llm: LLM, pair: tuple[Path, Path]
+) -> None:
+    asked = EngineConfig(draft_quantization="int8", calibrate=False)
+    fixed = LLM(*pair, paths=2, depth=3, engine=asked)
+    auto = LLM(*pair, engine=EngineConfig(calibrate=False))
+    refused = LLM(*pair, engine=EngineConfig(draft_quantization="none", calibrate=False))
+    held = [one.draft_quantization for one in (llm, fixed, auto, refused)]
+    assert held == ["none", "int8", "int8", "none"]
+    # A greedy text is the target's alone.
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    texts = {tuple(one.generate("ab", params).token_ids) for one in (llm, fixed, auto)}
+    assert len(texts) == 1
+    assert fixed.generate("ab", params).metrics.drafted_nodes > 0
+
+
+def test_only_heads_have_weights_to_quantise(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*'ngram' being no EAGLE"):
+        LLM(pair[0], "ngram", engine=EngineConfig(draft_quantization="int8"))
 
 
 def test_a_misspelt_verifier_is_refused_before_anything_is_loaded() -> None:

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+from support.eight_bits import HAS_INT8, needs_int8
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 
-from eaglegbv.products import DenseProduct, PackedProduct, can_pack, in_use, prepare
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.products import (
+    DenseProduct,
+    PackedProduct,
+    QuantisedProduct,
+    Quantization,
+    can_pack,
+    in_use,
+    prepare,
+    settled,
+)
 from eaglegbv.targets.hf import HFTarget
 
 PACKS = can_pack(torch.zeros(1, 1))
@@ -128,3 +139,83 @@ def test_compiled_modules_find_their_products() -> None:
 def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
     target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
     assert not any(type(m) is nn.Linear for m in target.model.modules())
+
+
+CPU = torch.device("cpu")
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 96), (12, 11), (1, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_quantised_products_err_by_no_more_than_rounding(
+    dtype: torch.dtype, sizes: tuple[int, int], bias: bool
+) -> None:
+    torch.manual_seed(0)
+    inputs, outputs = sizes
+    weight = torch.randn(outputs, inputs).to(dtype)
+    offset = torch.randn(outputs).to(dtype) if bias else None
+    x = torch.randn(2, 3, inputs).to(dtype)
+    found = QuantisedProduct(weight, offset)(x)
+    assert (found.dtype, found.shape) == (dtype, (2, 3, outputs))
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if offset is None else offset.double()
+    )
+    # Half a step of 127 of the row's largest weight, and its scale in bfloat16; bfloat16 of what
+    # is multiplied and of the result.
+    size = x.double().abs().sum(dim=-1, keepdim=True) * weight.double().abs().amax(dim=1)
+    bound = size * (0.5 / 127 + 2 * 2**-8) + (expected.abs() + 1) * 2**-7
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@needs_int8
+def test_integers_of_one_byte_are_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-126, 127, (40, 24), generator=generator).float()
+    weight[:, 0] = 127  # so that a step is 1
+    weight *= 2.0 ** torch.randint(-3, 4, (40, 1), generator=generator)
+    x = torch.eye(24)
+    assert torch.equal(QuantisedProduct(weight, None)(x), x @ weight.T)
+
+
+@needs_int8
+def test_a_row_of_a_quantised_product_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    product, x = QuantisedProduct(torch.randn(96, 64), None), torch.randn(70, 64)
+    whole = product(x)
+    for rows in (1, 2, 3, 4, 5, 7, 16, 33):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+        assert torch.equal(product(x[-rows:]), whole[-rows:])
+    assert product(x[:0]).shape == (0, 96)
+    strided = torch.randn(5, 128)[:, ::2]
+    assert torch.equal(product(strided), product(strided.contiguous()))
+
+
+@needs_int8
+def test_rows_of_zeros_and_broken_inputs_stay_what_they_are() -> None:
+    product = QuantisedProduct(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), None)
+    found = product(torch.tensor([[1.0, 1.0], [torch.nan, 1.0]]))
+    assert found[0].tolist() == [0.0, 3.0]
+    assert found[1].isnan().all()
+
+
+@needs_int8
+@torch.no_grad()
+def test_quantised_modules_keep_their_names_and_pack_nothing() -> None:
+    torch.manual_seed(0)
+    module = Layers(bias=True, dtype=torch.float32)
+    expected, names = module(TOKENS), list(module.state_dict())
+    assert prepare(module, lambda: module(TOKENS), Quantization.INT8) == []
+    torch.testing.assert_close(module(TOKENS), expected, atol=0.05, rtol=0.05)
+    assert not torch.equal(module(TOKENS), expected)
+    assert list(module.state_dict()) == names
+
+
+def test_what_quantisation_comes_to() -> None:
+    usual = Quantization.INT8 if HAS_INT8 else Quantization.NONE
+    assert settled(Quantization.AUTO, dtype=torch.float32, device=CPU) is usual
+    for dtype, device in ((torch.float64, CPU), (torch.bfloat16, torch.device("cuda"))):
+        assert settled(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
+        assert settled(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
+        with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*AVX"):
+            settled(Quantization.INT8, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eaglegbv.eval.baselines import ChatBaseline
     from eaglegbv.eval.records import Setting
     from eaglegbv.eval.runner import Generate
+    from eaglegbv.products import Quantization
 
 Scalar: TypeAlias = str | int | float | bool | None
 
@@ -30,12 +31,14 @@ class Models:
         drafter: Drafter, or None.
         device: Device, or None for the usual one.
         dtype: Type, or None for the usual one.
+        quantization: How this engine holds a head's weights.
     """
 
     model: str | None
     drafter: str | None
     device: str | None
     dtype: str | None
+    quantization: "Quantization"
 
     @property
     def target(self) -> str:
@@ -69,6 +72,7 @@ class Backend:
         tokenizer: The target's.
         dtype: Type the target computes in.
         device: Where.
+        draft_quantization: How a drafter's weights are held, where this engine answers.
         packages: Those whose versions matter beside the usual ones.
     """
 
@@ -76,6 +80,7 @@ class Backend:
     tokenizer: "PreTrainedTokenizerBase"
     dtype: str
     device: str
+    draft_quantization: str = ""
     packages: tuple[str, ...] = ()
 
 
@@ -100,13 +105,13 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
     # Every setting and repeat answers the same prompts, and reads them itself.
-    engine = EngineConfig(prefix_cache=False)
+    engine = EngineConfig(prefix_cache=False, draft_quantization=models.quantization)
     llm = load_llm(models.model, models.drafter, widest, models.device, models.dtype, engine=engine)
     sitting = Sitting(
         tuple(settings), lambda: nullcontext(llm.generate), _baselines(models, settings)
     )
     dtype = str(llm.dtype).removeprefix("torch.")
-    return Backend((sitting,), llm.tokenizer, dtype, str(llm.device))
+    return Backend((sitting,), llm.tokenizer, dtype, str(llm.device), llm.draft_quantization)
 
 
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
@@ -141,7 +146,8 @@ def sglang(
     plans = dict.fromkeys(setting.plan for setting in settings)
     tokenizer = AutoTokenizer.from_pretrained(models.target)
     device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
-    return Backend(tuple(map(sitting, plans)), tokenizer, dtype, device, ("sglang",))
+    sittings = tuple(map(sitting, plans))
+    return Backend(sittings, tokenizer, dtype, device, packages=("sglang",))
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from eaglegbv.cli.options import (
     Compiled,
     Device,
     Drafter,
+    DraftQuantization,
     Dtype,
     Model,
     integers,
     load_llm,
     names,
     numbers,
+    quantization,
 )
 from eaglegbv.errors import InvalidArgument
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from eaglegbv.eval.baselines import Baseline, Library
     from eaglegbv.eval.batches import Way
     from eaglegbv.llm import LLM
+    from eaglegbv.products import Quantization
 
 
 def batch(
@@ -63,6 +66,7 @@ def batch(
     device: Device = None,
     dtype: Dtype = None,
     compiled: Compiled = False,
+    draft_quantization: DraftQuantization = "auto",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say which plans auto used, and why.")
     ] = False,
@@ -90,7 +94,8 @@ def batch(
         prompts=prompts,
         seed=seed,
     )
-    fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled)
+    held = quantization(draft_quantization)
+    fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled, quantization=held)
     wanted = names("ways", ways)
     if assistant is not None:
         wanted.append(f"assistant:{assistant}")
@@ -123,6 +128,7 @@ def batch(
             suite=questions_set,
             compiled=compiled,
             dtype=str(fleet.plain.dtype).removeprefix("torch."),
+            draft_quantization=fleet.draft_quantization,
         )
         out.write_bytes(msgspec.json.encode(content))
         typer.echo(f"wrote {out}", err=True)
@@ -140,12 +146,14 @@ class _Fleet:
         verifier: str,
         *,
         compiled: bool,
+        quantization: "Quantization",
     ) -> None:
         from eaglegbv.config import PLAIN
 
         self._names = model, drafter, device, dtype
         self._verifier = verifier
         self._compiled = compiled
+        self._quantization = quantization
         # Plain decoding has an engine of its own, which need not keep anything for a drafter.
         self.plain = self._load(PLAIN)
         self._drafting: LLM | None = None
@@ -176,6 +184,11 @@ class _Fleet:
             self._drafting = self._load(AUTO)
         return self._drafting
 
+    @property
+    def draft_quantization(self) -> str:
+        """How the drafter's weights are held; empty where nothing drafted."""
+        return "" if self._drafting is None else self._drafting.draft_quantization
+
     def explain(self) -> str:
         """Say which plans were used and why, all calls together."""
         from eaglegbv.metrics import FORWARDS, REASONS
@@ -194,7 +207,12 @@ class _Fleet:
 
         model, drafter, device, dtype = self._names
         # Prompts come again in every repeat, and every way has to read them.
-        config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
+        config = EngineConfig(
+            prefix_cache=False,
+            kv_slots=65_536,
+            max_batch=256,
+            draft_quantization=self._quantization,
+        )
         return load_llm(model, drafter, plan, device, dtype, engine=config, compiled=self._compiled)
 
     @property

@@ -12,6 +12,7 @@ from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
     Device,
     Drafter,
+    DraftQuantization,
     DraftWidth,
     Dtype,
     Model,
@@ -19,6 +20,7 @@ from eaglegbv.cli.options import (
     laws,
     names,
     numbers,
+    quantization,
 )
 from eaglegbv.cli.paper import paper
 from eaglegbv.cli.plot import plot
@@ -112,6 +114,7 @@ def mt_bench(
     drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
+    draft_quantization: DraftQuantization = "auto",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -181,13 +184,17 @@ def mt_bench(
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     out = out or Path("runs") / chosen.suite
-    serving = _serving(Models(model, drafter, device, dtype), settings)
+    models = Models(model, drafter, device, dtype, quantization(draft_quantization))
+    serving = _serving(models, settings)
     if serving.tokenizer.chat_template is None:
         raise InvalidArgument(
             "model", settings.model, "a model whose tokenizer has a chat template"
         )
     settings = msgspec.structs.replace(
-        settings, template=_template(serving.tokenizer.chat_template), dtype=serving.dtype
+        settings,
+        template=_template(serving.tokenizer.chat_template),
+        dtype=serving.dtype,
+        draft_quantization=serving.draft_quantization,
     )
     folder = RunFolder(out, settings, describe_environment(serving.device, serving.packages))
     with progress(settings, folder.records) as show:

@@ -13,6 +13,7 @@ from eaglegbv.cli.options import (
     CudaGraphs,
     Device,
     Drafter,
+    DraftQuantization,
     DraftTemperature,
     DraftWidth,
     Dtype,
@@ -22,6 +23,7 @@ from eaglegbv.cli.options import (
     graph_mode,
     load_llm,
     max_paths,
+    quantization,
     read_text,
 )
 from eaglegbv.defaults import DRAFT_WIDTH
@@ -97,6 +99,7 @@ def generate(
     dtype: Dtype = None,
     compiled: Compiled = False,
     cuda_graphs: CudaGraphs = "auto",
+    draft_quantization: DraftQuantization = "auto",
 ) -> None:
     """Answer a prompt; the text follows the target's law, whatever the drafter and verifier."""
     message = _prompt(prompt, prompt_file)
@@ -121,7 +124,9 @@ def generate(
         seed=seed,
     )
     plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
-    config = EngineConfig(cuda_graphs=graph_mode(cuda_graphs))
+    config = EngineConfig(
+        cuda_graphs=graph_mode(cuda_graphs), draft_quantization=quantization(draft_quantization)
+    )
     llm = load_llm(model, drafter, plan, device, dtype, engine=config, compiled=compiled)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.graphs import GraphMode
     from eaglegbv.llm import LLM
+    from eaglegbv.products import Quantization
     from eaglegbv.tree import Law
 
 Model = Annotated[
@@ -42,6 +43,14 @@ CudaGraphs = Annotated[
         "--cuda-graphs",
         help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (padded "
         "alike, not recorded, on any device).",
+    ),
+]
+DraftQuantization = Annotated[
+    str,
+    typer.Option(
+        "--draft-quantization",
+        help="How an EAGLE head's weights are held: int8, none, or auto (int8 for automatic plans "
+        "on a CPU that is fast with it).",
     ),
 ]
 LawName = Annotated[
@@ -123,6 +132,16 @@ def graph_mode(name: str) -> "GraphMode":
     if name not in list(GraphMode):
         raise InvalidArgument("cuda-graphs", name, f"one of {', '.join(GraphMode)}")
     return GraphMode(name)
+
+
+def quantization(name: str) -> "Quantization":
+    """Return the way to hold weights of that name."""
+    from eaglegbv.products import Quantization
+
+    if name not in list(Quantization):
+        expected = f"one of {', '.join(Quantization)}"
+        raise InvalidArgument("draft-quantization", name, expected)
+    return Quantization(name)
 
 
 def read_text(path: Path) -> str:

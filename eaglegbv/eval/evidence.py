@@ -50,6 +50,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
         suite: Where the prompts are from.
         compiled: Whether the engine's target was compiled.
         dtype: What all models computed in; empty in files older than this field.
+        draft_quantization: How the drafter's weights were held; empty likewise.
     """
 
     timings: tuple[Timing, ...]
@@ -60,6 +61,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     suite: str = ""
     compiled: bool = False
     dtype: str = ""
+    draft_quantization: str = ""
 
 
 class NamedReport(msgspec.Struct, frozen=True, kw_only=True):

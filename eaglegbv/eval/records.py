@@ -90,6 +90,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         template: The chat template, whole; None in results that did not record it.
         questions_sha256: Hash of the questions; empty in results that did not record it.
         dtype: Type the target computes in; empty likewise.
+        draft_quantization: How the drafter's weights are held; empty likewise.
         backend: What runs the plans: ``local``, ``sglang``; ``transformers`` for baselines alone.
         backend_arguments: What the backend was told besides.
         settings: What is compared.
@@ -111,6 +112,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     template: str | None = None
     questions_sha256: str = ""
     dtype: str = ""
+    draft_quantization: str = ""
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}
 

@@ -8,6 +8,7 @@ from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Results, RunSettings
 from eaglegbv.eval.summary import Summary
+from eaglegbv.products import Quantization
 
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
 
@@ -109,7 +110,7 @@ def facts(results: Results) -> dict[str, str]:
     return {
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
-        "Drafter": settings.drafter or "none",
+        "Drafter": drafter_name(settings.drafter, settings.draft_quantization),
         "Backend": _backend(settings),
         "Chat template": _template(settings.template),
         "System prompt": settings.system or "none",
@@ -120,6 +121,14 @@ def facts(results: Results) -> dict[str, str]:
         "Versions": versions,
         "Started": where.started,
     }
+
+
+def drafter_name(drafter: str | None, quantization: str) -> str:
+    """Return how a drafter is called, with how its weights are held where that is unusual."""
+    if not drafter:
+        return "none"
+    held = "" if quantization in ("", Quantization.NONE) else f" (weights in {quantization})"
+    return f"{drafter}{held}"
 
 
 def _backend(settings: RunSettings) -> str:

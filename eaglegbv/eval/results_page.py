@@ -20,7 +20,14 @@ from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, findings_table
 from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.ranking import Rank, over_plain, rank_settings, rank_ways
 from eaglegbv.eval.records import Environment, Record, Results, Setting
-from eaglegbv.eval.report import acceptance_text, facts, markdown_table, table, with_interval
+from eaglegbv.eval.report import (
+    acceptance_text,
+    drafter_name,
+    facts,
+    markdown_table,
+    table,
+    with_interval,
+)
 from eaglegbv.eval.study import Study
 from eaglegbv.eval.study_report import findings as study_findings
 from eaglegbv.eval.study_report import study_table, tree_findings
@@ -312,7 +319,8 @@ def _study(study: Study, drawn: str) -> Section:
 
 
 def _batch(content: BatchResults, drawn: str) -> Section:
-    about = ", ".join(filter(None, (content.model, content.drafter, content.suite)))
+    drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
+    about = ", ".join(filter(None, (content.model, drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
     compiled = "The engine's target is compiled (`--compile`); " if content.compiled else ""
     return Section(

@@ -22,6 +22,7 @@ from eaglegbv.drafters.eagle_head import (
 from eaglegbv.engine import Engine
 from eaglegbv.graphs import GraphMode, Recorder
 from eaglegbv.params import SamplingParams
+from eaglegbv.products import Quantization
 from eaglegbv.request import Request
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
@@ -64,6 +65,7 @@ def tiny_engine(
     device: str = "cpu",
     graphs: GraphMode | Recorder = GraphMode.OFF,
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+    quantization: Quantization = Quantization.NONE,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -81,7 +83,9 @@ def tiny_engine(
     target = HFTarget(own, features=features, max_slots=slots, graphs=graphs, attention=attention)
     pool = KVPool(1, slots + 1, 2, HEAD_DIM, torch.float32, torch.device(device))
     head = _head(target, vocab, arch).to(device)
-    drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256)
+    drafter = EagleDrafter(
+        head, attention(pool), quantization=quantization, graphs=graphs, max_context=256
+    )
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     engine = Engine(target, drafter, config)
     return TinyEngine(engine, model, target)
