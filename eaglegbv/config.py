@@ -177,7 +177,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
             ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. The law
             of the text is the target's whatever it is. Drafts are faster, a little further from the
-            target, and rounded so coarsely that a seed's text depends on the batch it is in.
+            target, and rounded so coarsely that a seed's text depends on the batch it is in; so
+            verifiers that go by draft laws of earlier steps take ``none`` alone.
         seed: Seed from which requests without one of their own derive theirs.
         calibrate: Whether an engine that chooses plans itself first measures, for some seconds,
             what steps cost; kept in the user's cache for later runs. Else it learns while serving.

@@ -31,6 +31,7 @@ from eaglegbv.metrics import (
 )
 from eaglegbv.outcomes import Judged, Outcome, read_outcomes
 from eaglegbv.params import SamplingParams
+from eaglegbv.products import Quantization
 from eaglegbv.recording import Evidence, tree_records
 from eaglegbv.request import Debt, FinishReason, Request
 from eaglegbv.scheduler.batch import Chunk, Group, Layout, by_plan, lay_out
@@ -628,6 +629,10 @@ class Engine:
                 type(drafter).__name__,
                 f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
             )
+        if drafter.quantization is not Quantization.NONE:
+            # A law computed again, in other company, would not be the one that was drawn from.
+            expected = f"none, verifier {plan.verifier!r} going by draft laws of earlier steps"
+            raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
         return drafter
 
     def _recall_slots(self, params: SamplingParams, plan: Plan) -> int:
