@@ -599,7 +599,9 @@ class Engine:
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the drafter may read what was read of a prompt when somebody drafts."""
-        if self._cache.enabled or self._planner.expects_drafts(request):
+        if self._cache.enabled or self._planner.expects_drafts(
+            request, batch=len(self._scheduler.running)
+        ):
             return False
         return self._behind(request) <= _WAITING
 

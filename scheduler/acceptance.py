@@ -64,8 +64,8 @@ _SURE = 0.999
 _RISE = 0.15
 """How much the log-odds of a chance rise from one depth to the next, where little is known.
 
-What got so far is a text that is easy to draft: on the tiny pair 0.23, 0.20 and 0.06 from depth 1 to
-4 at temperature 1, 0.17, 0.07 and 0.23 at 0.
+What got so far is a text that is easy to draft. On the tiny pair they rise by 0.23, 0.20 and 0.06
+from depth 1 to 4 at temperature 1, by 0.17, 0.07 and 0.23 at 0.
 """
 
 _STAYING = 0.45
@@ -186,7 +186,7 @@ class Acceptance:
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
             hopes.append(chance + _HOPE * math.sqrt(chance * (1 - chance) / (weight + prior)))
-            chance, prior = _shifted(chance, _RISE), _NEXT_TRIALS
+            chance, prior = float(_shifted(np.array(chance), _RISE)), _NEXT_TRIALS
         return _Chances(
             hazards=self._posterior(_any(np.array(chances), independent)),
             hopes=self._posterior(_any(np.minimum(hopes, _SURE), independent)),

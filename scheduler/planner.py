@@ -113,7 +113,7 @@ class _Book:
         step: Steps so far.
         credit: Seconds that probes may lose.
         probed: Number of the step of the latest probe.
-        present: What looked best last, or None at first.
+        present: What looked best last, by class of batch sizes.
         taught: Whether costs were known before the first step.
     """
 
@@ -123,8 +123,13 @@ class _Book:
     step: int = 0
     credit: float = 0.0
     probed: int = 0
-    present: Plan | None = None
+    present: dict[int, Plan] = field(default_factory=dict)
     taught: bool = False
+
+    def present_at(self, size: int) -> Plan | None:
+        """Return what looked best last in a class of sizes, or in the nearest; None at first."""
+        nearest = min(self.present, key=lambda known: (abs(known - size), known), default=None)
+        return None if nearest is None else self.present[nearest]
 
 
 @dataclass(slots=True)
@@ -268,11 +273,11 @@ class Planner:
         if rows >= _READING_ROWS:
             self._reading.observe(rows, seconds)
 
-    def expects_drafts(self, request: Request) -> bool:
-        """Return whether a request that decodes soon is expected to draft."""
+    def expects_drafts(self, request: Request, *, batch: int) -> bool:
+        """Return whether a request that decodes soon, one of ``batch``, is expected to draft."""
         if request.auto is None:
             return request.drafted
-        return self._books[request.params.greedy].present is not PLAIN
+        return self._books[request.params.greedy].present_at(size_class(batch)) is not PLAIN
 
     def explain(self, requests: Sequence[Request]) -> list[Estimate]:
         """Return what is expected of each plan for automatic requests, the best first.
@@ -315,7 +320,7 @@ class Planner:
         outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
         choice = _choose(book, outlook, size_class(batch))
         if choice.reason is PlanReason.BEST:
-            book.present = choice.plan
+            book.present[size_class(batch)] = choice.plan
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)
         self._held[auto] = _Held(numbers, choice, length, length - 1)
@@ -462,9 +467,10 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
         if lesson.rate > _HOPELESS * max(plain.rate, drafting.rate):
             return lesson
     pays = _BEGIN
-    if book.present in outlook.options.plans:
+    present = book.present_at(size)
+    if present in outlook.options.plans:
         pays = _BETTER
-        stay = outlook.by(book.present, PlanReason.BEST)
+        stay = outlook.by(present, PlanReason.BEST)
         drafting = drafting if drafting.rate > _BETTER * stay.rate else stay
     best = drafting if drafting.rate > pays * plain.rate else plain
     return _probe(book, outlook, best) or best

@@ -266,7 +266,7 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
     monkeypatch: pytest.MonkeyPatch, cached: int, expected: int, reads: int
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=bool(cached))
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request: bool(expected))
+    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: bool(expected))
     prompt = PROMPT * 8
     request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), AUTO)
     tiny.engine.step()
@@ -281,7 +281,7 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
 
 def test_long_prompts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False)
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request: False)
+    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
     monkeypatch.setattr("eaglegbv.engine._WAITING", 20)
     short, long = (tiny.engine.add(PROMPT * n, SamplingParams(), AUTO) for n in (4, 5))
     tiny.engine.step()
@@ -294,11 +294,25 @@ def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:
     simulation = Simulation(world)
     auto, fixed = (make_request(-1, plan, 1.0) for plan in (AUTO, None))
     fixed.drafted = True
-    assert simulation.planner.expects_drafts(auto)
+    assert simulation.planner.expects_drafts(auto, batch=2)
     simulation.run(2, 200)
-    assert not simulation.planner.expects_drafts(auto)
-    assert simulation.planner.expects_drafts(fixed)
-    assert simulation.planner.expects_drafts(make_request(-2, AUTO, 0.0))
+    assert not simulation.planner.expects_drafts(auto, batch=2)
+    assert simulation.planner.expects_drafts(fixed, batch=2)
+    assert simulation.planner.expects_drafts(make_request(-2, AUTO, 0.0), batch=2)
+
+
+def test_what_is_expected_of_a_batch_is_what_was_best_in_batches_of_its_size() -> None:
+    # A request that drafts costs more than it gains, but in small batches the step's own cost hides
+    # that.
+    world = World(step=(20.0, 0.5), draft=(0.5, 3.0, 0.2, 1.5), chance=lambda place, depth: 0.6)
+    simulation = Simulation(world)
+    auto = make_request(-1, AUTO, 1.0)
+    for batch in (1, 16):
+        simulation.run(batch, 150)
+    expected = {n: simulation.planner.expects_drafts(auto, batch=n) for n in (1, 2, 9, 16, 64)}
+    assert expected == {1: True, 2: True, 9: False, 16: False, 64: False}
+    simulation.run(1, 20)
+    assert not simulation.planner.expects_drafts(auto, batch=16)
 
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
