@@ -1,7 +1,8 @@
 """Options that several commands share, and what they mean together."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from eaglegbv.llm import LLM
     from eaglegbv.products import Quantization
     from eaglegbv.tree import Law
+
+Kind = TypeVar("Kind", bound=StrEnum)
 
 Model = Annotated[
     str | None,
@@ -129,19 +132,21 @@ def graph_mode(name: str) -> "GraphMode":
     """Return the mode of that name."""
     from eaglegbv.graphs import GraphMode
 
-    if name not in list(GraphMode):
-        raise InvalidArgument("cuda-graphs", name, f"one of {', '.join(GraphMode)}")
-    return GraphMode(name)
+    return _named("cuda-graphs", name, GraphMode)
 
 
 def quantization(name: str) -> "Quantization":
     """Return the way to hold weights of that name."""
     from eaglegbv.products import Quantization
 
-    if name not in list(Quantization):
-        expected = f"one of {', '.join(Quantization)}"
-        raise InvalidArgument("draft-quantization", name, expected)
-    return Quantization(name)
+    return _named("draft-quantization", name, Quantization)
+
+
+def _named(option: str, name: str, kind: type[Kind]) -> Kind:
+    """Return the member of ``kind`` that an option names."""
+    if name not in list(kind):
+        raise InvalidArgument(option, name, f"one of {', '.join(kind)}")
+    return kind(name)
 
 
 def read_text(path: Path) -> str:
