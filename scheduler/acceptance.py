@@ -101,17 +101,19 @@ class Acceptance:
     """Chances of one kind of requests.
 
     Attributes:
-        trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent.
+        trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent,
+            but for the latest few.
         successes: Those of them that went on.
     """
 
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     _known: "_Chances | None" = None
-    _stale: bool = False
+    _uncounted: list[tuple[int, int, int]] = field(default_factory=list)
 
     def hint(self) -> "Acceptance":
         """Return what these chances suggest about requests of another kind: soon outweighed."""
+        self._count()
         weight = np.minimum(1.0, _HINT_TRIALS / np.maximum(self.trials, 1.0))
         return Acceptance(self.trials * weight, self.successes * weight)
 
@@ -127,22 +129,18 @@ class Acceptance:
         tried = min(accepted + 1, offered)
         # Those of the latest choice are near enough: to estimate them takes longer than this.
         known = self._known or self._chances()
-        expected = known.hazards[paths - 1, :tried]
+        expected = known.listed[paths - 1][:tried]
         evidence.age()
-        evidence.score += accepted - float(expected.sum())
-        evidence.information += float((expected * (1 - expected)).sum())
-        row = slice(0, tried)
-        self.trials[paths - 1, row] *= _MEMORY
-        self.successes[paths - 1, row] *= _MEMORY
-        self.trials[paths - 1, row] += 1
-        self.successes[paths - 1, :accepted] += 1
-        self._stale = True
+        evidence.score += accepted - sum(expected)
+        evidence.information += sum(h * (1 - h) for h in expected)
+        self._uncounted.append((paths - 1, tried, accepted))
 
     def fade(self, kept: float) -> None:
         """Let go of what was learned but for a share ``kept`` of it."""
+        self._count()
         self.trials *= kept
         self.successes *= kept
-        self._stale = True
+        self._known = None
 
     @property
     def hazards(self) -> Array:
@@ -171,9 +169,21 @@ class Acceptance:
         return result
 
     def _chances(self) -> "_Chances":
-        if self._known is None or self._stale:
-            self._known, self._stale = self._estimate(), False
+        self._count()
+        if self._known is None:
+            self._known = self._estimate()
         return self._known
+
+    def _count(self) -> None:
+        """Count what was observed since the last time: several at once take half as long."""
+        if self._uncounted:
+            self._known = None
+        for row, tried, accepted in self._uncounted:
+            self.trials[row, :tried] *= _MEMORY
+            self.successes[row, :tried] *= _MEMORY
+            self.trials[row, :tried] += 1
+            self.successes[row, :accepted] += 1
+        self._uncounted.clear()
 
     def _estimate(self) -> "_Chances":
         """Chain of priors: depth after depth, then each cell's own counts."""
@@ -187,9 +197,11 @@ class Acceptance:
             chances.append(chance)
             hopes.append(chance + _HOPE * math.sqrt(chance * (1 - chance) / (weight + prior)))
             chance, prior = float(_shifted(np.array(chance), _RISE)), _NEXT_TRIALS
+        hazards = self._posterior(_any(np.array(chances), independent))
         return _Chances(
-            hazards=self._posterior(_any(np.array(chances), independent)),
+            hazards=hazards,
             hopes=self._posterior(_any(np.minimum(hopes, _SURE), independent)),
+            listed=hazards.tolist(),
         )
 
     def _posterior(self, prior: Array) -> Array:
@@ -220,10 +232,12 @@ class _Chances:
     Attributes:
         hazards: ``[MAX_PATHS, MAX_DEPTH]`` float64, estimates.
         hopes: Likewise, higher where little was seen.
+        listed: ``hazards`` as lists, for sums of a few of them.
     """
 
     hazards: Array
     hopes: Array
+    listed: list[list[float]]
 
 
 def _single(rates: Array, independent: Array) -> Array:

@@ -319,15 +319,18 @@ class Planner:
         )
         outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
         choice = _choose(book, outlook, size_class(batch))
+        probe: Choice | None = None
         if choice.reason is PlanReason.BEST:
             book.present[size_class(batch)] = choice.plan
+            probe = _probe(book, outlook, choice)
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)
-        self._held[auto] = _Held(numbers, choice, length, length - 1)
+        # What a probe shows is for the next choice: this one goes on behind it.
+        self._held[auto] = _Held(numbers, choice, length, length - (probe is None))
         for place, request in enumerate(members):
             if place not in choice.drafting:
                 _memory(request).drafts.age(length)
-        return choice
+        return probe or choice
 
     def _look_up(
         self,
@@ -455,7 +458,7 @@ def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
 
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
-    """Choose by what the book knows."""
+    """Choose by what the book knows; probes come on top."""
     lessons = () if book.taught else _lessons(outlook.options.plans)
     if book.step < len(lessons) or not book.costs.steps:
         return outlook.everybody(lessons[book.step % len(lessons)], PlanReason.LEARNING)
@@ -472,8 +475,7 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
         pays = _BETTER
         stay = outlook.by(present, PlanReason.BEST)
         drafting = drafting if drafting.rate > _BETTER * stay.rate else stay
-    best = drafting if drafting.rate > pays * plain.rate else plain
-    return _probe(book, outlook, best) or best
+    return drafting if drafting.rate > pays * plain.rate else plain
 
 
 def _unknown(book: _Book, plan: Plan, size: int) -> bool:

@@ -268,22 +268,28 @@ def _plan_single(
         and segment.num_new == keys > 1
         and (not dense or bool((slots[1:] > slots[:-1]).all()))
     )
-    seen = None if causal else segment.key_mask(window)
-    if seen is not None:
-        seen = send(seen, device)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        mask.masked_fill_(~seen, -torch.inf)
-        if dense:  # keys come in the pool's order
+    if segment.visible is not None and window is None:
+        mask = torch.zeros((segment.num_new, keys), dtype=dtype, device=device)
+        # Of the text everything is seen. A dense segment's keys come in the pool's order.
+        pending = segment.tree_slots - start if dense else torch.arange(segment.num_context, keys)
+        mask.index_copy_(1, send(pending, device), _added(send(segment.visible, device), dtype))
+    elif not causal and (seen := segment.key_mask(window)) is not None:
+        mask = _added(send(seen, device), dtype)
+        if dense:
             mask = torch.empty_like(mask).index_copy_(1, send(slots - start, device), mask)
-        mask = mask.view(1, 1, *mask.shape)
     return _Group(
         segments=1,
         queries=segment.num_new,
         row_map=None,
         key_slots=slice(start, start + keys) if dense else send(slots, device),
-        mask=mask,
+        mask=None if mask is None else mask.view(1, 1, *mask.shape),
         causal=causal,
     )
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0 where a key is seen, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def _group_segments(segments: Sequence[Segment], most_keys: int) -> list[list[int]]:
@@ -323,13 +329,12 @@ def _plan_padded(
         key_slots[row, own:] = segment.new_slots[0]  # any slot of the request itself
         own_seen = segment.key_mask(window)
         seen[row, : segment.num_new, :own] = True if own_seen is None else send(own_seen, device)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
     return _Group(
         segments=len(segments),
         queries=queries,
         row_map=_map_rows(batch, members, queries),
         key_slots=send(key_slots.flatten(), device),
-        mask=mask.unsqueeze(1),
+        mask=_added(seen, dtype).unsqueeze(1),
         causal=False,
     )
 
@@ -338,7 +343,8 @@ def _with_rows(group: _Group, sharing: int) -> _Group:
     """Return the group with a mask for the rows of ``sharing`` query heads of each key head."""
     if group.mask is None or sharing == 1 or not group.few:
         return group
-    return replace(group, row_mask=group.mask.repeat_interleave(sharing, dim=2))
+    for_each = group.mask.unsqueeze(3).expand(-1, -1, -1, sharing, -1)
+    return replace(group, row_mask=for_each.flatten(2, 3))
 
 
 def _map_rows(batch: PackedBatch, members: list[int], queries: int) -> _RowMap | None:
