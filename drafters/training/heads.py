@@ -60,7 +60,8 @@ class EagleTrainingConfig:
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
-        initial: Folder of a head of the same sizes to go on from; None starts from random weights.
+        initial: Folder of a head of the same sizes to go on from, but for a narrower feed-forward
+            layer perhaps; None starts from random weights.
         validate: Held-out prompts that acceptance is measured on by a real verifier.
     """
 
@@ -307,7 +308,8 @@ def _drafted_tokens(
 def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
     """Give ``head`` the weights of ``initial``; of its output layer those of the shared tokens.
 
-    Features may come from other layers: a head goes on to a target that has grown.
+    Features may come from other layers: a head goes on to a target that has grown. Its feed-forward
+    layer may be wider, and then computes the same at first: what is new writes nothing yet.
 
     Raises:
         InvalidArgument: The heads are of different kinds or sizes.
@@ -319,15 +321,26 @@ def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
         for name, weight in head.named_parameters():
             if name == "lm_head.weight":
                 continue
-            if name not in theirs or theirs[name].shape != weight.shape:
-                raise InvalidArgument("initial", name, "a head of the same kind and sizes")
-            weight.copy_(theirs[name])
+            if name not in theirs or not _fits(name, theirs[name], weight):
+                expected = "a head of the same kind and sizes, its feed-forward layer no wider"
+                raise InvalidArgument("initial", name, expected)
+            if name.endswith("down_proj.weight"):
+                weight.zero_()
+            rows, *columns = theirs[name].shape
+            weight[:rows, *(slice(c) for c in columns)] = theirs[name]
         if isinstance(head, Eagle3Head):
             shared = torch.isin(head.draft_to_target, initial.draft_to_target)
             tokens = head.draft_to_target[shared]
             places = torch.searchsorted(initial.draft_to_target, tokens)
             head.lm_head.weight[shared] = theirs["lm_head.weight"][places]
     return head
+
+
+def _fits(name: str, theirs: Tensor, weight: Tensor) -> bool:
+    """Return whether a weight can be taken over: in a feed-forward layer, by a larger one."""
+    if ".mlp." in name:
+        return all(t <= n for t, n in zip(theirs.shape, weight.shape, strict=True))
+    return theirs.shape == weight.shape
 
 
 def _loaded(folder: Path, model: PreTrainedModel) -> EagleHead:

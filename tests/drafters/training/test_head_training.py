@@ -141,6 +141,27 @@ def test_a_head_goes_on_with_a_larger_draft_vocabulary(
     assert torch.equal(large["fc.weight"], small["fc.weight"])
 
 
+@pytest.mark.parametrize("arch", ["eagle1", "eagle3"])
+def test_a_head_goes_on_with_a_wider_feed_forward_layer(
+    target: Path, chats: Path, tmp_path: Path, train: Run, arch: str
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    samples = ("--samples", str(tmp_path / "samples.pt"))
+    once = ("--steps", "1", "--learning-rate", "1e-9")
+    train(arguments(arch, target, chats, first, "--intermediate", "24", *samples))
+    wider = ("--initial", str(first), "--intermediate", "40")
+    train(arguments(arch, target, chats, second, *wider, *samples, *once))
+    assert scores(second)[-1] == pytest.approx(min(scores(first)), abs=0.02)
+    narrow, wide = (load_file(folder / "model.safetensors") for folder in (first, second))
+    [name] = [name for name in wide if name.endswith("up_proj.weight")]
+    assert (len(narrow[name]), len(wide[name])) == (24, 40)
+    assert torch.equal(wide[name][:24], narrow[name])
+    assert wide[name][24:].any()
+    back = ("--initial", str(second), "--intermediate", "24")
+    with pytest.raises(InvalidArgument, match=r"^initial=.*no wider"):
+        train(arguments(arch, target, chats, third, *back, *samples, *once))
+
+
 def test_a_head_of_another_kind_is_no_beginning(
     target: Path, chats: Path, tmp_path: Path, train: Run
 ) -> None:
