@@ -242,10 +242,14 @@ def _baselines(backend: str, text: str | None) -> list[str]:
 
 def _serving(models: "Models", settings: "RunSettings") -> "Backend":
     from eaglegbv.cli import backends
+    from eaglegbv.products import Quantization
 
     arguments = settings.backend_arguments
     if arguments and settings.backend != SGLANG:
         raise InvalidArgument("backend-arguments", arguments, f"none but with --backend {SGLANG}")
+    if models.quantization is Quantization.INT8 and settings.backend != LOCAL:
+        expected = f"auto or none: --backend {settings.backend} holds weights its own way"
+        raise InvalidArgument("draft-quantization", str(models.quantization), expected)
     if settings.backend == SGLANG:
         return backends.sglang(models, settings.settings, arguments)
     load = backends.transformers if settings.backend == TRANSFORMERS else backends.local

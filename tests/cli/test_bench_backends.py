@@ -164,6 +164,7 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
         (["--backend", "sglang", "--baselines", "transformers"], "baselines=['transformers']"),
         (["--backend-arguments", '{"a": 1}'], "backend-arguments={'a': 1}"),
         (["--backend", "sglang", "--backend-arguments", "[1]"], "backend-arguments='[1]'"),
+        (["--backend", "sglang", "--draft-quantization", "int8"], "draft-quantization='int8'"),
         (["--backend", "sglang", "--backend-arguments", "{"], "backend-arguments='{'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
