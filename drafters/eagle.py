@@ -17,9 +17,9 @@ same positions are run again on true features.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -149,11 +149,11 @@ class EagleDrafter(RecallingDrafter):
         segments = [self._true_segment(request, state) for request, state in behind]
         features = torch.cat([part for _, state in behind for part in state.pending])
         hidden = self._run(segments, self.head.fuse(features))
-        ends = np.cumsum([len(segment.token_ids) for segment in segments]) - 1
-        for (request, state), end in zip(behind, ends.tolist(), strict=True):
+        ends = accumulate(segment.num_new for segment in segments)
+        for (request, state), end in zip(behind, ends, strict=True):
             state.context = request.context
             state.pending = []
-            state.hidden = hidden[end]
+            state.hidden = hidden[end - 1]
 
     @torch.inference_mode()
     def draft(

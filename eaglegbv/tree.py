@@ -146,10 +146,12 @@ class DraftTree:
         nodes = torch.arange(self.nodes, device=self.token_ids.device)
         mask = (nodes.unsqueeze(1) == nodes).expand(self.batch, -1, -1).clone()
         mask[:, :, 0] = True
+        # The root is in already: of the deepest nodes, length - 1 ancestors are left.
         node = self.parents
-        for _ in range(self.length):
+        for above in range(1, self.length):
             mask.scatter_(2, node.unsqueeze(2), value=True)
-            node = self.parents.gather(1, node)
+            if above + 1 < self.length:
+                node = self.parents.gather(1, node)
         return mask
 
 
