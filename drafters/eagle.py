@@ -22,14 +22,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from eaglegbv.attention.base import PagedAttention, Segment, pack
+from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
 from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.eagle_head import EagleHead, Rotation
+from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.growth import (
     DraftedRows,
     LawSettings,
@@ -38,6 +37,7 @@ from eaglegbv.drafters.growth import (
     next_rows,
     recalled_laws,
 )
+from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder
@@ -90,6 +90,7 @@ class EagleDrafter(RecallingDrafter):
         quantization: Quantization = Quantization.NONE,
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
+        compile_backend: str | None = None,
     ) -> None:
         """Wrap a head.
 
@@ -100,19 +101,24 @@ class EagleDrafter(RecallingDrafter):
             quantization: Of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
+            compile_backend: Compile forwards of drafted levels by this backend of
+                ``torch.compile`` now; None runs them as they are. Not where they are recorded.
 
         Raises:
-            InvalidArgument: Weights are not quantised here, or graphs cannot be recorded.
+            InvalidArgument: Weights are not quantised here, graphs cannot be recorded, or there is
+                no such backend.
         """
         kind = head.embedding
         self._quantization = settled(quantization, dtype=kind.dtype, device=kind.device)
-        head.prepare_products(self._quantization)
-        self.head = head
-        self._attention = attention
-        self._scale = head.config.head_dim**-0.5
-        self._angles = self._angles_of(1024)
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
+        self.head = head
+        self._forward = HeadForward(
+            head,
+            attention,
+            quantization=self._quantization,
+            compile_backend=None if recorder else compile_backend,
+        )
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
@@ -148,7 +154,7 @@ class EagleDrafter(RecallingDrafter):
             return
         segments = [self._true_segment(request, state) for request, state in behind]
         features = torch.cat([part for _, state in behind for part in state.pending])
-        hidden = self._run(segments, self.head.fuse(features))
+        hidden = self._forward.read(segments, features)
         ends = accumulate(segment.num_new for segment in segments)
         for (request, state), end in zip(behind, ends, strict=True):
             state.context = request.context
@@ -177,8 +183,9 @@ class EagleDrafter(RecallingDrafter):
             # The head reads its own output for a node's parent.
             nonlocal hidden
             above = hidden.index_select(0, upload(parents, dtype=torch.int64, device=hidden.device))
-            hidden = self._run(DraftedRows.segments(drafted, trees, nodes), above)
-            return self.head.logits(hidden)
+            segments = DraftedRows.segments(drafted, trees, nodes)
+            hidden, logits = self._forward.go_on(segments, above)
+            return logits
 
         logits = self.head.logits(hidden)
         return draft_trees(requests, plan, law, self.head.draft_to_target, logits, follow)
@@ -204,7 +211,7 @@ class EagleDrafter(RecallingDrafter):
         """Run one more row of the head each; see :meth:`RecallingDrafter.advance`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         segments = next_rows(requests, own, tokens, slots)
-        hidden = self._run(segments, torch.stack([s.hidden for s in own]))
+        hidden = self._forward.go_on(segments, torch.stack([s.hidden for s in own])).hidden
         return [
             replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
             for s, slot, row in zip(own, slots.split(1), hidden, strict=True)
@@ -216,30 +223,6 @@ class EagleDrafter(RecallingDrafter):
         own = own_snapshots(snapshots, EagleSnapshot)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
         return recalled_laws(logits, [s.settings for s in own], self.head.draft_to_target)
-
-    def _run(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
-        """Run the head over packed segments; ``hidden`` ``[tokens, hidden]`` in and out."""
-        batch = pack(segments, hidden.device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attention.attend(0, q, k, v, batch, scale=self._scale)
-
-        embedded = functional.embedding(batch.token_ids, self.head.embedding)
-        rotation = self._rotations(max(s.num_keys for s in segments)).at(batch.positions)
-        return self.head.step(embedded, hidden, rotation, attend)
-
-    def _rotations(self, count: int) -> Rotation:
-        """Return the angles of the first ``count`` positions or more: looked up, not computed."""
-        known = len(self._angles.cos)
-        if known < count:
-            self._angles = self._angles_of(max(count, 2 * known))
-        return self._angles
-
-    def _angles_of(self, count: int) -> Rotation:
-        embedding = self.head.embedding
-        positions = torch.arange(count, device=embedding.device)
-        angles: Rotation = self.head.rotary(positions, embedding.dtype)
-        return angles
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""

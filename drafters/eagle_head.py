@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.products import Product, Quantization, prepare, product_of
+from eaglegbv.products import PackedProduct, Product, Quantization, prepare, product_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
@@ -174,15 +174,18 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(self, quantization: Quantization) -> None:
+    def prepare_products(self, quantization: Quantization) -> list[PackedProduct]:
         """Make the products of a draft's few rows fast; see :mod:`eaglegbv.products`.
 
         To be called once, on the last device and in the last dtype; the head is not trained after.
 
         Args:
             quantization: Of the weights; not ``auto``.
+
+        Returns:
+            What was packed: a compiled head calls these back by number.
         """
-        prepare(self, self._run_once, quantization)
+        return prepare(self, self._run_once, quantization)
 
     def _run_once(self) -> None:
         """Run every layer on a row."""
@@ -255,10 +258,12 @@ class Eagle1Head(EagleHead):
             return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(self, quantization: Quantization) -> None:
+    def prepare_products(self, quantization: Quantization) -> list[PackedProduct]:
         """See :meth:`EagleHead.prepare_products`."""
-        super().prepare_products(quantization)
-        self._output = product_of(self.target_lm_head, None, quantization)
+        packed = super().prepare_products(quantization)
+        output = product_of(self.target_lm_head, None, quantization, index=len(packed))
+        self._output = output
+        return [*packed, output] if isinstance(output, PackedProduct) else packed
 
 
 class Eagle3Head(EagleHead):

@@ -95,7 +95,8 @@ def load_pair(
         dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
         quantization: How the weights of an EAGLE head are held.
-        compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
+        compile_backend: Compile the target, and what an EAGLE head drafts by, by this backend of
+            ``torch.compile``; None for not.
         graphs: Whether tree forwards and drafting are recorded and replayed.
 
     Raises:
@@ -181,6 +182,7 @@ class _Opening:
             quantization=self._quantization,
             graphs=self._graphs,
             max_context=target.max_context,
+            compile_backend=self._compile_backend,
         )
         return Pair(target, drafter)
 
@@ -222,6 +224,7 @@ def head_drafter(
     quantization: Quantization = Quantization.NONE,
     graphs: GraphMode = GraphMode.OFF,
     max_context: int | None = None,
+    compile_backend: str | None = None,
 ) -> EagleDrafter:
     """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
     weight = next(head.parameters())
@@ -235,6 +238,7 @@ def head_drafter(
         quantization=quantization,
         graphs=graphs,
         max_context=max_context,
+        compile_backend=compile_backend,
     )
 
 

@@ -22,12 +22,12 @@ from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize
+from eaglegbv.compiling import check_backend, compiled_alone
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
 from eaglegbv.targets.attending import COMPILED, PLAIN
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
-from eaglegbv.targets.compiling import check_backend, compiled_alone
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
 from eaglegbv.targets.static_forward import StaticForward
 from eaglegbv.transfer import send
