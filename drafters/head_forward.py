@@ -35,7 +35,11 @@ class Drafted(NamedTuple):
 
 
 class HeadForward:
-    """A head over a one-layer pool."""
+    """A head over a one-layer pool.
+
+    Attributes:
+        attention: Paged attention over the pool.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class HeadForward:
         """
         self._products = head.prepare_products(quantization)
         self._head = head
-        self._attention = attention
+        self.attention = attention
         self._scale = head.config.head_dim**-0.5
         self._angles = self._angles_of(_FIRST_ANGLES)
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -85,7 +89,7 @@ class HeadForward:
             return Drafted(*_go_on(self._head, attend, batch.token_ids, batch.positions, *rest))
         # Graphs are made for tensors of one kind, those of inference mode; these may be older.
         inputs = batch.token_ids.clone(), batch.positions.clone()
-        with serving(PagedCall(self._attention, batch)), in_use(self._products):
+        with serving(PagedCall(self.attention, batch)), in_use(self._products):
             return Drafted(*self._compiled(*inputs, *rest))
 
     def _pack(self, segments: Sequence[Segment]) -> tuple[PackedBatch, Rotation]:
@@ -93,7 +97,7 @@ class HeadForward:
         return batch, self._rotations(max(segment.num_keys for segment in segments))
 
     def _attend(self, batch: PackedBatch) -> Attend:
-        return partial(PagedCall(self._attention, batch).attend, 0, scale=self._scale)
+        return partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

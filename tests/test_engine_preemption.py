@@ -196,7 +196,7 @@ def rows_of(tiny: TinyEngine, request: Request) -> list[Tensor]:
     """Keys and values of the text in the pools of the target and, where it follows, the head."""
     drafter = tiny.engine._drafter
     assert isinstance(drafter, EagleDrafter)
-    pools = [tiny.target.pool, *([drafter._attention.pool] if request.drafted else [])]
+    pools = [tiny.target.pool, *([drafter._forward.attention.pool] if request.drafted else [])]
     slots = request.slots
     return [rows[:, slots].clone() for pool in pools for rows in (pool.keys, pool.values)]
 

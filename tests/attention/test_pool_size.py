@@ -89,7 +89,7 @@ def test_the_pools_of_a_pair_are_sized_together(tmp_path: Path) -> None:
     target, drafter = llm._engine._target, llm._engine._drafter
     assert isinstance(target, HFTarget)
     assert isinstance(drafter, EagleDrafter)
-    pools = [target.pool, drafter._attention.pool]
+    pools = [target.pool, drafter._forward.attention.pool]
     assert pools[0].num_slots == pools[1].num_slots
     each = sum(pool.bytes_per_slot for pool in pools)
     assert 3_000_000 - each < pools[0].num_slots * each <= 3_000_000
