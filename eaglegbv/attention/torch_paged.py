@@ -14,7 +14,7 @@ A request never reads a slot it does not own, not even with weight zero: 0 * NaN
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class _Group:
     key_slots: slice | Tensor
     mask: Tensor | None
     causal: bool
-    row_mask: Tensor | None = None
+    row_mask: Tensor | None
 
     @property
     def few(self) -> bool:
@@ -158,7 +158,7 @@ class TorchPagedAttention(PagedAttention):
         sharing = heads // self.pool.keys.shape[2]
         groups = self._plans.get((window, sharing))
         if groups is None:
-            groups = tuple(_with_rows(g, sharing) for g in _plan(batch, window, self.pool))
+            groups = _plan(batch, window, self.pool, sharing)
             self._plans[window, sharing] = groups
         return groups
 
@@ -241,20 +241,21 @@ def _attend_explicit(
     return out.flatten(1, 2).transpose(1, 2)
 
 
-def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> tuple[_Group, ...]:
+def _plan(batch: PackedBatch, window: int | None, pool: KVPool, sharing: int) -> tuple[_Group, ...]:
+    """Plan for layers in which ``sharing`` query heads read a key head."""
     dtype = pool.keys.dtype
     if len(batch.segments) == 1:
-        return (_plan_single(batch.segments[0], window, dtype, batch.slots.device),)
+        return (_plan_single(batch.segments[0], window, dtype, batch.slots.device, sharing),)
     most_keys = sys.maxsize
     if not pool.keys.is_cuda:
         _, _, kv_heads, head_dim = pool.keys.shape
         most_keys = _MAX_GATHERED // slot_bytes(1, kv_heads, head_dim, dtype)
     members = _group_segments(batch.segments, most_keys)
-    return tuple(_plan_padded(batch, group, window, dtype) for group in members)
+    return tuple(_plan_padded(batch, group, window, dtype, sharing) for group in members)
 
 
 def _plan_single(
-    segment: Segment, window: int | None, dtype: torch.dtype, device: torch.device
+    segment: Segment, window: int | None, dtype: torch.dtype, device: torch.device, sharing: int
 ) -> _Group:
     slots = segment.key_slots()
     keys = slots.shape[0]
@@ -277,13 +278,15 @@ def _plan_single(
         mask = _added(send(seen, device), dtype)
         if dense:
             mask = torch.empty_like(mask).index_copy_(1, send(slots - start, device), mask)
+    mask = None if mask is None else mask.view(1, 1, *mask.shape)
     return _Group(
         segments=1,
         queries=segment.num_new,
         row_map=None,
         key_slots=slice(start, start + keys) if dense else send(slots, device),
-        mask=None if mask is None else mask.view(1, 1, *mask.shape),
+        mask=mask,
         causal=causal,
+        row_mask=_row_mask(mask, sharing),
     )
 
 
@@ -315,7 +318,7 @@ def _group_segments(segments: Sequence[Segment], most_keys: int) -> list[list[in
 
 
 def _plan_padded(
-    batch: PackedBatch, members: list[int], window: int | None, dtype: torch.dtype
+    batch: PackedBatch, members: list[int], window: int | None, dtype: torch.dtype, sharing: int
 ) -> _Group:
     segments = [batch.segments[i] for i in members]
     queries = max(s.num_new for s in segments)
@@ -329,22 +332,23 @@ def _plan_padded(
         key_slots[row, own:] = segment.new_slots[0]  # any slot of the request itself
         own_seen = segment.key_mask(window)
         seen[row, : segment.num_new, :own] = True if own_seen is None else send(own_seen, device)
+    mask = _added(seen, dtype).unsqueeze(1)
     return _Group(
         segments=len(segments),
         queries=queries,
         row_map=_map_rows(batch, members, queries),
         key_slots=send(key_slots.flatten(), device),
-        mask=_added(seen, dtype).unsqueeze(1),
+        mask=mask,
         causal=False,
+        row_mask=_row_mask(mask, sharing),
     )
 
 
-def _with_rows(group: _Group, sharing: int) -> _Group:
-    """Return the group with a mask for the rows of ``sharing`` query heads of each key head."""
-    if group.mask is None or sharing == 1 or not group.few:
-        return group
-    for_each = group.mask.unsqueeze(3).expand(-1, -1, -1, sharing, -1)
-    return replace(group, row_mask=for_each.flatten(2, 3))
+def _row_mask(mask: Tensor | None, sharing: int) -> Tensor | None:
+    """Return a group's mask for the rows of ``sharing`` query heads of each key head."""
+    if mask is None or sharing == 1 or mask.shape[2] > _FEW_QUERIES:
+        return None
+    return mask.unsqueeze(3).expand(-1, -1, -1, sharing, -1).flatten(2, 3)
 
 
 def _map_rows(batch: PackedBatch, members: list[int], queries: int) -> _RowMap | None:

@@ -140,11 +140,15 @@ class PromptSource:
     def take(self, count: int, length: int) -> list[list[int]]:
         """Return ``count`` prompts: different questions, or so many tokens of several.
 
+        They are spread evenly over the questions, so over their categories.
+
         Args:
             count: Number of prompts.
             length: Tokens of each; 0 for the questions as they are.
         """
-        return [self._prompt(n, length) for n in range(count)]
+        total = len(self.questions)
+        apart = max(1.0, total / count)
+        return [self._prompt(int(n * apart), length) for n in range(count)]
 
     def _prompt(self, first: int, length: int) -> list[int]:
         if not length:

@@ -43,6 +43,13 @@ def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
     assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
 
 
+def test_few_prompts_are_spread_over_the_questions() -> None:
+    many = PromptSource([[n] for n in range(80)])
+    assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
+    assert many.take(3, 0) == [[0], [26], [53]]
+    assert many.take(1, 0) == [[0]]
+
+
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     calls: list[tuple[str, int, int, int]] = []
     first, second, single = Told("a", calls), Told("b", calls), Told("c", calls, max_batch=1)
