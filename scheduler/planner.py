@@ -333,7 +333,8 @@ class Planner:
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)
         # What a probe shows is for the next choice: this one goes on behind it.
-        self._held[auto] = _Held(numbers, choice, length, length - (probe is None))
+        left = length if probe else length - 1
+        self._held[auto] = _Held(numbers, choice, length, left)
         for place, request in enumerate(members):
             if place not in choice.drafting:
                 _memory(request).drafts.age(length)
