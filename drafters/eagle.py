@@ -154,7 +154,7 @@ class EagleDrafter(RecallingDrafter):
             return
         segments = [self._true_segment(request, state) for request, state in behind]
         features = torch.cat([part for _, state in behind for part in state.pending])
-        hidden = self._forward.read(segments, features)
+        hidden = self._forward.step(segments, self.head.fuse(features))
         ends = accumulate(segment.num_new for segment in segments)
         for (request, state), end in zip(behind, ends, strict=True):
             state.context = request.context
@@ -211,7 +211,7 @@ class EagleDrafter(RecallingDrafter):
         """Run one more row of the head each; see :meth:`RecallingDrafter.advance`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         segments = next_rows(requests, own, tokens, slots)
-        hidden = self._forward.go_on(segments, torch.stack([s.hidden for s in own])).hidden
+        hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
         return [
             replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
             for s, slot, row in zip(own, slots.split(1), hidden, strict=True)

@@ -73,31 +73,28 @@ class HeadForward:
             self._compiled = compiled_alone(partial(_go_on, head, attend), compile_backend)
             self._warm_up()
 
-    def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
-        """Run rows on the target's features ``[rows, F]``; return ``[rows, hidden]``."""
+    def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
+        """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
         batch, angles = self._pack(segments)
-        embedded = functional.embedding(batch.token_ids, self._head.embedding)
-        fused, rotation = self._head.fuse(features), angles.at(batch.positions)
-        return self._head.step(embedded, fused, rotation, self._attend(batch))
+        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
+        return _step(
+            self._head, attend, batch.token_ids, batch.positions, hidden, angles.cos, angles.sin
+        )
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
-        """Run rows on the head's own output ``[rows, hidden]``, contiguous."""
-        batch, angles = self._pack(segments)
-        rest = (hidden, angles.cos, angles.sin)
+        """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
         if self._compiled is None:
-            attend = self._attend(batch)
-            return Drafted(*_go_on(self._head, attend, batch.token_ids, batch.positions, *rest))
+            hidden = self.step(segments, hidden)
+            return Drafted(hidden, self._head.logits(hidden))
+        batch, angles = self._pack(segments)
         # Graphs are made for tensors of one kind, those of inference mode; these may be older.
         inputs = batch.token_ids.clone(), batch.positions.clone()
         with serving(PagedCall(self.attention, batch)), in_use(self._products):
-            return Drafted(*self._compiled(*inputs, *rest))
+            return Drafted(*self._compiled(*inputs, hidden, angles.cos, angles.sin))
 
     def _pack(self, segments: Sequence[Segment]) -> tuple[PackedBatch, Rotation]:
         batch = pack(segments, self._head.embedding.device)
         return batch, self._rotations(max(segment.num_keys for segment in segments))
-
-    def _attend(self, batch: PackedBatch) -> Attend:
-        return partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -123,7 +120,7 @@ class HeadForward:
         return angles
 
 
-def _go_on(
+def _step(
     head: EagleHead,
     attend: Attend,
     token_ids: Tensor,
@@ -131,7 +128,11 @@ def _go_on(
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     embedded = functional.embedding(token_ids, head.embedding)
-    hidden = head.step(embedded, hidden, Rotation(cos, sin).at(positions), attend)
+    return head.step(embedded, hidden, Rotation(cos, sin).at(positions), attend)
+
+
+def _go_on(head: EagleHead, attend: Attend, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = _step(head, attend, *inputs)
     return hidden, head.logits(hidden)

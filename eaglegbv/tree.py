@@ -148,10 +148,9 @@ class DraftTree:
         mask[:, :, 0] = True
         # The root is in already: of the deepest nodes, length - 1 ancestors are left.
         node = self.parents
-        for above in range(1, self.length):
+        for _ in range(self.length - 1):
             mask.scatter_(2, node.unsqueeze(2), value=True)
-            if above + 1 < self.length:
-                node = self.parents.gather(1, node)
+            node = self.parents.gather(1, node)
         return mask
 
 

@@ -325,10 +325,11 @@ class Planner:
             self._reading.seconds
         )
         outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
-        choice = _choose(book, outlook, size_class(batch))
+        size = size_class(batch)
+        choice = _choose(book, outlook, size)
         probe: Choice | None = None
         if choice.reason is PlanReason.BEST:
-            book.present[size_class(batch)] = choice.plan
+            book.present[size] = choice.plan
             probe = _probe(book, outlook, choice)
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)

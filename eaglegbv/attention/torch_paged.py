@@ -269,16 +269,12 @@ def _plan_single(
         and segment.num_new == keys > 1
         and (not dense or bool((slots[1:] > slots[:-1]).all()))
     )
-    if segment.visible is not None and window is None:
-        mask = torch.zeros((segment.num_new, keys), dtype=dtype, device=device)
-        # Of the text everything is seen. A dense segment's keys come in the pool's order.
-        pending = segment.tree_slots - start if dense else torch.arange(segment.num_context, keys)
-        mask.index_copy_(1, send(pending, device), _added(send(segment.visible, device), dtype))
-    elif not causal and (seen := segment.key_mask(window)) is not None:
+    seen = None if causal else segment.key_mask(window)
+    if seen is not None:
         mask = _added(send(seen, device), dtype)
-        if dense:
+        if dense:  # keys come in the pool's order
             mask = torch.empty_like(mask).index_copy_(1, send(slots - start, device), mask)
-    mask = None if mask is None else mask.view(1, 1, *mask.shape)
+        mask = mask.view(1, 1, *mask.shape)
     return _Group(
         segments=1,
         queries=segment.num_new,

@@ -17,6 +17,7 @@ import msgspec
 from eaglegbv.auto_plan import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
+from eaglegbv.eval.questions import evenly
 from eaglegbv.llm import LLM
 from eaglegbv.params import SamplingParams
 from eaglegbv.uniforms import request_seed
@@ -147,8 +148,8 @@ class PromptSource:
             length: Tokens of each; 0 for the questions as they are.
         """
         total = len(self.questions)
-        apart = max(1.0, total / count)
-        return [self._prompt(int(n * apart), length) for n in range(count)]
+        places = evenly(count, total) if count < total else range(count)
+        return [self._prompt(place, length) for place in places]
 
     def _prompt(self, first: int, length: int) -> list[int]:
         if not length:

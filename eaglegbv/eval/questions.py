@@ -134,13 +134,18 @@ class QuestionSet:
             return self
         if not 1 <= count <= total:
             raise InvalidArgument("questions", count, f"an integer in [1, {total}]")
-        chosen = tuple(self.questions[i * total // count] for i in range(count))
+        chosen = tuple(self.questions[place] for place in evenly(count, total))
         return QuestionSet(self.suite, self.origin, chosen)
 
     @property
     def sha256(self) -> str:
         """Hash of the questions themselves: ids, categories and all turns, in order."""
         return hashlib.sha256(msgspec.json.encode(self.questions)).hexdigest()
+
+
+def evenly(count: int, total: int) -> list[int]:
+    """Return ``count`` places spread evenly over ``total``, the first one included."""
+    return [n * total // count for n in range(count)]
 
 
 def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:

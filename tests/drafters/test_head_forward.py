@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from support.drafting import HEAD_DIM, KV_HEADS, Pair, random_pair
+from support.eight_bits import needs_int8
 from torch import Tensor
 from torch._dynamo.config import patch
 
@@ -18,7 +19,7 @@ from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.products import Quantization, settled
+from eaglegbv.products import Quantization
 
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
@@ -39,7 +40,8 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
         slots = torch.randperm(SLOTS, generator=generator)
         features = torch.randn((length, pair.head.config.feature_size), generator=generator)
         tokens = torch.arange(length) % 7
-        hidden = head.read([Segment.causal(tokens, slots[:0], slots[:length])], features)[-1:]
+        text = Segment.causal(tokens, slots[:0], slots[:length])
+        hidden = head.step([text], pair.head.fuse(features))[-1:]
         found.append(hidden)
         used = length
         for rows in (1, 3, 1, 2):
@@ -55,14 +57,12 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+@pytest.mark.parametrize(
+    "quantization", [Quantization.NONE, pytest.param(Quantization.INT8, marks=needs_int8)]
+)
 @pytest.mark.parametrize("arch", Arch)
 @torch.inference_mode()
 def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) -> None:
-    try:
-        settled(quantization, dtype=torch.float32, device=torch.device("cpu"))
-    except InvalidArgument:
-        pytest.skip("no fast products of 8 bits on this CPU")
     pair = random_pair(arch)
     plain = results(forward(pair, quantization, None), pair, lengths=(6, 1050))
     compiled = forward(pair, quantization, "eager")
