@@ -7,7 +7,7 @@ number of requests (a power of two, those that are missing padded), and the kind
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -151,13 +151,8 @@ class DeviceDrafting:
         if known is None:
             drafting.replay = self._recorder.record(drafting.work)
             self._recorded[kind] = drafting
-        return _first(DraftTree(law, *drafting.replay()), len(requests))
-
-
-def _first(tree: DraftTree, count: int) -> DraftTree:
-    """Return the trees of the first ``count`` requests."""
-    tensors = {f.name: getattr(tree, f.name)[:count] for f in fields(tree) if f.name != "law"}
-    return replace(tree, **tensors)
+        trees = DraftTree(law, *drafting.replay())
+        return trees.mapped(lambda tensor: tensor[: len(requests)])
 
 
 class _Drafting:
@@ -266,7 +261,7 @@ class _Drafting:
             hidden = output.view(kind.requests, rows, -1)
             frontier = trees.grow(self._laws(head.logits(output), rows))
         tree = trees.finish()
-        return tuple(getattr(tree, f.name) for f in fields(tree) if f.name != "law")
+        return tuple(tree.tensors.values())
 
     def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, tails: Tensor) -> Tensor:
         attention = self._attention

@@ -40,6 +40,7 @@ class SampledTree(GrowingTree):
         paths, length = uniforms.shape
         self._uniforms = uniforms
         self._paths: list[list[int]] = [[]]
+        self._forks: int | None = None
         self._draft_ids = np.zeros((1 + paths * length, width), dtype=np.int64)
         self._draft_probs = np.zeros((1 + paths * length, width))
 
@@ -81,6 +82,7 @@ class SampledTree(GrowingTree):
             self._paths,
             self._draft_ids[:nodes],
             self._draft_probs[:nodes],
+            self._forks,
         )
 
 
@@ -102,11 +104,13 @@ class IidTree(SampledTree):
     ) -> None:
         super().__init__(root, uniforms, width, min_confidence=min_confidence)
         self._paths = [[] for _ in uniforms]
+        self._forks: int = 0
 
     def _extend(self, frontier: Sequence[int], uniforms: NDArray[np.float64]) -> list[int]:
         ending: dict[int, list[int]] = {node: [] for node in frontier}
         for k, path in enumerate(self._paths):
             ending.get(path[-1] if path else 0, []).append(k)
+        self._forks += sum(len(paths) > 1 for paths in ending.values())
         new: list[int] = []
         for parent, paths in ending.items():
             children: dict[int, int] = {}

@@ -24,6 +24,7 @@ class GrownTree:
         paths: Nodes of each path below the root.
         draft_ids: ``[nodes, width]`` int64.
         draft_probs: ``[nodes, width]`` float64.
+        forks: Nodes that several paths leave; None where nobody counted.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class GrownTree:
     paths: list[list[int]]
     draft_ids: NDArray[np.int64]
     draft_probs: NDArray[np.float64]
+    forks: int | None = None
 
 
 class GrowingTree(ABC):
@@ -234,6 +236,7 @@ def stack_trees(trees: Sequence[GrownTree], law: Law, *, paths: int, length: int
             path_lengths[b, k] = len(path)
         draft_ids[b, :count], draft_probs[b, :count] = tree.draft_ids, tree.draft_probs
     token_ids, parents, depth = torch.from_numpy(lists)
+    forks = [tree.forks for tree in trees if tree.forks is not None]
     return DraftTree(
         law=law,
         token_ids=token_ids,
@@ -244,4 +247,5 @@ def stack_trees(trees: Sequence[GrownTree], law: Law, *, paths: int, length: int
         path_lengths=torch.from_numpy(path_lengths),
         draft_ids=torch.from_numpy(draft_ids),
         draft_probs=torch.from_numpy(draft_probs),
+        forks=max(forks) if len(forks) == batch else None,
     )

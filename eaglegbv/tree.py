@@ -14,8 +14,8 @@ Equal prefixes share a node (same prefix, same laws), but *multiplicity* is kept
 through node 1, and the laws of the verifiers depend on that number.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -66,6 +66,7 @@ class DraftTree:
             drawn from. Width 0 where the law needs none (``fixed``).
         draft_probs: ``[batch, nodes, width]`` float64, its probabilities, normalised once; padding
             entries are 0. Exactly the numbers that were sampled from.
+        forks: Most nodes of one tree that several paths leave, or more; None where nobody counted.
     """
 
     law: Law
@@ -77,17 +78,24 @@ class DraftTree:
     path_lengths: Tensor
     draft_ids: Tensor
     draft_probs: Tensor
+    forks: int | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         """Return the trees on ``device``; nothing is waited for."""
         if self.token_ids.device == device:
             return self
-        tensors: dict[str, Any] = {
-            f.name: send(value, device)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **tensors)
+        return self.mapped(lambda tensor: send(tensor, device))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the trees with every tensor changed."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, **changed)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names, in order."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @property
     def batch(self) -> int:

@@ -79,7 +79,7 @@ def measure(
     """
     rule = make_verifier(verifier)
     tree, logits = random_batch(workload, seed)
-    tree = on_device(tree, device)
+    tree = tree.to(torch.device(device))
     logits = logits.to(device)
     rows = torch.arange(workload.requests * tree.nodes, device=device).view(-1, tree.nodes)
     target = TargetLaw.of_logits(logits, rows)
@@ -147,21 +147,6 @@ def _draw_paths(
         path_lengths=torch.full((size, workload.paths), workload.length),
         draft_ids=ids,
         draft_probs=probs,
-    )
-
-
-def on_device(tree: DraftTree, device: torch.device | str) -> DraftTree:
-    """Return ``tree`` with its tensors on ``device``."""
-    return DraftTree(
-        law=tree.law,
-        token_ids=tree.token_ids.to(device),
-        parents=tree.parents.to(device),
-        depth=tree.depth.to(device),
-        num_nodes=tree.num_nodes.to(device),
-        path_nodes=tree.path_nodes.to(device),
-        path_lengths=tree.path_lengths.to(device),
-        draft_ids=tree.draft_ids.to(device),
-        draft_probs=tree.draft_probs.to(device),
     )
 
 

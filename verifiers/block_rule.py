@@ -4,6 +4,8 @@ The three differ in the path they verify and in the law that path has: the draft
 law of a path selected among several. Sun et al., Block Verification, ICLR 2025, Algorithm 2.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from eaglegbv.verifiers.constants import counting_from_one
 from eaglegbv.verifiers.correction import correction_token
 from eaglegbv.verifiers.drafted_path import DraftedPath
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
+
+_LARGEST = math.log(torch.finfo(torch.float64).max)
 
 
 def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
@@ -47,15 +51,15 @@ def block_figures(tree: DraftTree, path: DraftedPath) -> NodeFigures:
 def prefix_weights(ratios: Tensor) -> Tensor:
     """Return ``w_0 = 1, w_i = min(1, w_{i-1} p/q)``, ``[batch, length + 1]``: Pr(tau >= i | x^i).
 
+    That is the product R_i of the ratios so far over the largest of R_0 = 1, R_1, ..., R_i.
+
     Args:
         ratios: ``[batch, length]`` float64.
     """
-    weight = torch.ones_like(ratios[:, 0])
-    weights = [weight]
-    for ratio in ratios.unbind(1):
-        weight = (weight * ratio).clamp_(max=1.0)
-        weights.append(weight)
-    return torch.stack(weights, dim=1)
+    # A ratio beyond the largest number counts as that: infinite ones leave no differences.
+    logs = ratios.log().clamp_(max=_LARGEST).cumsum(dim=1)
+    logs = torch.nn.functional.pad(logs, (1, 0))
+    return (logs - logs.cummax(dim=1).values).exp_()
 
 
 def acceptance_chances(path: DraftedPath, weights: Tensor) -> Tensor:

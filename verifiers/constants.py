@@ -30,7 +30,7 @@ def counting_down(count: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def powers_of_two(count: int, device: torch.device) -> Tensor:
     """Return ``2 ** (count - 1) ... 1``, int64."""
-    return 2 ** counting_down(count, device)
+    return torch.bitwise_left_shift(1, counting_down(count, device))
 
 
 @lru_cache(maxsize=256)

@@ -58,6 +58,8 @@ def bounded_forks(tree: DraftTree) -> int:
 
 def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
     """Return how many nodes to rank: as many as there are forks, 1 at least, or as there may be."""
+    if tree.forks is not None:
+        return max(1, tree.forks)
     if drafts.device.type == "cpu":  # where nothing is waited for
         return max(1, int((drafts > 1).sum(dim=1).amax()))
     return bounded_forks(tree)

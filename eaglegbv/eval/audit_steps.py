@@ -5,8 +5,9 @@ tiny problem is listed once; samples of their exact law are judged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -39,10 +40,7 @@ class StepWriter:
         cells, committed = [], 0
         for size in _chunks(samples):
             index = torch.multinomial(masses, size, replacement=True, generator=generator)
-            tree = DraftTree(
-                law=trees.law,
-                **{f.name: getattr(trees, f.name)[index] for f in fields(trees) if f.name != "law"},
-            )
+            tree = trees.mapped(itemgetter(index))
             law = replace(target, rows=target.rows[index])
             verdict = self.verifier.verify(tree, law, random_uniforms(tree, generator))
             drafted = tree.token_ids.gather(1, verdict.path_nodes)
