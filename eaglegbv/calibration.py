@@ -31,7 +31,12 @@ first would seem dearer than what follows it. So the fastest of the timed steps 
 
 
 def calibrate(
-    pair: Pair, auto: AutoPlan, config: EngineConfig, *, seconds: float = SECONDS
+    pair: Pair,
+    auto: AutoPlan,
+    config: EngineConfig,
+    *,
+    seconds: float = SECONDS,
+    compile_backend: str | None = None,
 ) -> KnownCosts:
     """Run made-up requests by several plans in batches of several sizes, and time their steps.
 
@@ -40,6 +45,7 @@ def calibrate(
         auto: The plans to choose from later.
         config: Of the engine to come.
         seconds: Begin no more kinds of steps after so long.
+        compile_backend: See :class:`Engine`.
 
     Returns:
         What was learned: nothing where neither the pool nor the context holds such requests.
@@ -49,7 +55,7 @@ def calibrate(
         LawMismatch: The plans' verifier is not lossless for the drafter's law.
     """
     quiet = msgspec.structs.replace(config, prefix_cache=False, check_slots=False)
-    engine = Engine(pair.target, pair.drafter, quiet)
+    engine = Engine(pair.target, pair.drafter, quiet, compile_backend=compile_backend)
     engine.check_plan(auto)
     costs = {temperature: StepCosts() for temperature in (1.0, 0.0)}
     end = time.perf_counter() + seconds

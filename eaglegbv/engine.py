@@ -47,6 +47,7 @@ from eaglegbv.tree import DraftTree, Law
 from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Stream, request_seed
 from eaglegbv.verifiers.base import Rule, Verifier, VerifyUniforms
+from eaglegbv.verifiers.checked import checked_verifier
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.inputs import fault_error, find_faults
 from eaglegbv.verifiers.modified_target import StatefulVerifier
@@ -101,6 +102,7 @@ class Engine:
         *,
         barrier: Callable[[], None] | None = None,
         costs: KnownCosts | None = None,
+        compile_backend: str | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -111,6 +113,8 @@ class Engine:
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
             costs: What steps cost, if that is known; else the first steps teach it.
+            compile_backend: On a CPU, compile the verifiers of plans, when first checked, by this
+                backend of ``torch.compile``; None runs them as they are.
         """
         self._target = target
         self._drafter = drafter
@@ -126,6 +130,7 @@ class Engine:
         )
         self._barrier = barrier
         self._planner = Planner(costs)
+        self._compile_backend = compile_backend if target.device.type == "cpu" else None
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._added = 0
         self._steps = 0
@@ -236,6 +241,8 @@ class Engine:
             if plan.min_confidence > 0:
                 expected = f"0 for verifier {plan.verifier!r}, whose debts run to the full depth"
                 raise InvalidArgument("min_confidence", plan.min_confidence, expected)
+        else:
+            checked_verifier(verifier.name, self._compile_backend)  # compiled now
         for needed in (law, Law.FIXED):
             if needed not in drafter.laws:
                 known = ", ".join(sorted(drafter.laws))
@@ -451,8 +458,8 @@ class Engine:
         name = plan.verifier if plan.speculative else PLAIN_VERIFIER
         verifier = self._verifier(GREEDY if params.greedy else name)
         law = target_law(group, layout, logits)
-        faults = find_faults(group.tree, law)
         if isinstance(verifier, StatefulVerifier):
+            faults = find_faults(group.tree, law)
             drafter, allocator = self._recalling(plan), self._target.allocator
             settled = settle(verifier, group.requests, group.tree, law, drafter, allocator)
             evidence = self._evidence(group, verifier, law, settled.figures)
@@ -465,7 +472,8 @@ class Engine:
             length=group.tree.length,
             device=logits.device,
         )
-        verdict = verifier.verify(group.tree, law, uniforms)
+        checked = checked_verifier(verifier.name, self._compile_backend)
+        verdict, faults = checked.verify(group.tree, law, uniforms)
         figures = partial(verifier.figures, group.tree, law, uniforms)
         evidence = self._evidence(group, verifier, law, figures)
         judged = Judged(group.tree, verdict, faults)

@@ -128,9 +128,9 @@ class LLM:
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compiled: Have ``torch.compile`` compile the target, and what an EAGLE head drafts by,
-                at the start, which takes a minute or more (less with the compiler's cache) and
-                makes forwards of few rows faster.
+            compiled: Have ``torch.compile`` compile the target, what an EAGLE head drafts by, and
+                on a CPU the verification of single trees, at the start. That takes a minute or more
+                (less with the compiler's cache) and makes steps of few rows faster.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -165,6 +165,7 @@ class LLM:
         self.drafter_name = None if drafter is None else str(drafter)
         config = engine or EngineConfig()
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
+        compile_backend = "inductor" if compiled else None
         pair = load_pair(
             model,
             drafter,
@@ -172,12 +173,14 @@ class LLM:
             dtype=dtype,
             device=device,
             quantization=self._quantization(config),
-            compile_backend="inductor" if compiled else None,
+            compile_backend=compile_backend,
             graphs=config.cuda_graphs,
         )
         self.pair = pair
-        costs = self._costs(config, compiled=compiled)
-        self._engine = Engine(pair.target, pair.drafter, config, costs=costs)
+        costs = self._costs(config, compile_backend)
+        self._engine = Engine(
+            pair.target, pair.drafter, config, costs=costs, compile_backend=compile_backend
+        )
         self._engine.check_plan(self.plan)
         self._open: dict[int, _Answer] = {}
         self.device = pair.target.device
@@ -306,7 +309,7 @@ class LLM:
             return Quantization.NONE
         return config.draft_quantization
 
-    def _costs(self, config: EngineConfig, *, compiled: bool) -> KnownCosts | None:
+    def _costs(self, config: EngineConfig, compile_backend: str | None) -> KnownCosts | None:
         """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
         if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
             return None
@@ -316,7 +319,7 @@ class LLM:
         cache = CostCache.of(
             *models,
             self.plan,
-            compiled,
+            compile_backend is not None,
             config.cuda_graphs,
             self.draft_quantization,
             min(config.max_batch, LARGEST),
@@ -325,7 +328,7 @@ class LLM:
         )
         known = cache.read()
         if known is None:
-            known = calibrate(self.pair, self.plan, config)
+            known = calibrate(self.pair, self.plan, config, compile_backend=compile_backend)
             cache.write(known)
         return known
 

@@ -45,7 +45,7 @@ class VerifyUniforms:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Draw every request's numbers from its own stream at its own step counter."""
-        counts = (2 * paths * length, paths * length, 1)
+        counts = _counts(paths, length)
         wanted = [(p, n) for p, n in zip(_PURPOSES, counts, strict=True) if n > 0]
         drawn = [
             np.concatenate([s.draw(t, purpose, n) for purpose, n in wanted])
@@ -53,12 +53,22 @@ class VerifyUniforms:
         ]
         # One copy to the device for all of them.
         numbers = send(torch.from_numpy(np.array(drawn)), device)
-        selection, acceptance, correction = numbers.split_with_sizes(counts, dim=1)
+        return cls.of_numbers(numbers, paths=paths, length=length)
+
+    @classmethod
+    def of_numbers(cls, numbers: Tensor, *, paths: int, length: int) -> Self:
+        """Share out ``numbers`` ``[batch, 3 * paths * length + 1]``, in the order of the fields."""
+        selection, acceptance, correction = numbers.split_with_sizes(_counts(paths, length), dim=1)
         return cls(
-            selection=selection.view(len(drawn), length, paths, 2),
+            selection=selection.view(len(numbers), length, paths, 2),
             acceptance=acceptance,
             correction=correction.squeeze(1),
         )
+
+
+def _counts(paths: int, length: int) -> tuple[int, int, int]:
+    """Return how many numbers each purpose asks for."""
+    return 2 * paths * length, paths * length, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,10 @@ class Verifier(Rule):
     Each step is lossless by itself. A subclass implements :meth:`judge`; callers use
     :meth:`verify`.
     """
+
+    one_graph: ClassVar[bool] = False
+    """Whether all that :meth:`judge` does with independent paths is one graph of tensor operations,
+    the same for all sizes: neither values nor sizes choose among operations, or count them."""
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge the drafts of a batch; a tree of a root alone yields a sample of its target law.

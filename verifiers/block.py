@@ -18,6 +18,7 @@ class BlockVerifier(Verifier):
     cost: ClassVar[str] = "O(L W) and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
     max_paths: ClassVar[int | None] = 1
+    one_graph: ClassVar[bool] = True
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge one path per request."""

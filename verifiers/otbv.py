@@ -27,6 +27,7 @@ class OtbvVerifier(Verifier):
     source: ClassVar[str] = "eaglegbv: exact optimal transport, then block verification"
     cost: ClassVar[str] = "O(N W + F W log W), F forks, and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.GREEDY, Law.FIXED})
+    one_graph: ClassVar[bool] = True
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of any accepted law."""

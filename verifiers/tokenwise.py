@@ -17,6 +17,7 @@ class TokenVerifier(Verifier):
     cost: ClassVar[str] = "O(L) and one row of the vocabulary"
     laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
     max_paths: ClassVar[int | None] = 1
+    one_graph: ClassVar[bool] = True
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge one path per request; the test of depth i uses acceptance number i - 1."""

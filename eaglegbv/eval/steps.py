@@ -283,7 +283,10 @@ def build(
         prefix_cache=False,
         prefill_tokens=max(1024, setting.context),
     )
-    return Rig(Engine(target, drafter, sizes, barrier=barrier_of(device)), target, drafter, shape)
+    engine = Engine(
+        target, drafter, sizes, barrier=barrier_of(device), compile_backend=compile_backend
+    )
+    return Rig(engine, target, drafter, shape)
 
 
 def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:

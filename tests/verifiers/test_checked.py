@@ -1,0 +1,165 @@
+"""A compiled verification decides as the plain one does, for single trees of all sizes.
+
+As with targets the compiler's front end is what can go wrong, so its graphs are run as they are. The
+code it generates must not decide otherwise either: one test looks at that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import build_batch, outcomes, random_requests
+from support.compilers import needs_compiler
+from torch._dynamo.config import patch
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Stream
+from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.checked import Checked, CheckedVerifier, checked_verifier
+from eaglegbv.verifiers.iid_selection import PathSteps
+from eaglegbv.verifiers.inputs import Fault
+from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 3), (4, 6)]
+VOCAB = 4
+ONE_GRAPH = sorted(name for name, cls in VERIFIERS.items() if cls.one_graph)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+
+Case = tuple[DraftTree, TargetLaw, VerifyUniforms]
+
+
+def case(seed: int, *, paths: int, length: int, requests: int = 1, law: Law = Law.IID) -> Case:
+    """Return what an engine would hand over for trees that a host drafted."""
+    rng = np.random.default_rng(seed)
+    drawn = random_requests(law, rng, requests, paths=paths, length=length, vocab=VOCAB)
+    room = paths if law is Law.IID else None  # the others' paths are their leaves
+    batch = build_batch(law, drawn, VOCAB, rng, paths=room, length=length)
+    tree = replace(batch.tree, forks=most_forks(batch.tree))
+    target = TargetLaw.of_logits(batch.target.logits.float(), batch.target.rows)
+    streams = [Stream(seed + b) for b in range(requests)]
+    numbers = VerifyUniforms.draw(streams, [seed] * requests, paths=tree.paths, length=length)
+    return tree, target, numbers
+
+
+def most_forks(tree: DraftTree) -> int:
+    return int((PathSteps.of(tree).draft_counts(tree) > 1).sum(dim=1).amax())
+
+
+def cases(name: str, count: int) -> Iterator[Case]:
+    one = VERIFIERS[name].max_paths == 1
+    for paths, length in SHAPES:
+        for seed in range(count):
+            yield case(seed, paths=1 if one else paths, length=length)
+
+
+def compiled(name: str, backend: str = "eager") -> CheckedVerifier:
+    return CheckedVerifier(make_verifier(name), compile_backend=backend)
+
+
+def assert_same(ours: Checked, theirs: Checked, tree: DraftTree) -> None:
+    assert outcomes(tree, ours.verdict) == outcomes(tree, theirs.verdict)
+    assert torch.equal(ours.faults, theirs.faults)
+
+
+def test_the_default_verifier_is_one_graph() -> None:
+    assert ONE_GRAPH == ["block", "otbv", "token"]
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
+@torch.inference_mode()
+def test_one_graph_decides_as_the_verifier_itself(name: str) -> None:
+    ours, plain = compiled(name), CheckedVerifier(make_verifier(name))
+    with patch(error_on_recompile=True):
+        for tree, target, numbers in cases(name, 40):
+            checked = ours.verify(tree, target, numbers)
+            assert_same(checked, plain.verify(tree, target, numbers), tree)
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_generated_code_decides_as_the_verifier_itself() -> None:
+    ours, plain = compiled("otbv", "inductor"), CheckedVerifier(make_verifier("otbv"))
+    with patch(error_on_recompile=True):
+        for tree, target, numbers in cases("otbv", 150):
+            checked = ours.verify(tree, target, numbers)
+            assert_same(checked, plain.verify(tree, target, numbers), tree)
+
+
+@torch.inference_mode()
+def test_what_the_graph_does_not_take_is_verified_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = compiled("otbv"), CheckedVerifier(make_verifier("otbv"))
+    single = case(0, paths=2, length=3)
+    others = [
+        case(0, paths=2, length=3, requests=3),
+        case(0, paths=2, length=3, law=Law.GREEDY),
+        (replace(single[0], forks=None), *single[1:]),
+        plain_step(),
+    ]
+    for tree, target, numbers in others:
+        # Compiled code would not come by here again.
+        seen = spy(ours, monkeypatch)
+        assert_same(ours.verify(tree, target, numbers), plain.verify(tree, target, numbers), tree)
+        assert len(seen) == 1
+    assert not spy(ours, monkeypatch)
+    ours.verify(*single)
+
+
+def plain_step() -> Case:
+    tree = DraftTree.roots([1])
+    target = TargetLaw.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
+    return tree, target, VerifyUniforms.draw([Stream(3)], [5], paths=0, length=0)
+
+
+def spy(checked: CheckedVerifier, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """Return the verdicts that the verifier itself comes to from now on."""
+    seen: list[Verdict] = []
+    verifier = make_verifier(checked.verifier.name)
+
+    class Spy:
+        name, max_paths = verifier.name, verifier.max_paths
+
+        def verify(self, *args: object) -> Verdict:
+            seen.append(verifier.verify(*args))
+            return seen[-1]
+
+    monkeypatch.setattr(checked, "verifier", Spy())
+    return seen
+
+
+@torch.inference_mode()
+def test_faults_are_found_by_the_graph_too() -> None:
+    ours = compiled("otbv")
+    tree, target, numbers = case(1, paths=2, length=3)
+    assert ours.verify(tree, target, numbers).faults.tolist() == [0]
+    broken = TargetLaw.of_logits(target.logits * torch.nan, target.rows)
+    found = int(ours.verify(tree, broken, numbers).faults)
+    assert found & Fault.TARGET_NOT_FINITE
+    doubled = replace(tree, draft_probs=2 * tree.draft_probs)
+    assert int(ours.verify(doubled, target, numbers).faults) == Fault.DRAFT_NOT_NORMALISED
+    elsewhere = replace(tree, token_ids=tree.token_ids + VOCAB)
+    assert int(ours.verify(elsewhere, target, numbers).faults) == Fault.IMPOSSIBLE_DRAFT
+
+
+def test_other_verifiers_are_not_compiled() -> None:
+    # A host solver reads values, which no graph can.
+    tree, target, numbers = case(2, paths=2, length=2)
+    name = "global_resolution_convex"
+    checked = compiled(name).verify(tree, target, numbers)
+    assert_same(checked, CheckedVerifier(make_verifier(name)).verify(tree, target, numbers), tree)
+
+
+def test_engines_share_a_graph() -> None:
+    assert checked_verifier("otbv", "eager") is checked_verifier("otbv", "eager")
+    assert checked_verifier("otbv") is not checked_verifier("otbv", "eager")
+
+
+def test_names_that_do_not_exist() -> None:
+    with pytest.raises(InvalidArgument, match=r"^compile='nope': expected one of"):
+        compiled("otbv", "nope")
+    with pytest.raises(InvalidArgument, match=r"^verifier='nope': expected one of"):
+        checked_verifier("nope")
