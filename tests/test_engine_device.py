@@ -21,6 +21,7 @@ from eaglegbv.metrics import ATTENTION_FALLBACKS
 from eaglegbv.params import SamplingParams
 from eaglegbv.targets.hf import HFTarget
 from eaglegbv.tree import Law
+from eaglegbv.verifiers.checked import CheckedVerifier, checked_verifier
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 
@@ -126,3 +127,18 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
         texts.append([request.token_ids for request in requests])
     assert texts[0] == texts[1]
     assert all(len(tokens) == 8 for tokens in texts[0])
+
+
+@pytest.mark.usefixtures("device")
+def test_verifiers_are_compiled_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: set[str | None] = set()
+
+    def noted(name: str, backend: str | None) -> CheckedVerifier:
+        backends.add(backend)
+        return checked_verifier(name, backend)
+
+    monkeypatch.setattr("eaglegbv.engine.checked_verifier", noted)
+    plan = Plan(paths=2, depth=2)
+    away = tiny_engine(device="cuda", compile_backend="eager")
+    assert away.tokens([[3, 1, 4]], SamplingParams(max_tokens=4), plan)
+    assert backends == {None}

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from eaglegbv.drafters.sampled_trees import IidTree
 from eaglegbv.drafters.tree_builder import BestFirstTree, GrownTree, stack_trees
 from eaglegbv.tree import Law, check_tree
 from eaglegbv.uniforms import Purpose, Stream
+from eaglegbv.verifiers.iid_selection import PathSteps
 
 WIDTH = 4
 
@@ -39,6 +41,8 @@ def prefix_of(tree, node):
 def grow_fully(tree, depth, law):
     frontier = [0]
     for _ in range(depth):
+        if not frontier:
+            break
         laws = [law(prefix_of(tree, node)) for node in frontier]
         ids = np.stack([ids for ids, _ in laws])
         probs = np.stack([probs for _, probs in laws])
@@ -180,6 +184,24 @@ def test_a_sampled_tree_is_the_trie_of_its_paths(numbers, seed):
             assert tree.draft_probs[0, node].tolist() == probs.tolist()
         else:
             assert tree.draft_probs[0, node].tolist() == [0] * WIDTH
+
+
+@given(
+    numbers=st.lists(UNIFORMS, min_size=1, max_size=3),
+    seed=st.integers(0, 5),
+    confidence=st.sampled_from([0.0, 0.2, 0.5]),
+)
+def test_a_batch_says_how_many_forks_its_trees_have_at_most(numbers, seed, confidence):
+    # One less, and a verifier would take a fork's first draft for its only one.
+    grown = []
+    for own in numbers:
+        uniforms = np.array(own)
+        tree = IidTree(99, uniforms, WIDTH, min_confidence=confidence)
+        grown.append(grow_fully(tree, uniforms.shape[1], lambda prefix: law_at(prefix, seed)))
+    batch = stack(grown, Law.IID)
+    most = int((PathSteps.of(batch).draft_counts(batch) > 1).sum(dim=1).amax())
+    assert batch.forks == most
+    assert stack([replace(tree, forks=None) for tree in grown], Law.IID).forks is None
 
 
 def test_paths_that_agree_are_all_kept():

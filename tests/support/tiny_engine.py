@@ -66,11 +66,12 @@ def tiny_engine(
     graphs: GraphMode | Recorder = GraphMode.OFF,
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     quantization: Quantization = Quantization.NONE,
+    compile_backend: str | None = None,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
 
-    Further settings are those of ``EngineConfig``.
+    The verifiers alone are compiled. Further settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
     model = _model(vocab, sharpness)
@@ -87,7 +88,7 @@ def tiny_engine(
         head, attention(pool), quantization=quantization, graphs=graphs, max_context=256
     )
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
-    engine = Engine(target, drafter, config)
+    engine = Engine(target, drafter, config, compile_backend=compile_backend)
     return TinyEngine(engine, model, target)
 
 

@@ -1,7 +1,7 @@
 """A compiled verification decides as the plain one does, for single trees of all sizes.
 
-As with targets the compiler's front end is what can go wrong, so its graphs are run as they are. The
-code it generates must not decide otherwise either: one test looks at that.
+As with targets the compiler's front end is what can go wrong, so its graphs are run as they are.
+But what it generates must not decide otherwise either: one test looks at that.
 """
 
 from collections.abc import Iterator
