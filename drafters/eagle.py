@@ -101,8 +101,8 @@ class EagleDrafter(RecallingDrafter):
             quantization: Of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
-            compile_backend: Compile forwards of drafted levels by this backend of
-                ``torch.compile`` now; None runs them as they are. Not where they are recorded.
+            compile_backend: Compile the head's forwards by this backend of ``torch.compile`` now;
+                None runs them as they are. Not where they are recorded.
 
         Raises:
             InvalidArgument: Weights are not quantised here, graphs cannot be recorded, or there is
@@ -154,7 +154,7 @@ class EagleDrafter(RecallingDrafter):
             return
         segments = [self._true_segment(request, state) for request, state in behind]
         features = torch.cat([part for _, state in behind for part in state.pending])
-        hidden = self._forward.step(segments, self.head.fuse(features))
+        hidden = self._forward.read(segments, features)
         ends = accumulate(segment.num_new for segment in segments)
         for (request, state), end in zip(behind, ends, strict=True):
             state.context = request.context

@@ -1,12 +1,12 @@
-"""Forwards of an EAGLE head over packed rows and a pool; those of drafted levels may be compiled.
+"""Forwards of an EAGLE head over packed rows and a pool, which may be compiled.
 
-A level of the tiny head takes less to compute than its operations take to launch, which compiled
-code does faster. What runs once a step, on the target's features, gains nothing by it.
+A forward of the tiny head takes less to compute than its operations take to launch, which compiled
+code does faster.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch.nn import functional
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
-from eaglegbv.compiling import check_backend, compiled_alone
+from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
 from eaglegbv.drafters.eagle_head import Attend, EagleHead, Rotation
 from eaglegbv.products import Quantization, in_use
 
 _FIRST_ANGLES = 1024
 """Positions whose angles are known from the start."""
+
+
+Result = TypeVar("Result")
 
 
 class Drafted(NamedTuple):
@@ -32,6 +35,13 @@ class Drafted(NamedTuple):
 
     hidden: Tensor
     logits: Tensor
+
+
+class _Compiled(NamedTuple):
+    """Compiled forwards."""
+
+    read: Callable[..., Tensor]
+    go_on: Callable[..., Drafted]
 
 
 class HeadForward:
@@ -55,8 +65,8 @@ class HeadForward:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of three slots or more, none of them in use.
             quantization: Of its weights; not ``auto``.
-            compile_backend: Compile the forward of a drafted level by this backend of
-                ``torch.compile`` now; None runs it as it is.
+            compile_backend: Compile the forwards of a draft by this backend of ``torch.compile``
+                now; None runs them as they are.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -66,31 +76,49 @@ class HeadForward:
         self.attention = attention
         self._scale = head.config.head_dim**-0.5
         self._angles = self._angles_of(_FIRST_ANGLES)
-        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._compiled: _Compiled | None = None
         if compile_backend is not None:
             check_backend(compile_backend)
             attend = partial(attend_opaque, 0, scale=self._scale)
-            self._compiled = compiled_alone(partial(_go_on, head, attend), compile_backend)
-            self._warm_up()
+            self._compiled = _Compiled(
+                read=compiled_alone(partial(_read, head, attend), compile_backend),
+                go_on=compiled_alone(partial(_go_on, head, attend), compile_backend),
+            )
+            with making_graphs():
+                self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
-        batch, angles = self._pack(segments)
-        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
-        return _step(
-            self._head, attend, batch.token_ids, batch.positions, hidden, angles.cos, angles.sin
-        )
+        return self._run(partial(_step, self._head), segments, hidden)
+
+    def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
+        """Run rows on the target's ``features`` ``[rows, F]``, contiguous; return the next."""
+        if self._compiled is None:
+            return self._run(partial(_read, self._head), segments, features)
+        return self._run_compiled(self._compiled.read, segments, features)
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
         if self._compiled is None:
-            hidden = self.step(segments, hidden)
-            return Drafted(hidden, self._head.logits(hidden))
+            return self._run(partial(_go_on, self._head), segments, hidden)
+        return self._run_compiled(self._compiled.go_on, segments, hidden)
+
+    def _run(
+        self, forward: Callable[..., Result], segments: Sequence[Segment], rows: Tensor
+    ) -> Result:
+        """Run a forward as it is."""
+        batch, angles = self._pack(segments)
+        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
+        return forward(attend, batch.token_ids, batch.positions, rows, angles.cos, angles.sin)
+
+    def _run_compiled(
+        self, graph: Callable[..., Result], segments: Sequence[Segment], rows: Tensor
+    ) -> Result:
         batch, angles = self._pack(segments)
         # Graphs are made for tensors of one kind, those of inference mode; these may be older.
         inputs = batch.token_ids.clone(), batch.positions.clone()
         with serving(PagedCall(self.attention, batch)), in_use(self._products):
-            return Drafted(*self._compiled(*inputs, hidden, angles.cos, angles.sin))
+            return graph(*inputs, rows, angles.cos, angles.sin)
 
     def _pack(self, segments: Sequence[Segment]) -> tuple[PackedBatch, Rotation]:
         batch = pack(segments, self._head.embedding.device)
@@ -99,11 +127,12 @@ class HeadForward:
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Make the graphs, of one row and of any number: for the tensors of inference mode."""
-        like = self._head.embedding
+        config, like = self._head.config, self._head.embedding
         for rows in (1, 3):
             slots = torch.arange(rows)
             segment = Segment.causal(torch.zeros_like(slots), slots[:0], slots)
-            self.go_on([segment], like.new_zeros((rows, self._head.config.hidden_size)))
+            self.read([segment], like.new_zeros((rows, config.feature_size)))
+            self.go_on([segment], like.new_zeros((rows, config.hidden_size)))
 
     def _rotations(self, count: int) -> Rotation:
         """Return the angles of the first ``count`` positions or more: looked up, not computed."""
@@ -133,6 +162,18 @@ def _step(
     return head.step(embedded, hidden, Rotation(cos, sin).at(positions), attend)
 
 
-def _go_on(head: EagleHead, attend: Attend, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _read(
+    head: EagleHead,
+    attend: Attend,
+    token_ids: Tensor,
+    positions: Tensor,
+    features: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    return _step(head, attend, token_ids, positions, head.fuse(features), cos, sin)
+
+
+def _go_on(head: EagleHead, attend: Attend, *inputs: Tensor) -> Drafted:
     hidden = _step(head, attend, *inputs)
-    return hidden, head.logits(hidden)
+    return Drafted(hidden, head.logits(hidden))

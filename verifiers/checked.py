@@ -8,7 +8,6 @@ laws between a path's ends, so smaller trees are padded:
                                                     root                   a path of length 0
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.compiling import check_backend, compiled_alone
+from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
@@ -66,7 +65,8 @@ class CheckedVerifier:
         if compile_backend is not None and verifier.one_graph:
             check_backend(compile_backend)
             self._compiled = compiled_alone(self._verify, compile_backend)
-            self._warm_up()
+            with making_graphs():
+                self._warm_up()
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         """Judge the drafts of a batch and look for faults; see :meth:`Verifier.verify`."""
@@ -85,10 +85,7 @@ class CheckedVerifier:
     def _warm_up(self) -> None:
         """Make the graph: for the tensors of inference mode, in which an engine runs."""
         paths = self.verifier.max_paths or _PATHS + 2
-        with warnings.catch_warnings():
-            # Constants that are kept are functions of their arguments: they may be made anew.
-            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-            self.verify(*_example(paths, _LENGTH + 2))
+        self.verify(*_example(paths, _LENGTH + 2))
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))

@@ -22,7 +22,7 @@ from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.compiling import check_backend, compiled_alone
+from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
@@ -110,10 +110,11 @@ class HFTarget(Target):
         held = (self.num_layers, slots + spare, kv_heads, head_dim)
         self.pool = KVPool(*held, self.dtype, self.device)
         self.attention = attention(self.pool)
-        if compile_backend is not None:
-            self._compile(compile_backend)
         self._static: StaticForward | None = None
-        check_forward(name, self, expected)
+        with making_graphs():
+            if compile_backend is not None:
+                self._compile(compile_backend)
+            check_forward(name, self, expected)
         self._static = self._static_forward(graphs)
         if self._static is not None:
             for _ in range(2):  # recorded, and replayed

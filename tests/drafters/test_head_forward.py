@@ -41,7 +41,7 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
         features = torch.randn((length, pair.head.config.feature_size), generator=generator)
         tokens = torch.arange(length) % 7
         text = Segment.causal(tokens, slots[:0], slots[:length])
-        hidden = head.step([text], pair.head.fuse(features))[-1:]
+        hidden = head.read([text], features)[-1:]
         found.append(hidden)
         used = length
         for rows in (1, 3, 1, 2):
