@@ -129,7 +129,7 @@ class LLM:
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
             compiled: Have ``torch.compile`` compile the target, what an EAGLE head drafts by, and
-                on a CPU the verification of single trees, at the start. That takes a minute or more
+                on a CPU the verification, at the start. That takes a minute or more
                 (less with the compiler's cache) and makes steps of few rows faster.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 

@@ -1,8 +1,8 @@
 """A verifier with the check of what it is given: one piece of work, which may be compiled.
 
-The operations on a single tree take much longer to launch than to compute. One graph serves every
-plan: its sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for fixed, among them those of the
-laws between a path's ends, so smaller trees are padded:
+The operations on a few trees take longer to launch than to compute. One graph serves every plan and
+batch, and another a single tree: their sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for
+fixed, among them those of the laws between a path's ends, so smaller trees are padded:
 
     of 1 path, of length 1         root -- a        root -- a -- a -- a    as past any path's end
                                                     root                   a path of length 0
@@ -43,7 +43,7 @@ class Checked(NamedTuple):
 
 
 class CheckedVerifier:
-    """Verifies batches of trees; single ones of independent paths by a compiled graph, if wanted.
+    """Verifies batches of trees; those of independent paths by a compiled graph, if wanted.
 
     Attributes:
         verifier: Who judges.
@@ -71,7 +71,7 @@ class CheckedVerifier:
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         """Judge the drafts of a batch and look for faults; see :meth:`Verifier.verify`."""
         compiled, forks = self._compiled, tree.forks
-        if compiled is None or forks is None or tree.batch != 1 or tree.law is not Law.IID:
+        if compiled is None or forks is None or tree.law is not Law.IID:
             return self._verify(tree, target, uniforms)
         paths = 0 if self.verifier.max_paths == 1 else max(0, _PATHS - tree.paths)
         steps = max(0, _LENGTH - tree.length)
@@ -83,9 +83,10 @@ class CheckedVerifier:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graph: for the tensors of inference mode, in which an engine runs."""
+        """Make the graphs: for the tensors of inference mode, in which an engine runs."""
         paths = self.verifier.max_paths or _PATHS + 2
-        self.verify(*_example(paths, _LENGTH + 2))
+        for batch in (1, 6):
+            self.verify(*_example(batch, paths, _LENGTH + 2))
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
@@ -122,25 +123,26 @@ def _padded(uniforms: VerifyUniforms, paths: int, steps: int) -> VerifyUniforms:
     return VerifyUniforms.of_numbers(torch.cat(parts, dim=1), paths=paths, length=length)
 
 
-def _example(paths: int, length: int) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
+def _example(batch: int, paths: int, length: int) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
     width, vocab, nodes = 7, 23, 1 + paths * length
-    path_nodes = torch.arange(1, nodes).view(1, paths, length)
+    path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
     parents = path_nodes - 1
     parents[:, :, 0] = 0
-    depth = torch.arange(1, length + 1).expand(1, paths, length)
+    depth = torch.arange(1, length + 1).expand(batch, paths, length)
     tree = DraftTree(
         law=Law.IID,
-        token_ids=torch.zeros((1, nodes), dtype=torch.int64),
+        token_ids=torch.zeros((batch, nodes), dtype=torch.int64),
         parents=pad(parents.flatten(1), (1, 0)),
         depth=pad(depth.flatten(1), (1, 0)),
-        num_nodes=torch.tensor([nodes]),
+        num_nodes=torch.full((batch,), nodes),
         path_nodes=path_nodes,
-        path_lengths=torch.full((1, paths), length),
-        draft_ids=torch.arange(width).expand(1, nodes, width).contiguous(),
-        draft_probs=torch.full((1, nodes, width), 1 / width, dtype=torch.float64),
+        path_lengths=torch.full((batch, paths), length),
+        draft_ids=torch.arange(width).repeat(batch, nodes, 1),
+        draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
         forks=3,
     )
-    rows = torch.arange(nodes).unsqueeze(0)
-    target = TargetLaw.of_logits(torch.zeros((nodes, vocab)), rows)
-    return tree, target, VerifyUniforms.draw([Stream(0)], [0], paths=paths, length=length)
+    rows = torch.arange(batch * nodes).view(batch, nodes)
+    target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab)), rows)
+    streams, steps = [Stream(0)] * batch, [0] * batch
+    return tree, target, VerifyUniforms.draw(streams, steps, paths=paths, length=length)
