@@ -38,7 +38,7 @@ Dtype = Annotated[
 ]
 Compiled = Annotated[
     bool,
-    typer.Option("--compile", help="Compile target and head first, which takes a minute or more."),
+    typer.Option("--compile", help="Compile models and verifier first, which takes minutes."),
 ]
 CudaGraphs = Annotated[
     str,

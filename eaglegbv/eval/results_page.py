@@ -322,7 +322,7 @@ def _batch(content: BatchResults, drawn: str) -> Section:
     drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
     about = ", ".join(filter(None, (content.model, drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
-    compiled = "The engine's target is compiled (`--compile`); " if content.compiled else ""
+    compiled = "The engine is compiled (`--compile`); " if content.compiled else ""
     return Section(
         f"Tokens/s by batch{_variant(content)}",
         (

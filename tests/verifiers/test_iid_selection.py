@@ -1,5 +1,7 @@
 """Transport runs at the forks of trees alone, and how much room there is for them is no matter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.batched_trees import Batch, build_batch, outcomes, random_requests
@@ -54,3 +56,19 @@ def test_decisions_do_not_depend_on_the_room_for_forks(
     monkeypatch.setattr(iid_selection, "_room_for_forks", bound)
     assert decided() == expected
     assert len(rooms) == len(batches)
+
+
+def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
+    # So a drafter that counts wrongly shows: a fork left out passes for a node of one draft.
+    differ = 0
+    for seed in range(6):
+        batch = batch_of(3, 3, 4, seed)
+        most = max(forks(batch.tree))
+        right, wrong = (replace(batch.tree, forks=number) for number in (most, 1))
+        decided = [
+            outcomes(tree, make_verifier("otbv").verify(tree, batch.target, batch.uniforms))
+            for tree in (batch.tree, right, wrong)
+        ]
+        assert decided[0] == decided[1]
+        differ += decided[1] != decided[2]
+    assert differ > 0
