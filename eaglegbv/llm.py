@@ -128,9 +128,9 @@ class LLM:
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compiled: Have ``torch.compile`` compile the target, what an EAGLE head drafts by, and
-                on a CPU the verification, at the start. That takes a minute or more
-                (less with the compiler's cache) and makes steps of few rows faster.
+            compiled: Have ``torch.compile`` compile the target, an EAGLE head and, on a CPU, the
+                verification, at the start. That takes some minutes (less with the compiler's cache)
+                and makes steps of few rows faster.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
