@@ -25,9 +25,8 @@ from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
-_PATHS = 2
-_LENGTH = 3
-_FORKS = 2
+_PATHS, _LENGTH, _FORKS = 2, 3, 2
+"""Least sizes that a graph takes; smaller ones are padded to these."""
 
 
 class Checked(NamedTuple):
