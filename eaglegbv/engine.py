@@ -47,7 +47,7 @@ from eaglegbv.tree import DraftTree, Law
 from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Stream, request_seed
 from eaglegbv.verifiers.base import Rule, Verifier, VerifyUniforms
-from eaglegbv.verifiers.checked import checked_verifier
+from eaglegbv.verifiers.checked import CheckedVerifier, checked_verifier
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.inputs import fault_error, find_faults
 from eaglegbv.verifiers.modified_target import StatefulVerifier
@@ -241,12 +241,12 @@ class Engine:
             if plan.min_confidence > 0:
                 expected = f"0 for verifier {plan.verifier!r}, whose debts run to the full depth"
                 raise InvalidArgument("min_confidence", plan.min_confidence, expected)
-        else:
-            checked_verifier(verifier.name, self._compile_backend)  # compiled now
         for needed in (law, Law.FIXED):
             if needed not in drafter.laws:
                 known = ", ".join(sorted(drafter.laws))
                 raise InvalidArgument("law", str(needed), f"one the drafter draws: {known}")
+        if isinstance(verifier, Verifier):
+            self._checked(verifier, law)  # compiled now
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
@@ -472,7 +472,7 @@ class Engine:
             length=group.tree.length,
             device=logits.device,
         )
-        checked = checked_verifier(verifier.name, self._compile_backend)
+        checked = self._checked(verifier, group.tree.law)
         verdict, faults = checked.verify(group.tree, law, uniforms)
         figures = partial(verifier.figures, group.tree, law, uniforms)
         evidence = self._evidence(group, verifier, law, figures)
@@ -621,6 +621,10 @@ class Engine:
         if name not in self._verifiers:
             self._verifiers[name] = make_any_verifier(name)
         return self._verifiers[name]
+
+    def _checked(self, verifier: Verifier, law: Law) -> CheckedVerifier:
+        """Return a verifier with the check of what it is given; graphs take independent paths."""
+        return checked_verifier(verifier.name, self._compile_backend if law is Law.IID else None)
 
     def _drafter_of(self, plan: Plan) -> Drafter:
         """Return who drafts by a plan."""

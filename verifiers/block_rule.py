@@ -18,6 +18,7 @@ from eaglegbv.verifiers.drafted_path import DraftedPath
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
 
 _LARGEST = math.log(torch.finfo(torch.float64).max)
+"""Logarithm of the largest number."""
 
 
 def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:

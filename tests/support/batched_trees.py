@@ -9,6 +9,7 @@ import torch
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law, check_tree
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.iid_selection import PathSteps
 from eaglegbv.verifiers.reference.chooser import Chooser, GeneratorChooser, UniformChooser
 from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, from_draft_tree
@@ -128,6 +129,12 @@ class _Numbered:
         below = [p[:d] for d in range(1, longest + 1) for p in request.paths if len(p) >= d]
         self.prefixes: list[Prefix] = list(dict.fromkeys([(), *below]))
         self.numbers = {prefix: n for n, prefix in enumerate(self.prefixes)}
+
+
+def forks(tree: DraftTree) -> list[int]:
+    """Return how many nodes of each tree several paths leave."""
+    counts: list[int] = (PathSteps.of(tree).draft_counts(tree) > 1).sum(dim=1).tolist()
+    return counts
 
 
 def outcomes(tree: DraftTree, verdict: Verdict) -> list[Outcome]:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.batched_trees import Batch, build_batch, outcomes, random_requests
+from support.batched_trees import Batch, build_batch, forks, outcomes, random_requests
 
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers import iid_selection
-from eaglegbv.verifiers.iid_selection import PathSteps, bounded_forks, most_forks
+from eaglegbv.verifiers.iid_selection import bounded_forks, most_forks
 from eaglegbv.verifiers.registry import make_verifier
 
 SHAPES = [(1, 3), (2, 1), (2, 4), (3, 3), (5, 3)]
@@ -18,10 +18,6 @@ def batch_of(paths: int, length: int, vocab: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     requests = random_requests(Law.IID, rng, 60, paths=paths, length=length, vocab=vocab)
     return build_batch(Law.IID, requests, vocab, rng, paths=paths, length=length)
-
-
-def forks(tree: DraftTree) -> list[int]:
-    return (PathSteps.of(tree).draft_counts(tree) > 1).sum(dim=1).tolist()
 
 
 @pytest.mark.parametrize(("paths", "length"), SHAPES)
