@@ -309,6 +309,7 @@ class Engine:
             self._planner.assign(
                 batch.decoding,
                 others=len(batch.reading),
+                waiting=self._scheduler.num_waiting,
                 behind=self._behind,
                 matched=self._lookup.matched,
             )
@@ -624,7 +625,8 @@ class Engine:
 
     def _checked(self, verifier: Verifier, law: Law) -> CheckedVerifier:
         """Return a verifier with the check of what it is given; graphs take independent paths."""
-        return checked_verifier(verifier.name, self._compile_backend if law is Law.IID else None)
+        backend = self._compile_backend if law is Law.IID else None
+        return checked_verifier(verifier.name, backend, self._target.vocab_size if backend else 0)
 
     def _drafter_of(self, plan: Plan) -> Drafter:
         """Return who drafts by a plan."""

@@ -49,7 +49,7 @@ def test_trees_are_verified_by_the_graphs(
     params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
     plan = PLANS["several paths"]
     compiled.engine.check_plan(plan)
-    checked = checked_verifier("otbv", "eager")
+    checked = checked_verifier("otbv", "eager", compiled.target.vocab_size)
     graph, sizes = checked._compiled, []
 
     def counted(*args: object) -> object:

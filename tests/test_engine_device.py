@@ -133,9 +133,9 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
 def test_verifiers_are_compiled_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     backends: set[str | None] = set()
 
-    def noted(name: str, backend: str | None) -> CheckedVerifier:
+    def noted(name: str, backend: str | None, vocab: int) -> CheckedVerifier:
         backends.add(backend)
-        return checked_verifier(name, backend)
+        return checked_verifier(name, backend, vocab)
 
     monkeypatch.setattr("eaglegbv.engine.checked_verifier", noted)
     plan = Plan(paths=2, depth=2)

@@ -7,6 +7,8 @@ weights and allocates next to nothing.
 import torch
 from torch import Tensor
 
+from eaglegbv.verifiers.first_place import first_place
+
 _BLOCK = 512
 _LARGE = 8192
 """From here on two levels are the faster."""
@@ -44,7 +46,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _block_sums(weights: Tensor) -> Tensor:
     """Return ``[rows, blocks]``: the sums over blocks of ``weights`` ``[rows, entries]``."""
     rows, entries = weights.shape
-    blocks, rest = divmod(entries, _BLOCK)
+    blocks, rest = entries // _BLOCK, entries % _BLOCK  # which the compiler takes, unlike divmod
     whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(dim=2)
     if rest == 0:
         return whole
@@ -66,4 +68,4 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """
     total = cumulative.amax(dim=1)
     least = torch.minimum(torch.nextafter(threshold, total), total)
-    return (cumulative >= least.unsqueeze(1)).view(torch.uint8).argmax(dim=1)
+    return first_place(cumulative >= least.unsqueeze(1))

@@ -1,11 +1,11 @@
 """A verifier with the check of what it is given: one piece of work, which may be compiled.
 
 The operations on a few trees take longer to launch than to compute. One graph serves every plan and
-batch, and another a single tree: their sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for
-fixed, among them those of the laws between a path's ends, so smaller trees are padded:
+batch: its sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for fixed. So there are graphs of
+their own for a single tree and for single paths, which are less work anyway; and trees are padded
+where laws between a path's ends would be none or one:
 
-    of 1 path, of length 1         root -- a        root -- a -- a -- a    as past any path's end
-                                                    root                   a path of length 0
+    of length 1         root -- a        root -- a -- a -- a    as past any path's end
 """
 
 from collections.abc import Callable
@@ -25,8 +25,11 @@ from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
-_PATHS, _LENGTH, _FORKS = 2, 3, 2
+_LENGTH, _FORKS = 3, 2
 """Least sizes that a graph takes; smaller ones are padded to these."""
+
+_WIDTH = 251
+"""About how many tokens draft laws have: what generated code is laid out for."""
 
 
 class Checked(NamedTuple):
@@ -48,13 +51,16 @@ class CheckedVerifier:
         verifier: Who judges.
     """
 
-    def __init__(self, verifier: Verifier, *, compile_backend: str | None = None) -> None:
+    def __init__(
+        self, verifier: Verifier, *, compile_backend: str | None = None, vocab: int = 0
+    ) -> None:
         """Take a verifier.
 
         Args:
             verifier: Who judges.
             compile_backend: Compile this work by this backend of ``torch.compile`` now, if the
                 verifier is ``one_graph``; None runs it as it is.
+            vocab: Tokens of the targets whose trees it compiles for.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -65,56 +71,52 @@ class CheckedVerifier:
             check_backend(compile_backend)
             self._compiled = compiled_alone(self._verify, compile_backend)
             with making_graphs():
-                self._warm_up()
+                self._warm_up(vocab)
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         """Judge the drafts of a batch and look for faults; see :meth:`Verifier.verify`."""
         compiled, forks = self._compiled, tree.forks
         if compiled is None or forks is None or tree.law is not Law.IID:
             return self._verify(tree, target, uniforms)
-        paths = 0 if self.verifier.max_paths == 1 else max(0, _PATHS - tree.paths)
         steps = max(0, _LENGTH - tree.length)
-        if paths or steps:
-            tree, uniforms = _padded_tree(tree, paths, steps), _padded(uniforms, paths, steps)
-        if forks < _FORKS:
-            tree = replace(tree, forks=_FORKS)
-        return compiled(tree, target, uniforms)
+        if steps:
+            tree, uniforms = _longer_tree(tree, steps), _longer(uniforms, steps)
+        return compiled(replace(tree, forks=max(_FORKS, forks)), target, uniforms)
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
+    def _warm_up(self, vocab: int) -> None:
         """Make the graphs: for the tensors of inference mode, in which an engine runs."""
-        paths = self.verifier.max_paths or _PATHS + 2
+        several = () if self.verifier.max_paths == 1 else (4,)
         for batch in (1, 6):
-            self.verify(*_example(batch, paths, _LENGTH + 2))
+            for paths in (1, *several):
+                self.verify(*_example(batch, paths, _LENGTH + 2, vocab))
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
 
 
 @lru_cache(maxsize=64)
-def checked_verifier(name: str, compile_backend: str | None = None) -> CheckedVerifier:
+def checked_verifier(
+    name: str, compile_backend: str | None = None, vocab: int = 0
+) -> CheckedVerifier:
     """Return the stateless verifier of that name with its check, compiled once for all engines.
 
     Raises:
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.
     """
-    return CheckedVerifier(make_verifier(name), compile_backend=compile_backend)
+    return CheckedVerifier(make_verifier(name), compile_backend=compile_backend, vocab=vocab)
 
 
-def _padded_tree(tree: DraftTree, paths: int, steps: int) -> DraftTree:
-    """Return ``tree`` with room for more paths and longer ones, and neither."""
+def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:
+    """Return ``tree`` with room for longer paths, and none."""
     nodes = tree.path_nodes
     nodes = torch.cat((nodes, nodes[:, :, -1:].expand(-1, -1, steps)), dim=2)
-    return replace(
-        tree,
-        path_nodes=pad(nodes, (0, 0, 0, paths)),
-        path_lengths=pad(tree.path_lengths, (0, paths)),
-    )
+    return replace(tree, path_nodes=nodes)
 
 
-def _padded(uniforms: VerifyUniforms, paths: int, steps: int) -> VerifyUniforms:
+def _longer(uniforms: VerifyUniforms, steps: int) -> VerifyUniforms:
     """Return ``uniforms`` with numbers for what a tree was padded by, which decide nothing."""
-    selection = pad(uniforms.selection, (0, 0, 0, paths, 0, steps))
+    selection = pad(uniforms.selection, (0, 0, 0, 0, 0, steps))
     _, length, paths, _ = selection.shape
     acceptance = pad(uniforms.acceptance, (0, paths * length - uniforms.acceptance.shape[1]))
     parts = selection.flatten(1), acceptance, uniforms.correction.unsqueeze(1)
@@ -122,9 +124,12 @@ def _padded(uniforms: VerifyUniforms, paths: int, steps: int) -> VerifyUniforms:
     return VerifyUniforms.of_numbers(torch.cat(parts, dim=1), paths=paths, length=length)
 
 
-def _example(batch: int, paths: int, length: int) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
+def _example(
+    batch: int, paths: int, length: int, vocab: int
+) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
-    width, vocab, nodes = 7, 23, 1 + paths * length
+    width, nodes = _WIDTH, 1 + paths * length
+    vocab = max(vocab, width + 1)
     path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
     parents = path_nodes - 1
     parents[:, :, 0] = 0

@@ -10,6 +10,7 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.constants import numbered_rows
 from eaglegbv.verifiers.correction import Residual, probs_along
+from eaglegbv.verifiers.first_place import first_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +112,4 @@ def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
     """Return where ``tokens`` ``[..., ]`` stand in the support ``ids`` ``[..., width]``, int64."""
     found = (ids == tokens.unsqueeze(-1)) & (draft > 0)
-    return found.view(torch.uint8).argmax(dim=-1)
+    return first_place(found)

@@ -20,6 +20,7 @@ from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.constants import counting, counting_down
 from eaglegbv.verifiers.correction import probs_along
 from eaglegbv.verifiers.drafted_path import DraftedPath, length_of, nodes_along, rows_at
+from eaglegbv.verifiers.first_place import first_place
 from eaglegbv.verifiers.path_choice import preferred_path, steps_of
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 
@@ -129,8 +130,8 @@ class Forks:
         parents = self._at(steps.parents)
         tokens = tree.token_ids.gather(1, steps.children)
         # A token's first place is its own: entries of draft probability zero stand last.
-        ranks = (rows_at(self.laws.ids, parents) == tokens.unsqueeze(2)).view(torch.uint8)
-        return labels(self.laws, self.plan, Drafts(parents, ranks.argmax(dim=2)), uniforms)
+        ranks = first_place(rows_at(self.laws.ids, parents) == tokens.unsqueeze(2))
+        return labels(self.laws, self.plan, Drafts(parents, ranks), uniforms)
 
     def path(self, tree: DraftTree, target: TargetLaw, number: Tensor) -> DraftedPath:
         """Return one path of each tree, ``number`` ``[batch]`` int64, with the laws along it."""
@@ -149,7 +150,7 @@ class Forks:
             ids=ids,
             draft=draft,
             target=probs_along(target, steps, ids),
-            chosen=found.view(torch.uint8).argmax(dim=2),
+            chosen=first_place(found),
         )
 
     def _at(self, nodes: Tensor) -> Tensor:

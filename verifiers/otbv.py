@@ -43,4 +43,6 @@ def _select(tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Dra
         return select_fixed(tree, target, uniforms.selection)
     if tree.law is Law.GREEDY:
         return select_greedy(tree, target, uniforms.selection)
+    if tree.paths == 1:
+        return DraftedPath.only(tree, target)
     return select_iid(tree, target, uniforms.selection)

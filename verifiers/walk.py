@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.first_place import first_place
 from eaglegbv.verifiers.siblings import drafted_nodes
 
 
@@ -28,7 +29,7 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
         child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == token.unsqueeze(1))
         found = child & drafted
         going = going & found.any(dim=1)
-        node = torch.where(going, found.view(torch.uint8).argmax(dim=1), node)
+        node = torch.where(going, first_place(found), node)
         accepted = accepted + going
         visited.append(node)
     return Verdict(path_nodes=torch.stack(visited, dim=1), accepted=accepted, token_ids=token)

@@ -25,6 +25,7 @@ from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 3), (4, 6)]
 VOCAB = 4
+LARGE = 8200  # drawn from in two levels
 ONE_GRAPH = sorted(name for name, cls in VERIFIERS.items() if cls.one_graph)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -32,12 +33,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 Case = tuple[DraftTree, TargetLaw, VerifyUniforms]
 
 
-def case(seed: int, *, paths: int, length: int, requests: int = 1, law: Law = Law.IID) -> Case:
+def case(
+    seed: int,
+    *,
+    paths: int,
+    length: int,
+    requests: int = 1,
+    law: Law = Law.IID,
+    vocab: int = VOCAB,
+) -> Case:
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
-    drawn = random_requests(law, rng, requests, paths=paths, length=length, vocab=VOCAB)
+    drawn = random_requests(law, rng, requests, paths=paths, length=length, vocab=vocab)
     room = paths if law is Law.IID else None  # the others' paths are their leaves
-    batch = build_batch(law, drawn, VOCAB, rng, paths=room, length=length)
+    batch = build_batch(law, drawn, vocab, rng, paths=room, length=length)
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
     target = TargetLaw.of_logits(batch.target.logits.float(), batch.target.rows)
     streams = [Stream(seed + b) for b in range(requests)]
@@ -53,8 +62,8 @@ def cases(name: str, count: int) -> Iterator[Case]:
             yield case(seed, paths=1 if one else paths, length=length, requests=requests)
 
 
-def compiled(name: str, backend: str = "eager") -> CheckedVerifier:
-    return CheckedVerifier(make_verifier(name), compile_backend=backend)
+def compiled(name: str, backend: str = "eager", vocab: int = VOCAB) -> CheckedVerifier:
+    return CheckedVerifier(make_verifier(name), compile_backend=backend, vocab=vocab)
 
 
 def assert_same(ours: Checked, theirs: Checked, tree: DraftTree) -> None:
@@ -82,6 +91,19 @@ def test_generated_code_decides_as_the_verifier_itself() -> None:
     ours, plain = compiled("otbv", "inductor"), CheckedVerifier(make_verifier("otbv"))
     with patch(error_on_recompile=True):
         for tree, target, numbers in cases("otbv", 150):
+            checked = ours.verify(tree, target, numbers)
+            assert_same(checked, plain.verify(tree, target, numbers), tree)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@torch.inference_mode()
+def test_graphs_take_large_vocabularies(backend: str) -> None:
+    ours, plain = compiled("otbv", backend, LARGE), CheckedVerifier(make_verifier("otbv"))
+    with patch(error_on_recompile=True):
+        for seed, requests in enumerate((1, 2, 1, 3)):
+            tree, target, numbers = case(
+                seed, paths=1 + seed % 2, length=2, requests=requests, vocab=LARGE
+            )
             checked = ours.verify(tree, target, numbers)
             assert_same(checked, plain.verify(tree, target, numbers), tree)
 
@@ -150,8 +172,10 @@ def test_other_verifiers_are_not_compiled() -> None:
 
 
 def test_engines_share_a_graph() -> None:
-    assert checked_verifier("otbv", "eager") is checked_verifier("otbv", "eager")
-    assert checked_verifier("otbv") is not checked_verifier("otbv", "eager")
+    shared = checked_verifier("otbv", "eager", VOCAB)
+    assert checked_verifier("otbv", "eager", VOCAB) is shared
+    assert checked_verifier("otbv", "eager", VOCAB + 1) is not shared
+    assert checked_verifier("otbv") is not shared
 
 
 def test_names_that_do_not_exist() -> None:
