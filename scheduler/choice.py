@@ -41,6 +41,7 @@ class Choice:
         drafting: Which of the requests draft, by their places.
         reason: Why.
         each: ``[requests]`` float64, what they are expected to commit.
+        weights: ``[requests]`` float64, what a token of each is worth, 1 on average.
         seconds: Expected time.
         lookups: The plans of those whose drafts are looked up, by their places.
     """
@@ -49,6 +50,7 @@ class Choice:
     drafting: frozenset[int]
     reason: PlanReason
     each: Array
+    weights: Array
     seconds: float
     lookups: Mapping[int, Plan] = field(default_factory=dict)
 
@@ -58,9 +60,14 @@ class Choice:
         return float(self.each.sum())
 
     @property
+    def worth(self) -> float:
+        """What these tokens are worth."""
+        return float(self.each @ self.weights)
+
+    @property
     def rate(self) -> float:
-        """Expected tokens a second."""
-        return self.tokens / self.seconds
+        """Expected tokens a second, by their worth."""
+        return self.worth / self.seconds
 
     @property
     def looked_up(self) -> int:
@@ -89,20 +96,22 @@ class Outlook:
     Attributes:
         options: The plans, P of them.
         order: ``[requests, P]`` int64, requests by what they gain from a plan, most first.
-        tokens: ``[requests, P]`` float64, tokens of all when the first 1, 2, ... of them draft.
+        worth: ``[requests, P]`` float64, of all tokens when the first 1, 2, ... of them draft.
         seconds: ``[requests, P]`` float64, more than 0.
         plain_seconds: Of a step in which nobody drafts, more than 0.
         each: ``[requests, P]`` float64, tokens of each request by each plan.
+        weights: ``[requests]`` float64, what a token of each is worth, 1 on average.
         usual: ``[requests, P]`` float64, ``seconds`` without what drafters missed.
         missed: ``[requests]`` float64, seconds each one's drafter reads before it drafts.
     """
 
     options: Options
     order: Ints
-    tokens: Array
+    worth: Array
     seconds: Array
     plain_seconds: float
     each: Array
+    weights: Array
     usual: Array
     missed: Array
 
@@ -117,6 +126,7 @@ class Outlook:
         context: int,
         missed: Array | None = None,
         left: Array | None = None,
+        weights: Array | None = None,
     ) -> Self:
         """Compare choices.
 
@@ -129,6 +139,8 @@ class Outlook:
             missed: ``[requests]`` float64, seconds each one's drafter has to read before it drafts;
                 None for nothing.
             left: ``[requests]`` float64, tokens each one goes on for: these are spread over them.
+            weights: ``[requests]`` float64, what a token of each is worth, 1 on average; None for
+                the same.
         """
         requests = len(tokens)
         drafting: Ints = np.arange(1, requests + 1)[:, None]
@@ -142,6 +154,7 @@ class Outlook:
             plain_seconds=costs.seconds(StepShape(batch, context, 0, 0, 0)),
             missed=np.zeros(requests) if missed is None else missed,
             left=np.ones(requests) if left is None else left,
+            weights=np.ones(requests) if weights is None else weights,
         )
 
     @classmethod
@@ -154,20 +167,23 @@ class Outlook:
         plain_seconds: float,
         missed: Array,
         left: Array,
+        weights: Array,
     ) -> Self:
         own = missed[:, None] * np.minimum(1.0, each / left[:, None])
+        gains = weights[:, None] * (each - 1)
         # Seconds lost are tokens not decoded plainly.
-        net = each - own * (len(each) / max(1e-9, plain_seconds))
+        net = gains - own * (len(each) / max(1e-9, plain_seconds))
         order = np.argsort(-net, axis=0, kind="stable")
-        gains = np.take_along_axis(each, order, axis=0) - 1
+        gains = np.take_along_axis(gains, order, axis=0)
         reading = np.take_along_axis(own, order, axis=0)
         return cls(
             options=options,
             order=order,
-            tokens=len(each) + np.cumsum(gains, axis=0),
+            worth=len(each) + np.cumsum(gains, axis=0),
             seconds=usual + np.cumsum(reading, axis=0),
             plain_seconds=plain_seconds,
             each=each,
+            weights=weights,
             usual=usual,
             missed=missed,
         )
@@ -181,20 +197,22 @@ class Outlook:
             plain_seconds=self.plain_seconds,
             missed=self.missed,
             left=np.ones(self.requests),
+            weights=self.weights,
         )
 
     @property
     def requests(self) -> int:
         """Number of requests that choose."""
-        return len(self.tokens)
+        return len(self.each)
 
     def plain(self, reason: PlanReason) -> Choice:
         """Nobody drafts."""
-        return Choice(PLAIN, frozenset(), reason, np.ones(self.requests), self.plain_seconds)
+        each = np.ones(self.requests)
+        return Choice(PLAIN, frozenset(), reason, each, self.weights, self.plain_seconds)
 
     def best_drafting(self) -> Choice:
         """Return the choice with the highest rate of those in which somebody drafts."""
-        rates = self.tokens / self.seconds
+        rates = self.worth / self.seconds
         row, column = np.unravel_index(int(rates.argmax()), rates.shape)
         return self._at(int(row), int(column), PlanReason.BEST)
 
@@ -203,7 +221,7 @@ class Outlook:
         if not plan.speculative:
             return self.plain(reason)
         column = self.options.plans.index(plan)
-        rates = self.tokens[:, column] / self.seconds[:, column]
+        rates = self.worth[:, column] / self.seconds[:, column]
         return self._at(int(rates.argmax()), column, reason)
 
     def everybody(self, plan: Plan, reason: PlanReason) -> Choice:
@@ -214,7 +232,7 @@ class Outlook:
 
     def rates(self) -> Array:
         """Return ``[P]`` float64: each plan's rate when the best number of requests draft by it."""
-        result: Array = (self.tokens / self.seconds).max(axis=0)
+        result: Array = (self.worth / self.seconds).max(axis=0)
         return result
 
     def _at(self, row: int, column: int, reason: PlanReason) -> Choice:
@@ -226,5 +244,6 @@ class Outlook:
             drafting=frozenset(drafting.tolist()),
             reason=reason,
             each=each,
+            weights=self.weights,
             seconds=float(self.seconds[row, column]),
         )

@@ -34,7 +34,7 @@ from eaglegbv.scheduler.costs import Array, Cell, CostTable, Ints, StepCosts, St
 from eaglegbv.scheduler.lookups import Lookups, look_up
 
 _HOLD, _LONGEST_HOLD = 8, 32
-"""Steps between two choices for the same requests: at first, and after many that were the same."""
+"""Steps between two choices for the same requests, and for one alone after many that were alike."""
 
 _KNOWN = 2
 """Steps after which a plan counts as tried at a batch size."""
@@ -45,7 +45,7 @@ _HOPELESS = 0.7
 _BETTER = 1.02
 """How much better another plan must look to replace the present one."""
 
-_PAYS, _PAYS_BY_SIZE = 1.04, 0.02
+_PAYS, _PAYS_BY_SIZE = 1.03, 0.01
 """How much better drafting must look than plain decoding to go on: of one request, and more with
 every doubling of the batch.
 
@@ -54,7 +54,7 @@ rate: where drafting looks 1% better in a batch of 8, the whole of it takes 6% l
 looks 6% better in one of 16, 14% (tiny pair).
 """
 
-_BEGIN = 1.1
+_BEGIN = 1.07
 """How much better it must look to begin, at least: a drafter left behind has to catch up first."""
 
 _BUDGET = 0.006
@@ -224,6 +224,7 @@ class Planner:
         requests: Sequence[Request],
         *,
         others: int = 0,
+        waiting: int = 0,
         behind: Callable[[Request], int] = _nothing,
         matched: Callable[[Request], int] = _nothing,
     ) -> None:
@@ -232,6 +233,7 @@ class Planner:
         Args:
             requests: Those that decode next.
             others: Requests that take part in the step without decoding.
+            waiting: Requests that wait to be served.
             behind: For how many committed positions a request's drafter has not run yet.
             matched: How much of the end of a request's text stood before where a lookup finds it;
                 0 where none does.
@@ -244,7 +246,7 @@ class Planner:
         for auto, members in groups.items():
             book = self._books[all(request.params.greedy for request in members)]
             choice = self._go_on(auto, members) or self._choose_anew(
-                book, auto, members, batch=len(requests), behind=behind
+                book, auto, members, batch=len(requests), behind=behind, waiting=waiting
             )
             if choice.reason is PlanReason.BEST:
                 choice = self._look_up(book, auto, choice, members, matched, batch=len(requests))
@@ -301,7 +303,7 @@ class Planner:
         book = self._books[all(request.params.greedy for request in members)]
         if not book.costs.steps:
             return []
-        outlook = self._outlook(book, members[0].auto, members, batch=len(requests), missed=None)
+        outlook = self._outlook(book, members[0].auto, members, batch=len(requests))
         choices = [outlook.by(plan, PlanReason.BEST) for plan in (PLAIN, *outlook.options.plans)]
         choices.sort(key=lambda choice: -choice.rate)
         return [Estimate(plan_name(c.plan), c.tokens, c.seconds, c.rate) for c in choices]
@@ -322,11 +324,13 @@ class Planner:
         *,
         batch: int,
         behind: Callable[[Request], int],
+        waiting: int,
     ) -> Choice:
         missed = np.array([_missed(request, auto, behind) for request in members]) * (
             self._reading.seconds
         )
-        outlook = self._outlook(book, auto, members, batch=batch, missed=missed)
+        weights = np.ones(len(members)) if waiting else _weights(members)
+        outlook = self._outlook(book, auto, members, batch=batch, missed=missed, weights=weights)
         size = size_class(batch)
         choice = _choose(book, outlook, size)
         probe: Choice | None = None
@@ -372,7 +376,8 @@ class Planner:
         members: list[Request],
         *,
         batch: int,
-        missed: Array | None,
+        missed: Array | None = None,
+        weights: Array | None = None,
     ) -> Outlook:
         if auto not in self._options:
             self._options[auto] = Options.of(auto.candidates)
@@ -386,6 +391,7 @@ class Planner:
             context=_context(members),
             missed=missed,
             left=_tokens_to_come(members),
+            weights=weights,
         )
 
     def _expected_tokens(self, members: list[Request], options: Options) -> Array:
@@ -459,13 +465,26 @@ def _tokens_to_come(members: list[Request]) -> Array:
     return left
 
 
+def _weights(members: list[Request]) -> Array:
+    """Return ``[requests]`` float64: what a token of each is worth where nobody waits.
+
+    A batch takes as long as its last request, and serves the fewer the worse; so those that have
+    most to come are to catch up. The more so, the further they are behind: the square of what is
+    to come, which among others of its powers made simulated batches of 16 end first.
+    """
+    squares = _tokens_to_come(members) ** 2
+    weights: Array = squares / squares.mean()
+    return weights
+
+
 def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
     """Return for how many steps a choice holds."""
     if choice.reason is not PlanReason.BEST:
         return 1
     if before is None or before.numbers != numbers or before.choice.plan != choice.plan:
         return _HOLD
-    return min(_LONGEST_HOLD, 2 * before.length)
+    # Several drift apart meanwhile, and others of them are to draft.
+    return _HOLD if len(numbers) > 1 else min(_LONGEST_HOLD, 2 * before.length)
 
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
@@ -505,7 +524,7 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
         return None
     # What drafters read for a probe may be read in vain: all of it counts.
     probe = outlook.at_once().by(_least_recent(book, outlook, best), PlanReason.PROBE)
-    loss = probe.seconds - probe.tokens / best.rate
+    loss = probe.seconds - probe.worth / best.rate
     if loss > book.credit:
         return None
     book.credit -= max(0.0, loss)

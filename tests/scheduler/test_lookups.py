@@ -40,7 +40,8 @@ def learned(node: float) -> StepCosts:
 
 def drafting(each: list[float], places: set[int], seconds: float) -> Choice:
     plan = DRAFTS if places else PLAIN
-    return Choice(plan, frozenset(places), PlanReason.BEST, np.array(each), seconds)
+    weights = np.ones(len(each))
+    return Choice(plan, frozenset(places), PlanReason.BEST, np.array(each), weights, seconds)
 
 
 def chosen(choice: Choice, tokens: list[list[float]], node: float) -> Choice:
