@@ -102,6 +102,18 @@ class Segment:
             return self.tree_slots
         return torch.cat((self.context_slots, self.tree_slots))
 
+    def pending_mask(self) -> Tensor | None:
+        """Return ``[q, m]`` bool, the pending tokens each new one sees; None where it sees all.
+
+        A lone new token does, in causal order or alone in its tree.
+        """
+        q, m = self.num_new, self.num_pending
+        if q == 1 and (self.visible is None or m == 1):
+            return None
+        if self.visible is not None:
+            return self.visible
+        return torch.ones((q, m), dtype=torch.bool, device=self.token_ids.device).tril(m - q)
+
     def key_mask(self, window: int | None) -> Tensor | None:
         """Return ``[q, c + m]`` bool, the keys each new token sees; None where it sees all.
 
@@ -109,15 +121,14 @@ class Segment:
             window: A key is seen if it is less than ``window`` positions back; None for no limit.
         """
         q, c, m = self.num_new, self.num_context, self.num_pending
-        device = self.token_ids.device
-        # A lone new token in causal order sees everything, and so it does with a short text.
-        if q == 1 and self.visible is None and (window is None or c + m <= window):
+        pending = self.pending_mask()
+        # With a short text a window changes nothing.
+        if pending is None and (window is None or c + m <= window):
             return None
+        device = self.token_ids.device
         mask = torch.ones((q, c + m), dtype=torch.bool, device=device)
-        if self.visible is None:
-            mask = mask.tril(c + m - q)
-        else:
-            mask[:, c:] = self.visible
+        if pending is not None:
+            mask[:, c:] = pending
         if window is not None:
             key_positions = torch.cat((torch.arange(c, device=device), self.tree_positions))
             mask &= self.positions.unsqueeze(1) - key_positions < window

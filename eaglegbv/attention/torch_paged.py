@@ -318,22 +318,26 @@ def _plan_padded(
 ) -> _Group:
     segments = [batch.segments[i] for i in members]
     queries = max(s.num_new for s in segments)
-    keys = max(s.num_keys for s in segments)
+    counts = [s.num_keys for s in segments]
+    keys = max(counts)
     device = batch.slots.device
-    key_slots = torch.empty((len(segments), keys), dtype=torch.int64)
-    seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=device)
-    for row, segment in enumerate(segments):
-        own = segment.num_keys
-        key_slots[row, :own] = segment.key_slots()
-        key_slots[row, own:] = segment.new_slots[0]  # any slot of the request itself
-        own_seen = segment.key_mask(window)
-        seen[row, : segment.num_new, :own] = True if own_seen is None else send(own_seen, device)
+    key_slots: list[Tensor] = []
+    for segment, own in zip(segments, counts, strict=True):
+        padding = segment.tree_slots[:1].expand(keys - own)  # any slot of the request itself
+        key_slots += (segment.context_slots, segment.tree_slots, padding)
+    real = torch.arange(keys) < torch.tensor(counts).unsqueeze(1)
+    seen = send(real, device).unsqueeze(1).repeat(1, queries, 1)
+    for row, (segment, own) in enumerate(zip(segments, counts, strict=True)):
+        # Of the last keys, the pending ones or all: without a window no others are hidden.
+        last = segment.pending_mask() if window is None else segment.key_mask(window)
+        if last is not None:
+            seen[row, : segment.num_new, own - last.shape[1] : own] = send(last, device)
     mask = _added(seen, dtype).unsqueeze(1)
     return _Group(
         segments=len(segments),
         queries=queries,
         row_map=_map_rows(batch, members, queries),
-        key_slots=send(key_slots.flatten(), device),
+        key_slots=send(torch.cat(key_slots), device),
         mask=mask,
         causal=False,
         row_mask=_row_mask(mask, sharing),
