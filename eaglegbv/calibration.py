@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,20 +15,36 @@ from eaglegbv.scheduler.costs import StepCosts, StepShape
 from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.targets.base import Target
 
-SECONDS = 6.0
+SECONDS = 8.0
 """Time for all of it. The most telling steps come first."""
 
 _SIZES = (1, 4, 8, 16)
 LARGEST = _SIZES[-1]
 """The largest batch that is measured."""
 
-_PROMPT = 32
+_PROMPT, _LONG_PROMPT = 32, 256
+"""Tokens of a made-up prompt: one kind of long ones tells what tokens attended to cost."""
+
 _UNTIMED, _TIMED = 4, 4
 """Steps of each kind: the first ones read the prompts and prepare kernels for new shapes.
 
 Trees differ in their numbers of nodes, and each number may need kernels of its own: what is timed
 first would seem dearer than what follows it. So the fastest of the timed steps counts.
 """
+
+
+class _Kind(NamedTuple):
+    """Steps that are measured.
+
+    Attributes:
+        size: Requests.
+        plan: Of all of them.
+        prompt: Tokens of each one's prompt.
+    """
+
+    size: int
+    plan: Plan
+    prompt: int = _PROMPT
 
 
 def calibrate(
@@ -59,27 +76,30 @@ def calibrate(
     engine.check_plan(auto)
     costs = {temperature: StepCosts() for temperature in (1.0, 0.0)}
     end = time.perf_counter() + seconds
-    for number, (size, plan) in enumerate(_kinds(auto, config.max_batch)):
+    for number, kind in enumerate(_kinds(auto, config.max_batch)):
         # One kind at least: costs of nothing could not be compared.
         if number and time.perf_counter() > end:
             break
-        if not _fits(pair.target, size, plan):
+        if not _fits(pair.target, kind):
             continue
         for temperature, known in costs.items():
-            _time(engine, pair.target.vocab_size, size, plan, temperature, known)
+            _time(engine, pair.target.vocab_size, kind, temperature, known)
     return KnownCosts(greedy=costs[0.0].table(), sampled=costs[1.0].table())
 
 
-def _fits(target: Target, size: int, plan: Plan) -> bool:
+def _fits(target: Target, kind: _Kind) -> bool:
     """Return whether a batch of made-up requests has room in the pool, and each in the context."""
     steps = _UNTIMED + _TIMED
-    longest = _PROMPT + (steps + 1) * (plan.depth + 1) + plan.depth
-    slots = size * (_PROMPT + steps * plan.tree_slots)
+    longest = kind.prompt + (steps + 1) * (kind.plan.depth + 1) + kind.plan.depth
+    slots = kind.size * (kind.prompt + steps * kind.plan.tree_slots)
     return slots <= target.max_slots and longest <= target.max_context
 
 
-def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
-    """Return sizes of batches and plans: all of one request, none at every size, then the rest."""
+def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
+    """Return what to measure: one request by all plans, every size by none, then the rest.
+
+    The cheapest of these first: in large batches small trees are what may pay.
+    """
     paths, depths = (
         sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
     )
@@ -88,25 +108,28 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[tuple[int, Plan]]:
         (paths[0], depths[len(depths) // 3]),
         (paths[-1], depths[len(depths) // 2]),
         (paths[0], depths[0]),
+        (paths[0], depths[min(1, len(depths) - 1)]),
         (paths[len(paths) // 4], depths[max(0, len(depths) - 2)]),
     ]
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
     drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
     sizes = [size for size in _SIZES if size <= most]
-    first = [(sizes[0], plan) for plan in (PLAIN, *drafts)]
-    yield from dict.fromkeys(first + [(size, plan) for plan in (PLAIN, *drafts) for size in sizes])
+    yield from (_Kind(sizes[0], plan) for plan in (PLAIN, *drafts))
+    yield from (_Kind(size, PLAIN) for size in sizes[1:])
+    yield from (_Kind(size, PLAIN, _LONG_PROMPT) for size in sizes[1:2])
+    rest = [_Kind(size, plan) for size in sizes[1:] for plan in drafts]
+    yield from sorted(rest, key=lambda kind: kind.size * kind.plan.paths * kind.plan.depth)
 
 
-def _time(
-    engine: Engine, vocab: int, size: int, plan: Plan, temperature: float, costs: StepCosts
-) -> None:
+def _time(engine: Engine, vocab: int, kind: _Kind, temperature: float, costs: StepCosts) -> None:
+    size, plan, prompt = kind
     params = SamplingParams(
         temperature=temperature,
         max_tokens=(_UNTIMED + _TIMED + 1) * (plan.depth + 1),
         ignore_eos=True,
     )
     requests = [
-        engine.add([(7 * n + 13 * i) % vocab for i in range(_PROMPT)], params, plan)
+        engine.add([(7 * n + 13 * i) % vocab for i in range(prompt)], params, plan)
         for n in range(size)
     ]
     shapes: list[StepShape] = []
