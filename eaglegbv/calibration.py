@@ -126,7 +126,7 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
     sizes = [size for size in _SIZES if size <= most]
     yield from (_Kind(sizes[0], plan) for plan in (PLAIN, *drafts))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
-    yield from (_Kind(size, PLAIN, _LONG_PROMPT) for size in sizes[1:2])
+    yield from (_Kind(size, PLAIN, _LONG_PROMPT) for size in sizes[-2:-1])
     rest = [_Kind(size, plan) for size in sizes[1:] for plan in drafts]
     yield from sorted(rest, key=lambda kind: kind.size * kind.plan.paths * kind.plan.depth)
 

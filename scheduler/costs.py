@@ -135,12 +135,20 @@ class _Correction:
         log: Natural logarithm of the ratio, at the machine's usual pace.
         steps: Steps so far.
         latest: Number of the latest, among all steps observed.
+        earlier: Those of them that another run of the program observed: of made-up requests.
     """
 
     row: Array
     log: float = 0.0
     steps: int = 0
     latest: int = 0
+    earlier: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of a surprise that the correction takes: earlier steps count as one."""
+        known = self.steps - self.earlier + min(1, self.earlier)
+        return max(_SLOWEST_RATE, 1 / (known + 1))
 
     def trusted(self, now: int) -> float:
         """Return the part of ``log`` to rely on: little of few steps, and of long ago."""
@@ -219,7 +227,11 @@ class StepCosts:
         )
         for cell in table.cells:
             costs._corrections[Cell(cell.size, cell.paths, cell.depth)] = _Correction(
-                row=np.array(cell.row), log=cell.log, steps=cell.steps, latest=table.steps
+                row=np.array(cell.row),
+                log=cell.log,
+                steps=cell.steps,
+                latest=table.steps,
+                earlier=cell.steps,
             )
         return costs
 
@@ -277,7 +289,7 @@ class StepCosts:
             surprise = max(-_SURPRISE, min(_SURPRISE, surprise))
             self._pace = _PACE_MEMORY * self._pace + _PACE * surprise
             surprise *= 1 - _PACE
-        correction.log += max(_SLOWEST_RATE, 1 / (correction.steps + 1)) * surprise
+        correction.log += correction.share * surprise
         correction.steps += 1
         self._steps += 1
         correction.latest = self._steps

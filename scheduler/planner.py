@@ -39,6 +39,12 @@ _HOLD, _LONGEST_HOLD = 8, 32
 _KNOWN = 2
 """Steps after which a plan counts as tried at a batch size."""
 
+_PLAINLY = 5
+"""Steps of plain decoding before others are chosen: what all else is measured against.
+
+Costs measured before the first request are of short texts.
+"""
+
 _HOPELESS = 0.7
 """A plan that looks this bad beside plain decoding is not tried at a new batch size."""
 
@@ -511,11 +517,11 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
 
 def _unknown(book: _Book, plan: Plan, size: int) -> bool:
     """Return whether a plan has still to be tried at a class of batch sizes."""
-    cell = _cell(plan, size)
-    # What plans cost is told by others; but beside plain decoding of that size all are weighed.
-    if book.taught and (book.costs.spans(size) if plan.speculative else book.costs.steps_in(cell)):
-        return False
-    return book.tried[cell] < _KNOWN
+    tried = book.tried[_cell(plan, size)]
+    if not plan.speculative:
+        return tried < _PLAINLY
+    # What plans cost is told by others.
+    return tried < _KNOWN and not (book.taught and book.costs.spans(size))
 
 
 def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
