@@ -34,7 +34,7 @@ from eaglegbv.scheduler.costs import Array, Cell, CostTable, Ints, StepCosts, St
 from eaglegbv.scheduler.lookups import Lookups, look_up
 
 _HOLD, _LONGEST_HOLD = 8, 32
-"""Steps between two choices for the same requests, and for one alone after many that were alike."""
+"""Steps between two choices for the same requests: at first, and after many that were the same."""
 
 _KNOWN = 2
 """Steps after which a plan counts as tried at a batch size."""
@@ -51,7 +51,7 @@ _HOPELESS = 0.7
 _BETTER = 1.02
 """How much better another plan must look to replace the present one."""
 
-_PAYS, _PAYS_BY_SIZE = 1.03, 0.01
+_PAYS, _PAYS_BY_SIZE = 1.03, 0.02
 """How much better drafting must look than plain decoding to go on: of one request, and more with
 every doubling of the batch.
 
@@ -69,8 +69,11 @@ _BUDGET = 0.006
 _SAVED_STEPS = 512
 """Steps like the present one whose share probes may save up, and no more than that."""
 
-_PROBE_EVERY = 40
-"""Least number of steps from one probe to the next."""
+_PROBE_EVERY, _PLAINLY_EVERY = 40, 120
+"""Least number of steps from one probe to the next, and where nobody drafts.
+
+There a probe has to read what drafters missed, and its time says nothing about usual steps.
+"""
 
 _PLAIN_EVERY = 48
 """Steps without plain decoding after which it is the next to be probed."""
@@ -489,8 +492,9 @@ def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
         return 1
     if before is None or before.numbers != numbers or before.choice.plan != choice.plan:
         return _HOLD
-    # Several drift apart meanwhile, and others of them are to draft.
-    return _HOLD if len(numbers) > 1 else min(_LONGEST_HOLD, 2 * before.length)
+    # Several drift apart while they draft, and others of them are to.
+    apart = choice.drafting and len(numbers) > 1
+    return _HOLD if apart else min(_LONGEST_HOLD, 2 * before.length)
 
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
@@ -526,7 +530,7 @@ def _unknown(book: _Book, plan: Plan, size: int) -> bool:
 
 def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
     """Return another choice that is worth a look and within the budget, or None."""
-    if book.step - book.probed < _PROBE_EVERY:
+    if book.step - book.probed < (_PROBE_EVERY if best.drafting else _PLAINLY_EVERY):
         return None
     # What drafters read for a probe may be read in vain: all of it counts.
     probe = outlook.at_once().by(_least_recent(book, outlook, best), PlanReason.PROBE)
