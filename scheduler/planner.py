@@ -5,12 +5,14 @@ drafts get (:mod:`eaglegbv.scheduler.acceptance`). Among all plans, and for each
 numbers of requests that draft by it, those with most to gain first, while the others decode
 plainly, it takes the choice with the most expected tokens a second:
 
-    rate = (requests + sum over those that draft of expected accepted tokens) / expected seconds
+    rate = (requests + sum over those that draft of weight * expected accepted tokens)
+           / expected seconds
 
-Where drafting does not pay (a large batch, a poor drafter) nobody drafts. A drafter that was left
-behind has to read what it missed first; that counts as seconds, spread over the steps to come. What
-is known is checked now and then by a probe, of another plan or of plain decoding, on a budget of
-0.6% of the time.
+Where nobody waits, the weights say who has most to come: a batch ends with its last request. Where
+drafting does not pay (a large batch, a poor drafter) nobody drafts. A drafter that was left behind
+has to read what it missed first; that counts as seconds, spread over the steps to come. What is
+known is checked now and then by a probe, of another plan or of plain decoding, on a budget of 0.6%
+of the time.
 
 Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
 committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;

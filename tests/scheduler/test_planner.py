@@ -1,7 +1,7 @@
 """The planner in a simulated world finds what is best there, and follows when the world changes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -190,6 +190,24 @@ def test_probes_are_rare_and_cheap() -> None:
     simulation.run(4, 400)
     probes = simulation.share(lambda plan, reason: reason is PlanReason.PROBE, 400)
     assert 0 < probes < 0.05
+
+
+def test_those_furthest_behind_draft_first_where_nobody_waits() -> None:
+    # For all of them drafting does not pay.
+    simulation = Simulation(World(step=(9.0, 0.2), draft=(0.5, 2.5, 0.3, 0.1)))
+    simulation.run(1, 200)
+    simulation.run(4, 400)
+
+    def drafting(numbers: Sequence[int], waiting: int) -> list[bool]:
+        requests = [make_request(number, AUTO, 1.0) for number in numbers]
+        for request, left in zip(requests, (40, 200, 40, 200), strict=True):
+            request.max_tokens = left
+        simulation.planner.assign(requests, waiting=waiting)
+        assert {request.plan_reason for request in requests} == {PlanReason.BEST}
+        return [request.plan.speculative for request in requests]
+
+    assert drafting([-1, -2, -3, -4], waiting=0) == [False, True, False, True]
+    assert drafting([-5, -6, -7, -8], waiting=1) == [False] * 4
 
 
 def test_every_plan_keeps_to_the_limits() -> None:
