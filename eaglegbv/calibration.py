@@ -124,7 +124,9 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
     drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
     sizes = [size for size in _SIZES if size <= most]
-    yield from (_Kind(sizes[0], plan) for plan in (PLAIN, *drafts))
+    # One request may gain by any number of paths, and there a tenth of a step decides.
+    alone = [plans[count, depths[len(depths) // 3]] for count in paths[:4]]
+    yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
     yield from (_Kind(size, PLAIN, _LONG_PROMPT) for size in sizes[-2:-1])
     rest = [_Kind(size, plan) for size in sizes[1:] for plan in drafts]
