@@ -87,7 +87,7 @@ class CheckedVerifier:
     def _warm_up(self, vocab: int) -> None:
         """Make the graphs: for the tensors of inference mode, in which an engine runs."""
         several = () if self.verifier.max_paths == 1 else (4,)
-        for batch in (1, 6):
+        for batch in (1, 7):
             for paths in (1, *several):
                 self.verify(*_example(batch, paths, _LENGTH + 2, vocab))
 
