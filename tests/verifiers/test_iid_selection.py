@@ -51,7 +51,8 @@ def test_decisions_do_not_depend_on_the_room_for_forks(
 
     monkeypatch.setattr(iid_selection, "_room_for_forks", bound)
     assert decided() == expected
-    assert len(rooms) == len(batches)
+    selects = paths > 1 or name != "otbv"  # which does not among one
+    assert len(rooms) == (len(batches) if selects else 0)
 
 
 def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
