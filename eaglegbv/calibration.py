@@ -80,6 +80,11 @@ def calibrate(
     engine.check_plan(auto)
     vocab = pair.target.vocab_size
     sampled, greedy = _Times(engine, vocab, 1.0), _Times(engine, vocab, 0.0)
+
+    def measure(kind: _Kind) -> None:
+        sampled.measure(kind)
+        greedy.measure(kind)
+
     kinds: list[_Kind] = []
     end = time.perf_counter() + seconds / _ROUNDS
     for kind in _kinds(auto, config.max_batch):
@@ -88,12 +93,9 @@ def calibrate(
             break
         if _fits(pair.target, kind):
             kinds.append(kind)
-            sampled.measure(kind)
-            greedy.measure(kind)
-    for _ in range(_ROUNDS - 1):
-        for kind in kinds:
-            sampled.measure(kind)
-            greedy.measure(kind)
+            measure(kind)
+    for kind in kinds * (_ROUNDS - 1):
+        measure(kind)
     return KnownCosts(greedy=greedy.table(), sampled=sampled.table())
 
 
