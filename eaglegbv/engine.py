@@ -438,7 +438,7 @@ class Engine:
         greedy = requests[0].params.greedy
         verifier = self._verifier(plan.verifier)
         law = Law.FIXED if greedy else law_of(plan, verifier, drafter)
-        return drafter.draft(requests, plan, law, [s[1:] for s in slots])
+        return drafter.draft(requests, plan, law, [s[:-1] for s in slots])
 
     def _prefill(self, portions: list[Portion]) -> list[Group]:
         """Read prompts to their ends."""

@@ -5,7 +5,8 @@ Two things make them fast, and change nothing but rounding:
 - linear layers that read the same tensor (queries, keys and values; gate and up) are *joined*: the
   first of them computes one product for all, the others find their part of it;
 - on a CPU weights are *packed* into the blocks that oneDNN's kernels read, once and not in every
-  call: seven rows of a draft tree then cost little more than one.
+  call: seven rows of a draft tree then cost little more than one. Not where that is slower, as it
+  is timed to be of small matrices on some CPUs: a packed product takes longer to begin.
 
 A third changes the numbers, and is for drafters alone, whose laws the verifier is told whatever
 they are: weights of 8 bits, *quantised*, are read from memory in a quarter of the time.
@@ -13,13 +14,15 @@ they are: weights of 8 bits, *quantised*, are read from memory in a quarter of t
 Which layers read the same tensor is seen, not guessed from names: the caller runs the module once.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,6 +31,12 @@ from eaglegbv.errors import InvalidArgument
 
 _PACKED_FOR = 16
 """Rows that packed weights are laid out for; kernels take any number."""
+
+_LARGE = 1 << 20
+"""Entries of a matrix from which on reading it takes so long that packing pays, untimed."""
+
+_TIMED_ROWS, _TIMED_ROUNDS, _TIMED_CALLS = (1, 4, 8), 9, 4
+"""Rows of the products that are timed, rounds of which the fastest counts, and calls of a round."""
 
 _FAST_INT8 = frozenset({"AVX2", "AVX512"})
 """Capabilities of a CPU for which PyTorch has fast kernels for weights of 8 bits."""
@@ -107,7 +116,7 @@ def prepare(
 def product_of(
     weight: Tensor, bias: Tensor | None, quantization: Quantization, *, index: int = 0
 ) -> "DenseProduct | PackedProduct | QuantisedProduct":
-    """Return the fastest product with ``weight`` ``[out_features, in_features]``.
+    """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
     Args:
         weight: The matrix.
@@ -117,9 +126,48 @@ def product_of(
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
-    if can_pack(weight):
+    if can_pack(weight) and packing_pays(*weight.shape, weight.dtype):
         return PackedProduct(weight, bias, index=index)
     return DenseProduct(weight, bias)
+
+
+@lru_cache(maxsize=256)
+@torch.no_grad()
+def packing_pays(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Return whether products of a few rows with such a matrix are faster packed, here.
+
+    Timed once for a process, so that all models of it compute alike; and on one thread, for which
+    it matters little what else the machine does.
+
+    Args:
+        outputs: Rows of the matrix.
+        inputs: Columns of the matrix.
+        dtype: A type that :func:`can_pack`.
+    """
+    if outputs * inputs >= _LARGE:
+        return True
+    weight = torch.zeros((outputs, inputs), dtype=dtype)
+    products = PackedProduct(weight, None), DenseProduct(weight, None)
+    seconds = [0.0, 0.0]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for rows in _TIMED_ROWS:
+            x = torch.zeros((rows, inputs), dtype=dtype)
+            times = [[_time(product, x) for product in products] for _ in range(_TIMED_ROUNDS)]
+            seconds = [sum(pair) for pair in zip(seconds, np.min(times, axis=0), strict=True)]
+    finally:
+        torch.set_num_threads(threads)
+    packed, dense = seconds
+    return bool(packed < dense)
+
+
+def _time(product: "Product", x: Tensor) -> float:
+    """Return the thread's seconds of a few calls."""
+    start = time.thread_time()
+    for _ in range(_TIMED_CALLS):
+        product(x)
+    return time.thread_time() - start
 
 
 def settled(
@@ -141,7 +189,7 @@ def settled(
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Say whether products with ``weight`` are faster packed: floats of a CPU that oneDNN knows."""
+    """Say whether ``weight`` can be packed: floats of a CPU that oneDNN knows."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype is torch.bfloat16:

@@ -6,21 +6,31 @@ from support.eight_bits import HAS_INT8, needs_int8
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 
+from eaglegbv import products
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.products import (
     DenseProduct,
     PackedProduct,
+    Product,
     QuantisedProduct,
     Quantization,
     can_pack,
     in_use,
+    packing_pays,
     prepare,
+    product_of,
     settled,
 )
 from eaglegbv.targets.hf import HFTarget
 
 PACKS = can_pack(torch.zeros(1, 1))
 needs_packing = pytest.mark.skipif(not PACKS, reason="PyTorch without oneDNN packs no weights")
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have everything packed that can be, however long it takes here."""
+    monkeypatch.setattr(products, "packing_pays", lambda *_: True)
 
 
 class Layers(nn.Module):
@@ -46,8 +56,12 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("pays", [True, False])
 @torch.no_grad()
-def test_prepared_modules_compute_the_same(dtype: torch.dtype, bias: bool) -> None:
+def test_prepared_modules_compute_the_same(
+    pays: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "packing_pays", lambda *_: pays)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
     expected, names = module(TOKENS), list(module.state_dict())
@@ -56,8 +70,8 @@ def test_prepared_modules_compute_the_same(dtype: torch.dtype, bias: bool) -> No
     tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
     torch.testing.assert_close(module(TOKENS), expected, **tolerance)
     assert list(module.state_dict()) == names
-    # q, k and v are one product; float64 is not packed, but joined all the same.
-    packs = PACKS and dtype is not torch.float64
+    # q, k and v are one product; what is not packed is joined all the same.
+    packs = PACKS and pays and dtype is not torch.float64
     assert len(packed) == (3 if packs else 0)
     assert module.q.weight.is_meta
     assert module.o.weight.is_meta == packs
@@ -121,6 +135,25 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
 
 
 @needs_packing
+@torch.no_grad()
+def test_the_faster_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = {"DenseProduct"}
+
+    def seconds(product: Product, x: Tensor) -> float:
+        return 3.0 if type(product).__name__ in slower else 1.0
+
+    monkeypatch.setattr(products, "_time", seconds)
+    # Sizes that nothing else asks for: what was found is kept.
+    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
+    slower.add("PackedProduct")
+    slower.remove("DenseProduct")
+    assert isinstance(product_of(torch.ones(29, 23), None, Quantization.NONE), DenseProduct)
+    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
+    assert packing_pays(1024, 1024, torch.float32)  # too large to be timed
+
+
+@needs_packing
+@pytest.mark.usefixtures("packing")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
 def test_compiled_modules_find_their_products() -> None:
@@ -135,6 +168,7 @@ def test_compiled_modules_find_their_products() -> None:
 
 
 @needs_packing
+@pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "opt", "gpt_oss"])
 def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
     target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
