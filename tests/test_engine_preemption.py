@@ -2,7 +2,7 @@
 
 The text of a pre-empted request is read again, in one go and not token by token, so its keys and
 values may differ by rounding (float32: about 1e-6 of a logit). That flips a token where a uniform
-number lies as close to a boundary, once in a million tokens or so; the seeds here are fixed.
+number lies as close to a boundary, which is rare; the seeds here are fixed.
 """
 
 import numpy as np
