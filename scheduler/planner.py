@@ -44,7 +44,7 @@ _KNOWN = 2
 _PLAINLY = 5
 """Steps of plain decoding before others are chosen: what all else is measured against.
 
-Costs measured before the first request are of short texts.
+Costs measured before the first request are of made-up texts.
 """
 
 _HOPELESS = 0.7
