@@ -146,14 +146,14 @@ def packing_pays(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """
     if outputs * inputs >= _LARGE:
         return True
-    weight = torch.zeros((outputs, inputs), dtype=dtype)
+    weight = torch.zeros((outputs, inputs), dtype=dtype, device="cpu")
     products = PackedProduct(weight, None), DenseProduct(weight, None)
     seconds = [0.0, 0.0]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for rows in _TIMED_ROWS:
-            x = torch.zeros((rows, inputs), dtype=dtype)
+            x = torch.zeros((rows, inputs), dtype=dtype, device="cpu")
             times = [[_time(product, x) for product in products] for _ in range(_TIMED_ROUNDS)]
             seconds = [sum(pair) for pair in zip(seconds, np.min(times, axis=0), strict=True)]
     finally:
