@@ -148,17 +148,17 @@ def packing_pays(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
         return True
     weight = torch.zeros((outputs, inputs), dtype=dtype, device="cpu")
     products = PackedProduct(weight, None), DenseProduct(weight, None)
-    seconds = [0.0, 0.0]
+    inputs_each = [weight.new_zeros((rows, inputs)) for rows in _TIMED_ROWS]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for rows in _TIMED_ROWS:
-            x = torch.zeros((rows, inputs), dtype=dtype, device="cpu")
-            times = [[_time(product, x) for product in products] for _ in range(_TIMED_ROUNDS)]
-            seconds = [sum(pair) for pair in zip(seconds, np.min(times, axis=0), strict=True)]
+        times = [
+            [[_time(product, x) for product in products] for _ in range(_TIMED_ROUNDS)]
+            for x in inputs_each
+        ]
     finally:
         torch.set_num_threads(threads)
-    packed, dense = seconds
+    packed, dense = np.min(times, axis=1).sum(axis=0)
     return bool(packed < dense)
 
 
