@@ -166,6 +166,34 @@ def pack(corpus: Corpus, documents: Tensor, window: int) -> PackedRows:
     )
 
 
+def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
+    """Put every document into a row, whole: long ones first, each into the first row with room.
+
+    Args:
+        lengths: ``[documents]`` int64, none above ``window``.
+        window: Tokens of a row.
+        seed: Seed of what rows are filled up with.
+
+    Returns:
+        ``[rows, number]`` int64, documents for :func:`pack`: in every row some of its own, and then
+        any others, of which those at its end are cut.
+    """
+    free = torch.full_like(lengths, window)
+    rows: list[list[int]] = [[] for _ in lengths]
+    for document in lengths.argsort(descending=True).tolist():
+        row = int((free >= lengths[document]).byte().argmax())
+        rows[row].append(document)
+        free[row] -= lengths[document]
+    used = [own for own in rows if own]
+    # Texts are at least a few tokens long, so this many fill a row.
+    number = max(map(len, used)) + window // 8
+    generator = torch.Generator().manual_seed(seed)
+    filled = torch.randint(len(lengths), (len(used), number), generator=generator)
+    for documents, own in zip(filled, used, strict=True):
+        documents[: len(own)] = torch.tensor(own)
+    return filled.to(lengths.device)
+
+
 def draw_documents(weights: Tensor, shape: tuple[int, int], seed: int) -> Tensor:
     """Draw documents with replacement, ``shape`` int64, a pure function of the arguments.
 

@@ -17,14 +17,14 @@ from eaglegbv.drafters.eagle_head import (
     EagleHeadConfig,
     default_feature_layers,
 )
-from eaglegbv.drafters.training.data import Corpus, draw_documents, pack
+from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns, Runs
 from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
     Loss,
-    TargetRun,
     draw_anchors,
     feature_loss,
     unroll,
@@ -57,6 +57,8 @@ class EagleTrainingConfig:
         batch: Rows of a step.
         held_out: Held-out texts to measure acceptance on, at most.
         rows_per_source: Rows read of each file at most.
+        keep_runs: Run the target once over its answers and keep what a head learns from in memory,
+            instead of running it at every step.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
@@ -84,6 +86,7 @@ class EagleTrainingConfig:
     batch: int = 16
     held_out: int = 256
     rows_per_source: int = 20_000
+    keep_runs: bool = False
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
@@ -110,6 +113,9 @@ class EagleTrainingConfig:
         _ = self.texts  # raises where its settings do not fit
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
+        if self.keep_runs and not self.regenerate:
+            expected = "only with regenerate, the target's own answers: the data's are a mixture"
+            raise InvalidArgument("keep_runs", self.keep_runs, expected)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
@@ -190,11 +196,10 @@ class _Trainer:
         validate: Validate | None,
     ) -> None:
         self.config = config
-        self.model = model
         self.head = head
         device = torch.device(config.device)
-        self.training = texts.training.to(device)
-        self.weights = texts.weights.to(device)
+        self.target = FrozenTarget(model, head.config.feature_layers, config.window)
+        self.runs = _runs(config, self.target, texts, device)
         self.held_out = texts.held_out.to(device)
         self.validate = validate
         self.prompts = _prompts(texts.held_out, config.validate)
@@ -203,10 +208,7 @@ class _Trainer:
         """Mean over depths, weighted by the decay."""
         config = self.config
         seed = config.schedule.seed * 1_000_003 + step
-        # Texts are at least a few tokens long, so this many fill a row.
-        shape = (config.batch, max(1, config.window // 8))
-        documents = draw_documents(self.weights, shape, seed)
-        run = self._run_target(self.training, documents)
+        run = self.runs.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         total, weight = torch.zeros((), device=run.token_ids.device), 1.0
         for depth in unroll(self.head, run, anchors, config.depths):
@@ -223,7 +225,7 @@ class _Trainer:
         every = max(1, len(self.held_out.lengths) // self.config.held_out)
         order = self.held_out.lengths.argsort()[::every]
         for documents in torch.split(order, self.config.batch):
-            run = self._run_target(self.held_out, documents.unsqueeze(1))
+            run = self.target.run(self.held_out, documents.unsqueeze(1))
             anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
             depths = unroll(head, run, anchors, self.config.depths)
             meter.add(depths, head.draft_to_target)
@@ -236,21 +238,14 @@ class _Trainer:
         # The estimate chooses the weights to keep: a few prompts say less, and noisily.
         return Evaluation(-found.block_efficiency, values)
 
-    @torch.no_grad()
-    def _run_target(self, corpus: Corpus, documents: Tensor) -> TargetRun:
-        window = min(self.config.window, int(corpus.lengths[documents].sum(dim=1).max()))
-        rows = pack(corpus, documents, window)
-        out = self.model(input_ids=rows.token_ids, output_hidden_states=True, use_cache=False)
-        final = out.hidden_states[-1]
-        layers = self.head.config.feature_layers
-        features = [out.hidden_states[i] for i in layers] if layers else [final]
-        return TargetRun(
-            token_ids=rows.token_ids,
-            is_response=rows.is_response,
-            features=torch.cat(features, dim=-1).float(),
-            final_hidden=final,
-            logits=out.logits,
-        )
+
+def _runs(
+    config: EagleTrainingConfig, target: FrozenTarget, texts: Texts, device: torch.device
+) -> Runs:
+    training, batch = texts.training.to(device), config.batch
+    if config.keep_runs:
+        return KeptRuns.over(target, training, batch=batch, seed=config.schedule.seed)
+    return FreshRuns(target, training, texts.weights.to(device), batch)
 
 
 def _prompts(corpus: Corpus, number: int) -> list[list[int]]:

@@ -127,6 +127,13 @@ def eagle(
         Path | None, typer.Option(help="File to keep the target's answers in and reuse.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer of the target.")] = 128,
+    keep_runs: Annotated[
+        bool,
+        typer.Option(
+            "--keep-runs/--no-keep-runs",
+            help="Run the target once over its answers, and keep in memory what a head learns from.",
+        ),
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
@@ -162,6 +169,7 @@ def eagle(
         regenerate=regenerate,
         samples=samples,
         max_new_tokens=max_new_tokens,
+        keep_runs=keep_runs,
         window=window,
         batch=batch,
         initial=initial,

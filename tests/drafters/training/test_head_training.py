@@ -36,7 +36,11 @@ def scores(out: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("arch", "extra"),
-    [("eagle1", ("--loss", "ce")), ("eagle3", ("--draft-vocab", "100", "--loss", "mix"))],
+    [
+        ("eagle1", ("--loss", "ce")),
+        ("eagle3", ("--draft-vocab", "100", "--loss", "mix")),
+        ("eagle3", ("--draft-vocab", "100", "--keep-runs")),
+    ],
 )
 def test_a_head_learns_and_loads(
     arch: str, extra: tuple[str, ...], target: Path, chats: Path, tmp_path: Path, train: Run
@@ -101,6 +105,15 @@ def test_training_without_the_targets_answers(
     assert not (tmp_path / "samples.pt").exists()
     report = json.loads((tmp_path / "training_report.json").read_text())
     assert set(report["data"]) == {"counting", "prose"}
+
+
+def test_runs_are_kept_of_the_targets_answers_only(
+    target: Path, chats: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"^keep_runs=True.*regenerate"):
+        EagleTrainingConfig(
+            arch=Arch.EAGLE3, target=target, data=(chats,), out=tmp_path, keep_runs=True
+        )
 
 
 def test_training_goes_on_from_a_trained_head(
