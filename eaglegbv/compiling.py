@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.config import patch
 from torch._dynamo.types import GuardFilterEntry
+from torch._inductor.config import patch as inductor_patch
 
 from eaglegbv.errors import InvalidArgument
 
@@ -36,6 +38,38 @@ def making_graphs() -> Iterator[None]:
     with patch(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
+
+
+@contextmanager
+def generating_products() -> Iterator[None]:
+    """Make graphs here that compute products with parameters by generated code, for a CPU.
+
+    Parameters become constants of a graph, laid out in blocks for its kernels; modules keep theirs,
+    so weights take their memory twice. A generated product costs no call, and four rows take hardly
+    longer than one. A row does not depend on those beside it, bit for bit: each of its sums runs
+    over the whole inner dimension, in one order.
+    """
+    settings = {
+        "freezing": True,
+        "max_autotune_gemm": True,
+        "max_autotune_gemm_backends": "CPP,ATEN",
+    }
+    # Imported here: it takes seconds, and compiling alone needs it.
+    algorithms = import_module("torch._inductor.select_algorithm")
+    selector = algorithms.get_algorithm_selector_cache()
+
+    def generated(choices: list[Any]) -> list[Any]:
+        """Leave no library's product where there is another: timed alone, either may win."""
+        ours = [c for c in choices if not isinstance(c, algorithms.ExternKernelCaller)]
+        return ours or choices
+
+    selector.add_preprocessing_fn(generated)
+    try:
+        # With oneDNN its packed constants would come first, which keep graphs out of caches.
+        with inductor_patch(settings), torch.backends.mkldnn.flags(enabled=False):
+            yield
+    finally:
+        selector.preprocessing_fns.remove(generated)
 
 
 def compiled_alone(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -71,6 +71,8 @@ def prepare(
     module: nn.Module,
     run: Callable[[], object],
     quantization: Quantization = Quantization.NONE,
+    *,
+    generated: nn.Module | None = None,
 ) -> "list[PackedProduct]":
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
@@ -81,11 +83,14 @@ def prepare(
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, and every layer as often as any other forward does.
         quantization: Not ``auto``.
+        generated: A part of it whose products will be generated from the weights as they are (see
+            :func:`eaglegbv.compiling.generating_products`): its layers are joined and no more.
 
     Returns:
         What was packed, in order; what was quantised is not.
     """
     groups = _groups(module, run)
+    as_they_are = set() if generated is None else set(generated.modules())
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     packed: list[PackedProduct] = []
     made: dict[nn.Linear, _Prepared] = {}
@@ -95,7 +100,11 @@ def prepare(
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product = product_of(joint, bias, quantization, index=len(packed))
+        product: DenseProduct | PackedProduct | QuantisedProduct
+        if group[0] in as_they_are:
+            product = DenseProduct(joint, bias)
+        else:
+            product = product_of(joint, bias, quantization, index=len(packed))
         if isinstance(product, PackedProduct):
             packed.append(product)
         elif isinstance(product, DenseProduct) and len(group) == 1:
@@ -202,8 +211,8 @@ class DenseProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
-        self._weight = weight
-        self._bias = bias
+        self._weight = nn.Parameter(weight, requires_grad=False)  # constants of generated code
+        self._bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""

@@ -131,7 +131,7 @@ def eagle(
         bool,
         typer.Option(
             "--keep-runs/--no-keep-runs",
-            help="Run the target once over its answers, and keep in memory what a head learns from.",
+            help="Run the target once over its answers, and keep what a head learns from.",
         ),
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,

@@ -7,7 +7,7 @@ request or which pool is meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
+from eaglegbv.compiling import check_backend, compiled_alone, generating_products, making_graphs
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
@@ -94,7 +94,12 @@ class HFTarget(Target):
         self._compiled = False
         self._products: list[PackedProduct] = []
         probe = Probe()
-        self._products = prepare(model, lambda: self._probe(probe))
+        generates = compile_backend == "inductor" and self._can_generate()
+        self._products = prepare(
+            model,
+            lambda: self._probe(probe),
+            generated=model.base_model if generates else None,
+        )
         check_layers(name, probe.calls, config, self.max_context)
         kv_heads, head_dim = probe.calls[0].kv_heads, probe.calls[0].head_dim
         # Where forwards are padded, padding writes to a slot of the pool that nobody owns.
@@ -111,7 +116,7 @@ class HFTarget(Target):
         self.pool = KVPool(*held, self.dtype, self.device)
         self.attention = attention(self.pool)
         self._static: StaticForward | None = None
-        with making_graphs():
+        with making_graphs(), generating_products() if generates else nullcontext():
             if compile_backend is not None:
                 self._compile(compile_backend)
             check_forward(name, self, expected)
@@ -209,6 +214,9 @@ class HFTarget(Target):
                 states = [out.hidden_states[layer][0] for layer in self._captured]
                 features = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
             return TargetOutput(out.logits[0].float(), features)
+
+    def _can_generate(self) -> bool:
+        return self.device.type == "cpu" and self.dtype is torch.float32
 
     def _probe(self, probe: Probe) -> None:
         self._run(pack([probe.segment()], self.device), probe, None)

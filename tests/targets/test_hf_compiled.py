@@ -1,15 +1,21 @@
 """A compiled target computes what the plain one does, for any number of rows.
 
 The compiler's front end is what can go wrong here (graphs around the attention, shapes that vary);
-so the graphs it finds are run as they are, without the minutes its code generator takes.
+so the graphs it finds are mostly run as they are, without the minutes its code generator takes.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
+from support.compilers import needs_compiler
 from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import VOCAB, tiny_model
+from torch._dynamo.utils import counters
+from torch._inductor.select_algorithm import get_algorithm_selector_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eaglegbv.attention.base import Segment
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.targets.base import FeatureSpec, TargetOutput
 from eaglegbv.targets.hf import HFTarget
@@ -65,6 +71,44 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
     ]
     for compiled, plain in zip(*both, strict=True):
         assert_same(compiled, plain)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+def test_generated_products_are_the_targets_and_no_row_depends_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    choosing = get_algorithm_selector_cache().preprocessing_fns[:]
+    counters.clear()
+    features = FeatureSpec.final()
+    compiled, plain = (
+        HFTarget(tiny_model("llama"), features=features, max_slots=256, compile_backend=backend)
+        for backend in ("inductor", None)
+    )
+    # Two graphs, for one row and several; joined, a layer has four products.
+    assert counters["inductor"]["cpp_templated_kernel_counter"] == 2 * 4 * compiled.num_layers
+    assert_same(compiled, plain)
+    tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0))
+    every = alone(compiled, tokens)
+    for rows in (1, 2, 3, 7, 8, 17):
+        assert torch.equal(alone(compiled, tokens[:rows]), every[:rows])
+    # Nothing stays behind for what others compile.
+    assert get_algorithm_selector_cache().preprocessing_fns == choosing
+    assert torch.backends.mkldnn.enabled
+
+
+def alone(target: HFTarget, tokens: torch.Tensor) -> torch.Tensor:
+    """Return what texts of one token each come to, which see nothing else, in one forward."""
+    first = torch.zeros(1, dtype=torch.int64)
+    segments = [
+        Segment(token.view(1), first, first[:0], torch.tensor([slot]), first)
+        for slot, token in enumerate(tokens)
+    ]
+    features = target.forward(segments).features
+    assert features is not None
+    return features
 
 
 def shallow_llama() -> LlamaForCausalLM:
