@@ -71,7 +71,7 @@ def test_prepared_modules_compute_the_same(
     torch.testing.assert_close(module(TOKENS), expected, **tolerance)
     assert list(module.state_dict()) == names
     # q, k and v are one product; what is not packed is joined all the same.
-    packs = PACKS and pays and dtype is not torch.float64
+    packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
     assert len(packed) == (3 if packs else 0)
     assert module.q.weight.is_meta
     assert module.o.weight.is_meta == packs
