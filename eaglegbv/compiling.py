@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.config import patch
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.config import patch as inductor_patch
+from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
 
@@ -64,11 +65,13 @@ def generating_products() -> Iterator[None]:
         return ours or choices
 
     selector.add_preprocessing_fn(generated)
+    # With oneDNN its packed constants would come first, which keep graphs out of caches.
+    enabled, *_ = set_onednn_flags(False, _fp32_precision=None)
     try:
-        # With oneDNN its packed constants would come first, which keep graphs out of caches.
-        with inductor_patch(settings), torch.backends.mkldnn.flags(enabled=False):
+        with inductor_patch(settings):
             yield
     finally:
+        set_onednn_flags(enabled, _fp32_precision=None)
         selector.preprocessing_fns.remove(generated)
 
 

@@ -12,10 +12,12 @@ from support.compilers import needs_compiler
 from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import VOCAB, tiny_model
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch._inductor.select_algorithm import get_algorithm_selector_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import Segment
+from eaglegbv.compiling import generating_products
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.targets.base import FeatureSpec, TargetOutput
 from eaglegbv.targets.hf import HFTarget
@@ -80,7 +82,6 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    choosing = get_algorithm_selector_cache().preprocessing_fns[:]
     counters.clear()
     features = FeatureSpec.final()
     compiled, plain = (
@@ -94,9 +95,19 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
     every = alone(compiled, tokens)
     for rows in (1, 2, 3, 7, 8, 17):
         assert torch.equal(alone(compiled, tokens[:rows]), every[:rows])
-    # Nothing stays behind for what others compile.
-    assert get_algorithm_selector_cache().preprocessing_fns == choosing
-    assert torch.backends.mkldnn.enabled
+
+
+def test_how_products_are_generated_does_not_stay_for_what_others_compile() -> None:
+    selector = get_algorithm_selector_cache()
+    choosing, enabled = selector.preprocessing_fns[:], torch.backends.mkldnn.enabled
+    with pytest.raises(KeyError), generating_products():  # noqa: PT012
+        assert inductor.freezing
+        assert not torch.backends.mkldnn.enabled
+        assert len(selector.preprocessing_fns) == len(choosing) + 1
+        raise KeyError
+    assert not inductor.freezing
+    assert torch.backends.mkldnn.enabled == enabled
+    assert selector.preprocessing_fns == choosing
 
 
 def alone(target: HFTarget, tokens: torch.Tensor) -> torch.Tensor:
