@@ -105,7 +105,7 @@ def prepare(
         bias = torch.cat(biases) if biases else None
         product: DenseProduct | PackedProduct | QuantisedProduct
         if group[0] in as_they_are:
-            product = DenseProduct(joint, bias)
+            product = DenseProduct(_constant(joint), None if bias is None else _constant(bias))
         else:
             product = product_of(joint, bias, quantization, index=len(packed))
         if isinstance(product, PackedProduct):
@@ -123,6 +123,11 @@ def prepare(
             if isinstance(child, nn.Linear) and child in made:
                 setattr(parent, name, made[child])
     return packed
+
+
+def _constant(weight: Tensor) -> nn.Parameter:
+    """Return what a graph whose products are generated takes for a constant of its own."""
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def product_of(
@@ -218,8 +223,8 @@ class DenseProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
-        self._weight = nn.Parameter(weight, requires_grad=False)  # constants of generated code
-        self._bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._weight = weight
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""

@@ -67,6 +67,7 @@ def tiny_engine(
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
+    dtype: torch.dtype = torch.float32,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -80,10 +81,10 @@ def tiny_engine(
         if arch is Arch.EAGLE1
         else FeatureSpec.layer_inputs(default_feature_layers(LAYERS))
     )
-    own = _model_copy(model).to(device)
+    own = _model_copy(model).to(dtype).to(device)
     target = HFTarget(own, features=features, max_slots=slots, graphs=graphs, attention=attention)
-    pool = KVPool(1, slots + 1, 2, HEAD_DIM, torch.float32, torch.device(device))
-    head = _head(target, vocab, arch).to(device)
+    pool = KVPool(1, slots + 1, 2, HEAD_DIM, dtype, torch.device(device))
+    head = _head(target, vocab, arch).to(dtype).to(device)
     drafter = EagleDrafter(
         head, attention(pool), quantization=quantization, graphs=graphs, max_context=256
     )
