@@ -187,7 +187,7 @@ class EagleDrafter(RecallingDrafter):
             hidden, logits = self._forward.go_on(segments, above)
             return logits
 
-        logits = self.head.logits(hidden)
+        logits = self._forward.logits(hidden)
         return draft_trees(requests, plan, law, self.head.draft_to_target, logits, follow)
 
     def snapshot(self, request: Request) -> EagleSnapshot:

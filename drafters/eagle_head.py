@@ -174,18 +174,21 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(self, quantization: Quantization) -> list[PackedProduct]:
+    def prepare_products(
+        self, quantization: Quantization, *, generated: bool = False
+    ) -> list[PackedProduct]:
         """Make the products of a draft's few rows fast; see :mod:`eaglegbv.products`.
 
         To be called once, on the last device and in the last dtype; the head is not trained after.
 
         Args:
             quantization: Of the weights; not ``auto``.
+            generated: Whether they will be generated, and not packed.
 
         Returns:
             What was packed: a compiled head calls these back by number.
         """
-        return prepare(self, self._run_once, quantization)
+        return prepare(self, self._run_once, quantization, generated=self if generated else None)
 
     def _run_once(self) -> None:
         """Run every layer on a row."""
@@ -258,10 +261,13 @@ class Eagle1Head(EagleHead):
             return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(self, quantization: Quantization) -> list[PackedProduct]:
+    def prepare_products(
+        self, quantization: Quantization, *, generated: bool = False
+    ) -> list[PackedProduct]:
         """See :meth:`EagleHead.prepare_products`."""
-        packed = super().prepare_products(quantization)
-        output = product_of(self.target_lm_head, None, quantization, index=len(packed))
+        packed = super().prepare_products(quantization, generated=generated)
+        weight = self.target_lm_head
+        output = product_of(weight, None, quantization, generated=generated, index=len(packed))
         self._output = output
         return [*packed, output] if isinstance(output, PackedProduct) else packed
 

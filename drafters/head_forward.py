@@ -1,28 +1,36 @@
 """Forwards of an EAGLE head over packed rows and a pool, which may be compiled.
 
 A forward of the tiny head takes less to compute than its operations take to launch, which compiled
-code does faster.
+code does faster; most of all where a lone request drafts, whose attention is part of the graph.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
+from eaglegbv.attention.lone import LoneKeys, attend_lone, lone_keys
 from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
-from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
+from eaglegbv.compiling import (
+    can_generate,
+    check_backend,
+    compiled_alone,
+    generating_products,
+    making_graphs,
+)
 from eaglegbv.drafters.eagle_head import Attend, EagleHead, Rotation
 from eaglegbv.products import Quantization, in_use
 
 _FIRST_ANGLES = 1024
 """Positions whose angles are known from the start."""
 
-
-Result = TypeVar("Result")
+_WARM_UP_KEYS = 11
+"""Keys of the texts that graphs are made from: one slot, many times."""
 
 
 class Drafted(NamedTuple):
@@ -37,11 +45,52 @@ class Drafted(NamedTuple):
     logits: Tensor
 
 
+class _Rows(NamedTuple):
+    """Rows of a forward, but for what they go on from.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        positions: ``[rows]`` int64.
+        angles: Those of positions 0, 1, ...
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    angles: Rotation
+
+    @property
+    def rotation(self) -> Rotation:
+        """The angles of the rows."""
+        return self.angles.at(self.positions)
+
+
+Result = TypeVar("Result")
+
+_Forward = Callable[[EagleHead, Attend, _Rows, Tensor], Result]
+
+
+class _Graphs(Generic[Result]):
+    """A forward, compiled: for one request, whose attention is part of it, and for several."""
+
+    def __init__(
+        self, forward: _Forward[Result], head: EagleHead, *, scale: float, backend: str
+    ) -> None:
+        def lone(keys: LoneKeys, rows: _Rows, above: Tensor) -> Result:
+            return forward(head, partial(attend_lone, over=keys, scale=scale), rows, above)
+
+        def batch(rows: _Rows, above: Tensor) -> Result:
+            return forward(head, partial(attend_opaque, 0, scale=scale), rows, above)
+
+        self.lone: Callable[..., Result] = compiled_alone(lone, backend)
+        self.batch: Callable[..., Result] = compiled_alone(batch, backend)
+
+
 class _Compiled(NamedTuple):
     """Compiled forwards."""
 
-    read: Callable[..., Tensor]
-    go_on: Callable[..., Drafted]
+    read: _Graphs[Tensor]
+    go_on: _Graphs[Drafted]
+    logits: Callable[[Tensor], Tensor]
 
 
 class HeadForward:
@@ -63,7 +112,7 @@ class HeadForward:
 
         Args:
             head: The head; its products are made ready for few rows.
-            attention: Paged attention over its pool, of three slots or more, none of them in use.
+            attention: Paged attention over its pool, of four slots or more, none of them in use.
             quantization: Of its weights; not ``auto``.
             compile_backend: Compile the forwards of a draft by this backend of ``torch.compile``
                 now; None runs them as they are.
@@ -71,7 +120,9 @@ class HeadForward:
         Raises:
             InvalidArgument: There is no such backend.
         """
-        self._products = head.prepare_products(quantization)
+        kind = head.embedding
+        generates = can_generate(compile_backend, dtype=kind.dtype, device=kind.device)
+        self._products = head.prepare_products(quantization, generated=generates)
         self._head = head
         self.attention = attention
         self._scale = head.config.head_dim**-0.5
@@ -79,60 +130,77 @@ class HeadForward:
         self._compiled: _Compiled | None = None
         if compile_backend is not None:
             check_backend(compile_backend)
-            attend = partial(attend_opaque, 0, scale=self._scale)
             self._compiled = _Compiled(
-                read=compiled_alone(partial(_read, head, attend), compile_backend),
-                go_on=compiled_alone(partial(_go_on, head, attend), compile_backend),
+                read=_Graphs(_read, head, scale=self._scale, backend=compile_backend),
+                go_on=_Graphs(_go_on, head, scale=self._scale, backend=compile_backend),
+                logits=compiled_alone(head.logits, compile_backend),
             )
-            with making_graphs():
+            with making_graphs(), generating_products() if generates else nullcontext():
                 self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
-        return self._run(partial(_step, self._head), segments, hidden)
+        return self._run(_step, segments, hidden)
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """Run rows on the target's ``features`` ``[rows, F]``, contiguous; return the next."""
         if self._compiled is None:
-            return self._run(partial(_read, self._head), segments, features)
+            return self._run(_read, segments, features)
         return self._run_compiled(self._compiled.read, segments, features)
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
         if self._compiled is None:
-            return self._run(partial(_go_on, self._head), segments, hidden)
+            return self._run(_go_on, segments, hidden)
         return self._run_compiled(self._compiled.go_on, segments, hidden)
 
-    def _run(
-        self, forward: Callable[..., Result], segments: Sequence[Segment], rows: Tensor
-    ) -> Result:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
+        if self._compiled is None:
+            return self._head.logits(hidden)
+        with in_use(self._products):
+            return self._compiled.logits(hidden)
+
+    def _run(self, forward: _Forward[Result], segments: Sequence[Segment], above: Tensor) -> Result:
         """Run a forward as it is."""
-        batch, angles = self._pack(segments)
+        batch = pack(segments, self._head.embedding.device)
         attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
-        return forward(attend, batch.token_ids, batch.positions, rows, angles.cos, angles.sin)
+        return forward(self._head, attend, self._rows(batch), above)
 
     def _run_compiled(
-        self, graph: Callable[..., Result], segments: Sequence[Segment], rows: Tensor
+        self, graphs: _Graphs[Result], segments: Sequence[Segment], above: Tensor
     ) -> Result:
-        batch, angles = self._pack(segments)
-        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
-        inputs = batch.token_ids.clone(), batch.positions.clone()
-        with serving(PagedCall(self.attention, batch)), in_use(self._products):
-            return graph(*inputs, rows, angles.cos, angles.sin)
-
-    def _pack(self, segments: Sequence[Segment]) -> tuple[PackedBatch, Rotation]:
         batch = pack(segments, self._head.embedding.device)
-        return batch, self._rotations(max(segment.num_keys for segment in segments))
+        rows = self._rows(batch)
+        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
+        rows = rows._replace(token_ids=rows.token_ids.clone(), positions=rows.positions.clone())
+        with in_use(self._products):
+            if len(segments) == 1:
+                keys = lone_keys(segments[0], self.attention.pool, layer=0)
+                return graphs.lone(keys, rows, above)
+            with serving(PagedCall(self.attention, batch)):
+                return graphs.batch(rows, above)
+
+    def _rows(self, batch: PackedBatch) -> _Rows:
+        longest = max(segment.num_keys for segment in batch.segments)
+        return _Rows(batch.token_ids, batch.positions, self._rotations(longest))
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs, of one row and of any number: for the tensors of inference mode."""
+        """Make the graphs, of one row and of any number: for the tensors of inference mode.
+
+        Sizes that are equal here would have to be equal for good: a context keeps them apart.
+        """
         config, like = self._head.config, self._head.embedding
-        for rows in (1, 3):
-            slots = torch.arange(rows)
-            segment = Segment.causal(torch.zeros_like(slots), slots[:0], slots)
-            self.read([segment], like.new_zeros((rows, config.feature_size)))
-            self.go_on([segment], like.new_zeros((rows, config.hidden_size)))
+        context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
+        for lengths in ((1,), (3,), (3, 1)):
+            slots = torch.arange(sum(lengths))
+            new = slots.split(lengths)
+            segments = [Segment.causal(torch.zeros_like(own), context, own) for own in new]
+            self.read(segments, like.new_zeros((len(slots), config.feature_size)))
+            above = like.new_zeros((len(slots), config.hidden_size))
+            self.go_on(segments, above)
+            self.logits(above)
 
     def _rotations(self, count: int) -> Rotation:
         """Return the angles of the first ``count`` positions or more: looked up, not computed."""
@@ -149,31 +217,15 @@ class HeadForward:
         return angles
 
 
-def _step(
-    head: EagleHead,
-    attend: Attend,
-    token_ids: Tensor,
-    positions: Tensor,
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    embedded = functional.embedding(token_ids, head.embedding)
-    return head.step(embedded, hidden, Rotation(cos, sin).at(positions), attend)
+def _step(head: EagleHead, attend: Attend, rows: _Rows, hidden: Tensor) -> Tensor:
+    embedded = functional.embedding(rows.token_ids, head.embedding)
+    return head.step(embedded, hidden, rows.rotation, attend)
 
 
-def _read(
-    head: EagleHead,
-    attend: Attend,
-    token_ids: Tensor,
-    positions: Tensor,
-    features: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    return _step(head, attend, token_ids, positions, head.fuse(features), cos, sin)
+def _read(head: EagleHead, attend: Attend, rows: _Rows, features: Tensor) -> Tensor:
+    return _step(head, attend, rows, head.fuse(features))
 
 
-def _go_on(head: EagleHead, attend: Attend, *inputs: Tensor) -> Drafted:
-    hidden = _step(head, attend, *inputs)
+def _go_on(head: EagleHead, attend: Attend, rows: _Rows, hidden: Tensor) -> Drafted:
+    hidden = _step(head, attend, rows, hidden)
     return Drafted(hidden, head.logits(hidden))

@@ -13,6 +13,7 @@ from torch._dynamo.config import patch
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
+from torch.fx.experimental import _config as fx_config
 
 from eaglegbv.errors import InvalidArgument
 
@@ -34,11 +35,18 @@ def making_graphs() -> Iterator[None]:
 
     Graphs take a module's floats (and constants that are computed and kept) for what they are.
     Elsewhere a graph would be handed its floats, each made a tensor for every call, which for the
-    layers of a small model took 2% of a forward.
+    layers of a small model took 2% of a forward. Sizes that happen to be equal in the first call
+    are not taken to be so in all.
     """
-    with patch(specialize_float=True), warnings.catch_warnings():
+    sizes = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with patch(specialize_float=True), sizes, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
+
+
+def can_generate(backend: str | None, *, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether :func:`generating_products` is for graphs of that kind: float32 of a CPU."""
+    return backend == "inductor" and device.type == "cpu" and dtype is torch.float32
 
 
 @contextmanager
@@ -54,6 +62,8 @@ def generating_products() -> Iterator[None]:
         "freezing": True,
         "max_autotune_gemm": True,
         "max_autotune_gemm_backends": "CPP,ATEN",
+        # What reads 8 bits rounds its input: in all graphs, not only where nothing was fused.
+        "emulate_precision_casts": True,
     }
     # Imported here: it takes seconds, and compiling alone needs it.
     algorithms = import_module("torch._inductor.select_algorithm")

@@ -86,8 +86,8 @@ def prepare(
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, and every layer as often as any other forward does.
         quantization: Not ``auto``.
-        generated: A part of it whose products will be generated from the weights as they are (see
-            :func:`eaglegbv.compiling.generating_products`): its layers are joined and no more.
+        generated: A part of it whose products will be generated (see
+            :func:`eaglegbv.compiling.generating_products`): its layers are joined, and not packed.
 
     Returns:
         What was packed, in order; what was quantised is not.
@@ -103,11 +103,8 @@ def prepare(
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product: DenseProduct | PackedProduct | QuantisedProduct
-        if group[0] in as_they_are:
-            product = DenseProduct(_constant(joint), None if bias is None else _constant(bias))
-        else:
-            product = product_of(joint, bias, quantization, index=len(packed))
+        ours = group[0] in as_they_are
+        product = product_of(joint, bias, quantization, generated=ours, index=len(packed))
         if isinstance(product, PackedProduct):
             packed.append(product)
         elif isinstance(product, DenseProduct) and len(group) == 1:
@@ -131,7 +128,12 @@ def _constant(weight: Tensor) -> nn.Parameter:
 
 
 def product_of(
-    weight: Tensor, bias: Tensor | None, quantization: Quantization, *, index: int = 0
+    weight: Tensor,
+    bias: Tensor | None,
+    quantization: Quantization,
+    *,
+    generated: bool = False,
+    index: int = 0,
 ) -> "DenseProduct | PackedProduct | QuantisedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
@@ -139,10 +141,13 @@ def product_of(
         weight: The matrix.
         bias: ``[out_features]``, or None.
         quantization: Not ``auto``.
+        generated: Whether its code will be generated; see :func:`prepare`.
         index: Its place among the packed products of a module that may be compiled.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
+    if generated:
+        return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
     if can_pack(weight) and packing_pays(*weight.shape, weight.dtype):
         return PackedProduct(weight, bias, index=index)
     return DenseProduct(weight, bias)
@@ -272,11 +277,11 @@ class QuantisedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Quantise ``weight`` ``[out_features, in_features]``: a CPU's floats."""
         largest = weight.abs().amax(dim=1).float()
-        self._scales = (largest / _INT8.max).clamp(min=_LEAST_SCALE).bfloat16()
-        steps = (weight.float() / self._scales.float().unsqueeze(1)).round()
+        scales = (largest / _INT8.max).clamp(min=_LEAST_SCALE).bfloat16()
+        steps = (weight.float() / scales.float().unsqueeze(1)).round()
         self._padding = -weight.shape[1] % _BLOCK
         padded = functional.pad(steps.clamp(_INT8.min, _INT8.max), (0, self._padding))
-        self._weight = padded.to(torch.int8)
+        self._scales, self._weight = _constant(scales), _constant(padded.to(torch.int8))
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:

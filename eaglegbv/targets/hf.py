@@ -22,7 +22,13 @@ from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.compiling import check_backend, compiled_alone, generating_products, making_graphs
+from eaglegbv.compiling import (
+    can_generate,
+    check_backend,
+    compiled_alone,
+    generating_products,
+    making_graphs,
+)
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
@@ -94,7 +100,7 @@ class HFTarget(Target):
         self._compiled = False
         self._products: list[PackedProduct] = []
         probe = Probe()
-        generates = compile_backend == "inductor" and self._can_generate()
+        generates = can_generate(compile_backend, dtype=self.dtype, device=self.device)
         self._products = prepare(
             model,
             lambda: self._probe(probe),
@@ -214,9 +220,6 @@ class HFTarget(Target):
                 states = [out.hidden_states[layer][0] for layer in self._captured]
                 features = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
             return TargetOutput(out.logits[0].float(), features)
-
-    def _can_generate(self) -> bool:
-        return self.device.type == "cpu" and self.dtype is torch.float32
 
     def _probe(self, probe: Probe) -> None:
         self._run(pack([probe.segment()], self.device), probe, None)

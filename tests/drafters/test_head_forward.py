@@ -5,24 +5,38 @@ As with targets the compiler's front end is what can go wrong, so its graphs are
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from support.drafting import HEAD_DIM, KV_HEADS, Pair, random_pair
+from support.compilers import needs_compiler
+from support.drafting import HEAD_DIM, HIDDEN, KV_HEADS, Pair, random_pair
 from support.eight_bits import needs_int8
 from torch import Tensor
 from torch._dynamo.config import patch
+from torch._dynamo.utils import counters
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.drafters import head_forward
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.products import Quantization
 
+OF_8_BITS = 0.03
+"""Activations are rounded to bfloat16, by 2^-9 each, for five products in turn and four rows deep;
+which of generated operations round is the compiler's to say."""
+
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
+
+PRODUCTS = 3 * 5 + 3 * 5 + 2 * 1
+"""Of all graphs: of a text, a lone row, and a batch, to read and to go on; of one root, and more.
+
+To read it takes fc, joint q, k and v, o, joint gate and up, and down; to go on lm_head and not fc.
+"""
 
 
 def forward(pair: Pair, quantization: Quantization, backend: str | None) -> HeadForward:
@@ -52,6 +66,7 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
                 segments.append(Segment.causal(torch.tensor([5]), slots[:0], slots[-1:]))
                 above = hidden.repeat(3, 1)
             found += head.go_on(segments, above)
+            found.append(head.logits(above))
             used += rows
     return found
 
@@ -70,6 +85,59 @@ def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) 
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.inference_mode()
+def test_sizes_that_happen_to_be_equal_may_differ_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_forward, "_FIRST_ANGLES", HIDDEN)
+    pair = random_pair(Arch.EAGLE3)
+    plain = results(forward(pair, Quantization.NONE, None), pair, lengths=(6, 50))
+    compiled = forward(pair, Quantization.NONE, "eager")
+    with patch(error_on_recompile=True):
+        ours = results(compiled, pair, lengths=(6, 50))
+    for own, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+@needs_compiler
+@needs_int8
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+@torch.inference_mode()
+def test_generated_products_are_the_heads_and_no_row_depends_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    pair = random_pair(Arch.EAGLE3)
+    compiled, plain = (forward(pair, Quantization.INT8, backend) for backend in ("inductor", None))
+    assert counters["inductor"]["cpp_templated_kernel_counter"] == PRODUCTS
+    expected = results(plain, pair, lengths=(6,))
+    for own, other in zip(results(compiled, pair, lengths=(6,)), expected, strict=True):
+        assert (own - other).norm() < OF_8_BITS * other.norm()
+    every = alone(compiled, 12)
+    for rows in (1, 2, 3, 7):
+        assert torch.equal(alone(compiled, rows), every[:rows])
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_weights_of_generated_products_are_constants_as_they_are(arch: Arch) -> None:
+    head = copy.deepcopy(random_pair(arch).head)
+    hidden = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(2))
+    expected = head.logits(hidden)
+    assert head.prepare_products(Quantization.NONE, generated=True) == []
+    torch.testing.assert_close(head.logits(hidden), expected)
+
+
+def alone(head: HeadForward, count: int) -> Tensor:
+    """Return logits after texts of one token each, which see nothing else, in one forward."""
+    above = torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(8))
+    none = torch.arange(0)
+    segments = [
+        Segment.causal(torch.tensor([row]), none, torch.tensor([row])) for row in range(count)
+    ]
+    return head.go_on(segments, above).logits
 
 
 def test_a_backend_that_does_not_exist() -> None:

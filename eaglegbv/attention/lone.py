@@ -1,0 +1,72 @@
+"""Attention of a lone request as operations of a graph: no layer calls back from compiled code.
+
+    q of a row     \
+    keys[read]      >  scores + mask  ->  softmax  ->  values[read]
+    rows' own k, v -> keys[written], values[written]
+
+All that depends on the request comes as tensors, so that one graph serves any text.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.attention.kv_pool import KVPool
+
+_KEYS = 2
+"""Least number of keys: graphs take sizes of 0 and 1 for fixed."""
+
+
+class LoneKeys(NamedTuple):
+    """Where one request's rows find keys and values, in a layer of a pool.
+
+    Attributes:
+        keys: ``[slots, kv_heads, head_dim]``, of the pool.
+        values: ``[slots, kv_heads, head_dim]``, of the pool.
+        written: ``[rows]`` int64, slots of the rows' own.
+        read: ``[keys]`` int64, slots of all that any row may see.
+        mask: ``[rows, keys]`` in the pool's dtype, added to scores: 0 where a row sees a key, -inf
+            elsewhere.
+    """
+
+    keys: Tensor
+    values: Tensor
+    written: Tensor
+    read: Tensor
+    mask: Tensor
+
+
+def lone_keys(segment: Segment, pool: KVPool, layer: int) -> LoneKeys:
+    """Return what the rows of ``segment`` attend to, as tensors of the caller's inference mode."""
+    keys, values = pool.layer(layer)
+    read = segment.key_slots()
+    mask = keys.new_zeros((segment.num_new, len(read)))
+    seen = segment.key_mask(None)
+    if seen is not None:
+        mask.masked_fill_(~seen, -torch.inf)
+    missing = _KEYS - len(read)
+    if missing > 0:  # one slot more than once, seen once
+        read, mask = read.repeat(_KEYS), pad(mask, (0, missing), value=-torch.inf)
+    return LoneKeys(keys, values, segment.new_slots.clone(), read.clone(), mask)
+
+
+def attend_lone(q: Tensor, k: Tensor, v: Tensor, *, over: LoneKeys, scale: float) -> Tensor:
+    """Write the rows' keys and values, then attend; see :meth:`PagedAttention.attend`."""
+    over.keys.index_copy_(0, over.written, k)
+    over.values.index_copy_(0, over.written, v)
+    rows, _, head_dim = q.shape
+    kv_heads = k.shape[1]
+    # The query heads of a key head become its rows: keys are read once for all of them.
+    grouped = q.view(rows, kv_heads, -1, head_dim).transpose(0, 1)
+    sharing = grouped.shape[2]
+    out = scaled_dot_product_attention(
+        grouped.reshape(1, kv_heads, rows * sharing, head_dim),
+        over.keys.index_select(0, over.read).transpose(0, 1).unsqueeze(0),
+        over.values.index_select(0, over.read).transpose(0, 1).unsqueeze(0),
+        attn_mask=over.mask.repeat_interleave(sharing, dim=0),
+        scale=scale,
+    )
+    return out.view(kv_heads, rows, sharing, head_dim).transpose(0, 1).reshape(q.shape)
