@@ -15,8 +15,8 @@ class DraftLaws:
     """Laws of the next drafted token, one per row.
 
     Attributes:
-        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in that order, or the
-            whole draft vocabulary in its own.
+        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in an order that a row
+            alone decides, or the whole draft vocabulary in its own.
         probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
             handed to the verifier.
     """
@@ -38,10 +38,23 @@ def draft_laws(
     """
     if width >= logits.shape[1]:
         ids = draft_to_target.expand(logits.shape)
-        return DraftLaws(ids, warp(logits, settings).double().softmax(dim=1))
-    values, index = logits.topk(width, dim=1)
-    probs = warp(values, settings).double().softmax(dim=1)
-    return DraftLaws(draft_to_target[index], probs)
+        return DraftLaws(ids, warp(logits, settings).softmax(dim=1, dtype=torch.float64))
+    likely = _most_likely(logits, width)
+    probs = warp(logits.gather(1, likely), settings).softmax(dim=1, dtype=torch.float64)
+    return DraftLaws(draft_to_target.take(likely), probs)
+
+
+def _most_likely(logits: Tensor, width: int) -> Tensor:
+    """Return the places ``[rows, width]`` of each row's largest, NaN above all.
+
+    On a CPU a partition takes a third of what PyTorch's ranking of a short list does.
+    """
+    if logits.device.type != "cpu":
+        return logits.topk(width, dim=1).indices
+    others = logits.shape[1] - width
+    places = np.argpartition(logits.float().numpy(), others, axis=1)[:, others:]
+    places.sort(axis=1)
+    return torch.from_numpy(places)
 
 
 def pick(probs: NDArray[np.float64], uniform: float) -> int:

@@ -61,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
             ``fixed``: the ``nodes`` most likely ones that a beam finds, or a tree of given shape.
-        draft_width: Number of candidates a draft law keeps, most likely first; the law is
+        draft_width: Number of candidates a draft law keeps, the most likely; the law is
             renormalised on them.
         draft_temperature: Temperature of the draft law as a multiple of the request's own. A free
             choice: any value is lossless.

@@ -49,9 +49,9 @@ def test_a_short_list_is_the_law_restricted_to_its_most_likely_tokens(width):
     params = SamplingParams(temperature=0.7)
     laws = draft_laws(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
     whole = (logits.double() / 0.7).softmax(1)
-    best = whole.sort(1, descending=True)
-    assert torch.equal(laws.ids, best.indices[:, :width])
-    expected = best.values[:, :width] / best.values[:, :width].sum(1, keepdim=True)
+    best = whole.topk(width, dim=1).indices.sort(1).values
+    assert torch.equal(laws.ids, best)
+    expected = whole.gather(1, best) / whole.gather(1, best).sum(1, keepdim=True)
     torch.testing.assert_close(laws.probs, expected, atol=1e-6, rtol=0)  # float32 logits of size 10
 
 
@@ -66,7 +66,6 @@ def test_a_law_sums_to_one_in_float64():
     assert laws.ids.dtype == torch.int64
     # 20 terms of float64: 20 * 1e-16
     assert (laws.probs.sum(1) - 1).abs().max() < 2e-15
-    assert (laws.probs.diff(dim=1) <= 0).all()  # most likely first
 
 
 def test_more_width_than_vocabulary_keeps_the_vocabulary():
@@ -86,7 +85,7 @@ def test_a_reduced_vocabulary_names_the_targets_tokens():
     assert torch.equal(reduced.ids, 100 + 7 * plain.ids)
     assert torch.equal(reduced.probs, plain.probs)
     best = log_laws(logits, width=6, draft_to_target=draft_to_target)
-    assert torch.equal(best.ids, reduced.ids)
+    assert torch.equal(best.ids.sort(1).values, reduced.ids)
 
 
 def test_rows_have_settings_of_their_own():
