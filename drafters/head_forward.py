@@ -26,11 +26,12 @@ from eaglegbv.compiling import (
 from eaglegbv.drafters.eagle_head import Attend, EagleHead, Rotation
 from eaglegbv.products import Quantization, in_use
 
-_FIRST_ANGLES = 1024
-"""Positions whose angles are known from the start."""
+_FIRST_ANGLES = 1023
+"""Positions whose angles are known from the start: a number that no model has units of, since
+graphs take sizes that are equal when they are made for equal for good."""
 
 _WARM_UP_KEYS = 11
-"""Keys of the texts that graphs are made from: one slot, many times."""
+"""Keys behind the rows that graphs are made from, one slot many times: rows and keys differ."""
 
 
 class Drafted(NamedTuple):
@@ -187,10 +188,7 @@ class HeadForward:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs, of one row and of any number: for the tensors of inference mode.
-
-        Sizes that are equal here would have to be equal for good: a context keeps them apart.
-        """
+        """Make the graphs, of one row and of any number: for the tensors of inference mode."""
         config, like = self._head.config, self._head.embedding
         context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
         for lengths in ((1,), (3,), (3, 1)):

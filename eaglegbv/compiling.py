@@ -13,7 +13,6 @@ from torch._dynamo.config import patch
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
-from torch.fx.experimental import _config as fx_config
 
 from eaglegbv.errors import InvalidArgument
 
@@ -35,11 +34,10 @@ def making_graphs() -> Iterator[None]:
 
     Graphs take a module's floats (and constants that are computed and kept) for what they are.
     Elsewhere a graph would be handed its floats, each made a tensor for every call, which for the
-    layers of a small model took 2% of a forward. Sizes that happen to be equal in the first call
-    are not taken to be so in all.
+    layers of a small model took 2% of a forward. Sizes that are equal in the first call are taken
+    to be so in all: those that need not be must differ there.
     """
-    sizes = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with patch(specialize_float=True), sizes, warnings.catch_warnings():
+    with patch(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
 
