@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
-from eaglegbv.attention.lone import LoneKeys, attend_lone, lone_keys
+from eaglegbv.attention.lone import LoneKeys, attend_lone, attends_alone, lone_keys
 from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
 from eaglegbv.compiling import (
     can_generate,
@@ -71,7 +71,7 @@ _Forward = Callable[[EagleHead, Attend, _Rows, Tensor], Result]
 
 
 class _Graphs(Generic[Result]):
-    """A forward, compiled: for one request, whose attention is part of it, and for several."""
+    """A forward, compiled: for a few rows of one request, with their attention, and for others."""
 
     def __init__(
         self, forward: _Forward[Result], head: EagleHead, *, scale: float, backend: str
@@ -176,7 +176,7 @@ class HeadForward:
         # Graphs are made for tensors of one kind, those of inference mode; these may be older.
         rows = rows._replace(token_ids=rows.token_ids.clone(), positions=rows.positions.clone())
         with in_use(self._products):
-            if len(segments) == 1:
+            if attends_alone(segments, self.attention.pool):
                 keys = lone_keys(segments[0], self.attention.pool, layer=0)
                 return graphs.lone(keys, rows, above)
             with serving(PagedCall(self.attention, batch)):

@@ -7,6 +7,7 @@
 All that depends on the request comes as tensors, so that one graph serves any text.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from eaglegbv.attention.kv_pool import KVPool
 
 _KEYS = 2
 """Least number of keys: graphs take sizes of 0 and 1 for fixed."""
+
+_FEW_ROWS = 16
+"""Most rows: the masks of a long prompt would take more than its keys."""
 
 
 class LoneKeys(NamedTuple):
@@ -37,6 +41,15 @@ class LoneKeys(NamedTuple):
     written: Tensor
     read: Tensor
     mask: Tensor
+
+
+def attends_alone(segments: Sequence[Segment], pool: KVPool) -> bool:
+    """Return whether this is for ``segments``: a token's rows or a tree's, on a CPU.
+
+    Elsewhere kernels attend over pages as they lie, and here keys are gathered.
+    """
+    few = len(segments) == 1 and segments[0].num_new <= _FEW_ROWS
+    return few and pool.keys.device.type == "cpu"
 
 
 def lone_keys(segment: Segment, pool: KVPool, layer: int) -> LoneKeys:

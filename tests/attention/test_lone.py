@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.lone import attend_lone, lone_keys
+from eaglegbv.attention.lone import attend_lone, attends_alone, lone_keys
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 
 HEADS, KV_HEADS, DIM, SLOTS, LAYER = 4, 2, 8, 64, 1
@@ -94,3 +94,13 @@ def test_what_the_request_does_not_own_is_not_read(segment: Segment) -> None:
     q, k, v = rows(segment.num_new)
     out = attend_lone(q, k, v, over=lone_keys(segment, pool, LAYER), scale=SCALE)
     assert out.isfinite().all()
+
+
+def test_is_for_a_few_rows_of_one_request_on_a_cpu() -> None:
+    pool = filled_pool()
+    elsewhere = KVPool(2, SLOTS, KV_HEADS, DIM, torch.float32, torch.device("meta"))
+    assert attends_alone([text(3, 1)], pool)
+    assert attends_alone([tree(12)], pool)
+    assert not attends_alone([tree(12)], elsewhere)
+    assert not attends_alone([tree(12), tree(30)], pool)
+    assert not attends_alone([text(0, 40)], pool)
