@@ -17,8 +17,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 
-_KEYS = 2
-"""Least number of keys: graphs take sizes of 0 and 1 for fixed."""
+_LEAST_KEYS = 2
+"""Graphs take sizes of 0 and 1 for fixed."""
 
 _FEW_ROWS = 16
 """Most rows: the masks of a long prompt would take more than its keys."""
@@ -60,9 +60,9 @@ def lone_keys(segment: Segment, pool: KVPool, layer: int) -> LoneKeys:
     seen = segment.key_mask(None)
     if seen is not None:
         mask.masked_fill_(~seen, -torch.inf)
-    missing = _KEYS - len(read)
+    missing = _LEAST_KEYS - len(read)
     if missing > 0:  # one slot more than once, seen once
-        read, mask = read.repeat(_KEYS), pad(mask, (0, missing), value=-torch.inf)
+        read, mask = read.repeat(_LEAST_KEYS), pad(mask, (0, missing), value=-torch.inf)
     return LoneKeys(keys, values, segment.new_slots.clone(), read.clone(), mask)
 
 
