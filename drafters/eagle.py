@@ -26,6 +26,7 @@ from torch import Tensor
 from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
+from eaglegbv.drafters.chains import draft_chains, drafts_chains
 from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead
@@ -172,6 +173,11 @@ class EagleDrafter(RecallingDrafter):
             found = self._on_device.draft(requests, plan, law, hidden, tree_slots)
             if found is not None:
                 return found
+        if (
+            drafts_chains(requests, plan, law, self.head.config.draft_vocab_size)
+            and hidden.device.type == "cpu"
+        ):
+            return draft_chains(requests, plan, law, self._forward, hidden, tree_slots)
         drafted = [
             DraftedRows(request.slots, slots)
             for request, slots in zip(requests, tree_slots, strict=True)

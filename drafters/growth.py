@@ -43,7 +43,7 @@ class LawSettings:
     @classmethod
     def of(cls, request: Request, vocab: int) -> Self:
         """Return those of a request's steps, of ``vocab`` tokens that can be drafted."""
-        return cls(draft_params(request.params, request.plan), min(request.plan.draft_width, vocab))
+        return cls(draft_params(request.params, request.plan), request.plan.law_width(vocab))
 
 
 @dataclass(frozen=True, slots=True)

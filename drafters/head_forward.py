@@ -23,12 +23,18 @@ from eaglegbv.compiling import (
     generating_products,
     making_graphs,
 )
+from eaglegbv.drafters.device_trees import pick
+from eaglegbv.drafters.draft_law import draft_laws
 from eaglegbv.drafters.eagle_head import Attend, EagleHead, Rotation
 from eaglegbv.products import Quantization, in_use
+from eaglegbv.warp import WarpSettings
 
 _FIRST_ANGLES = 1023
 """Positions whose angles are known from the start: a number that no model has units of, since
 graphs take sizes that are equal when they are made for equal for good."""
+
+_COLD = 1e-30
+"""The temperature that stands for 0."""
 
 _WARM_UP_KEYS = 11
 """Keys behind the rows that graphs are made from, one slot many times: rows and keys differ."""
@@ -44,6 +50,54 @@ class Drafted(NamedTuple):
 
     hidden: Tensor
     logits: Tensor
+
+
+class Drawing(NamedTuple):
+    """How a token is drawn after each of some rows.
+
+    Attributes:
+        temperature: ``[rows]`` float32, of the draft laws; 0 takes the most likely token.
+        uniforms: ``[rows]`` float64 in [0, 1).
+    """
+
+    temperature: Tensor
+    uniforms: Tensor
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn.
+
+    Attributes:
+        token_ids: ``[rows]`` int64, the target's ids.
+        probs: ``[rows, draft_vocab]`` float64, the laws they were drawn from.
+    """
+
+    token_ids: Tensor
+    probs: Tensor
+
+
+class Followed(NamedTuple):
+    """What rows on the head's own output come to, and the tokens drawn after them.
+
+    Attributes:
+        hidden: ``[rows, hidden]``.
+        drawn: Of each row.
+    """
+
+    hidden: Tensor
+    drawn: Drawn
+
+
+class _Above(NamedTuple):
+    """What rows go on from that draw a token each.
+
+    Attributes:
+        hidden: ``[rows, hidden]``.
+        drawing: Of each row.
+    """
+
+    hidden: Tensor
+    drawing: Drawing
 
 
 class _Rows(NamedTuple):
@@ -66,20 +120,21 @@ class _Rows(NamedTuple):
 
 
 Result = TypeVar("Result")
+Above = TypeVar("Above", Tensor, _Above)
 
-_Forward = Callable[[EagleHead, Attend, _Rows, Tensor], Result]
+_Forward = Callable[[EagleHead, Attend, _Rows, Above], Result]
 
 
-class _Graphs(Generic[Result]):
+class _Graphs(Generic[Above, Result]):
     """A forward, compiled: for a few rows of one request, with their attention, and for others."""
 
     def __init__(
-        self, forward: _Forward[Result], head: EagleHead, *, scale: float, backend: str
+        self, forward: _Forward[Above, Result], head: EagleHead, *, scale: float, backend: str
     ) -> None:
-        def lone(keys: LoneKeys, rows: _Rows, above: Tensor) -> Result:
+        def lone(keys: LoneKeys, rows: _Rows, above: Above) -> Result:
             return forward(head, partial(attend_lone, over=keys, scale=scale), rows, above)
 
-        def batch(rows: _Rows, above: Tensor) -> Result:
+        def batch(rows: _Rows, above: Above) -> Result:
             return forward(head, partial(attend_opaque, 0, scale=scale), rows, above)
 
         self.lone: Callable[..., Result] = compiled_alone(lone, backend)
@@ -89,9 +144,11 @@ class _Graphs(Generic[Result]):
 class _Compiled(NamedTuple):
     """Compiled forwards."""
 
-    read: _Graphs[Tensor]
-    go_on: _Graphs[Drafted]
+    read: _Graphs[Tensor, Tensor]
+    go_on: _Graphs[Tensor, Drafted]
+    follow: _Graphs[_Above, Followed]
     logits: Callable[[Tensor], Tensor]
+    draw: Callable[[Tensor, Drawing], Drawn]
 
 
 class HeadForward:
@@ -134,7 +191,9 @@ class HeadForward:
             self._compiled = _Compiled(
                 read=_Graphs(_read, head, scale=self._scale, backend=compile_backend),
                 go_on=_Graphs(_go_on, head, scale=self._scale, backend=compile_backend),
+                follow=_Graphs(_follow, head, scale=self._scale, backend=compile_backend),
                 logits=compiled_alone(head.logits, compile_backend),
+                draw=compiled_alone(partial(_draw, head), compile_backend),
             )
             with making_graphs(), generating_products() if generates else nullcontext():
                 self._warm_up()
@@ -162,14 +221,35 @@ class HeadForward:
         with in_use(self._products):
             return self._compiled.logits(hidden)
 
-    def _run(self, forward: _Forward[Result], segments: Sequence[Segment], above: Tensor) -> Result:
+    def follow(self, segments: Sequence[Segment], hidden: Tensor, drawing: Drawing) -> Followed:
+        """Run a row each on the head's own output ``[rows, hidden]``, and draw what follows."""
+        above = _Above(hidden, drawing)
+        if self._compiled is None:
+            return self._run(_follow, segments, above)
+        return self._run_compiled(self._compiled.follow, segments, above)
+
+    def draw(self, hidden: Tensor, drawing: Drawing) -> Drawn:
+        """Draw what follows rows that came to ``hidden`` ``[rows, hidden]``, contiguous."""
+        if self._compiled is None:
+            return _draw(self._head, hidden, drawing)
+        with in_use(self._products):
+            return self._compiled.draw(hidden, drawing)
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        """``[draft_vocab]`` int64, the target's id of each draft token."""
+        return self._head.draft_to_target
+
+    def _run(
+        self, forward: _Forward[Above, Result], segments: Sequence[Segment], above: Above
+    ) -> Result:
         """Run a forward as it is."""
         batch = pack(segments, self._head.embedding.device)
         attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
         return forward(self._head, attend, self._rows(batch), above)
 
     def _run_compiled(
-        self, graphs: _Graphs[Result], segments: Sequence[Segment], above: Tensor
+        self, graphs: _Graphs[Above, Result], segments: Sequence[Segment], above: Above
     ) -> Result:
         batch = pack(segments, self._head.embedding.device)
         rows = self._rows(batch)
@@ -199,6 +279,17 @@ class HeadForward:
             above = like.new_zeros((len(slots), config.hidden_size))
             self.go_on(segments, above)
             self.logits(above)
+        for count in (1, 3):
+            above = like.new_zeros((count, config.hidden_size))
+            drawing = Drawing(torch.ones(count), torch.zeros(count, dtype=torch.float64))
+            token_ids = self.draw(above, drawing).token_ids
+            segments = [
+                Segment.causal(token, context, slot)
+                for token, slot in zip(
+                    token_ids.split(1), torch.arange(count).split(1), strict=True
+                )
+            ]
+            self.follow(segments, above, drawing)
 
     def _rotations(self, count: int) -> Rotation:
         """Return the angles of the first ``count`` positions or more: looked up, not computed."""
@@ -222,6 +313,27 @@ def _step(head: EagleHead, attend: Attend, rows: _Rows, hidden: Tensor) -> Tenso
 
 def _read(head: EagleHead, attend: Attend, rows: _Rows, features: Tensor) -> Tensor:
     return _step(head, attend, rows, head.fuse(features))
+
+
+def _follow(head: EagleHead, attend: Attend, rows: _Rows, above: _Above) -> Followed:
+    hidden = _step(head, attend, rows, above.hidden)
+    return Followed(hidden, _draw(head, hidden, above.drawing))
+
+
+def _draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
+    logits = head.logits(hidden)
+    settings = WarpSettings(
+        # Near 0, all is lost beside the most likely token: no case of its own.
+        temperature=drawing.temperature.clamp(min=_COLD),
+        greedy=None,
+        top_k=None,
+        limits=frozenset(),
+        top_p=None,
+        min_p=None,
+    )
+    ids = head.draft_to_target
+    laws = draft_laws(logits, settings, width=logits.shape[1], draft_to_target=ids)
+    return Drawn(ids.take(pick(laws.probs, drawing.uniforms)), laws.probs)
 
 
 def _go_on(head: EagleHead, attend: Attend, rows: _Rows, hidden: Tensor) -> Drafted:

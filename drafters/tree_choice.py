@@ -41,7 +41,7 @@ def start_trees(
 def support(plan: Plan, law: Law, vocab: int) -> int:
     """Return the number of candidates a level's laws keep."""
     if law is not Law.FIXED:
-        return min(plan.draft_width, vocab)
+        return plan.law_width(vocab)
     if plan.shape:
         return min(1 + max(max(ranks) for ranks in plan.shape), vocab)
     return min(plan.fixed_beam, vocab)

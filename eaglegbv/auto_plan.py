@@ -15,6 +15,13 @@ _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LOOKUP_DEPTHS = (2, 4, 8, 16)
 _MAX_TEMPERATURES = 4
 
+_WHOLE_VOCAB = 8192
+"""Draft vocabularies that single paths keep whole: their verification hardly notices the width.
+
+The tiny pair's laws of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the
+likeliest 256 cover 0.59. For several paths the verification of all takes longer than that is worth.
+"""
+
 
 class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Let the engine choose a plan for each request and step, from what it measured so far.
@@ -26,7 +33,8 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
         verifier: Judge of all plans; one without state over steps that takes sampled paths.
         max_paths: Most drafted paths.
         max_depth: Most drafted tokens of a path.
-        draft_width: See :class:`eaglegbv.config.Plan`.
+        draft_width: See :class:`eaglegbv.config.Plan`. Single paths keep draft vocabularies of up
+            to 8,192 tokens whole.
         draft_temperatures: Draft temperatures to choose from; the first is the usual one.
         lookup_depth: Most tokens that are looked up in the text itself instead of drafted, at
             temperature 0 and where that promises more; 0 for none.
@@ -81,6 +89,7 @@ def _candidates(auto: AutoPlan) -> tuple[Plan, ...]:
             paths=paths,
             depth=depth,
             draft_width=auto.draft_width,
+            whole_vocab=_WHOLE_VOCAB if paths == 1 else 0,
             draft_temperature=temperature,
         )
         for temperature in reversed(auto.draft_temperatures)

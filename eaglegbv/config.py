@@ -63,6 +63,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             ``fixed``: the ``nodes`` most likely ones that a beam finds, or a tree of given shape.
         draft_width: Number of candidates a draft law keeps, the most likely; the law is
             renormalised on them.
+        whole_vocab: Draft vocabularies of at most so many tokens are kept whole instead: nothing is
+            ranked, and more is accepted.
         draft_temperature: Temperature of the draft law as a multiple of the request's own. A free
             choice: any value is lossless.
         min_confidence: A path ends where the product of the draft probabilities of its own tokens
@@ -89,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 4
     law: Law | None = None
     draft_width: int = DRAFT_WIDTH
+    whole_vocab: int = 0
     draft_temperature: float = 1.0
     min_confidence: float = 0.0
     beam: int | None = None
@@ -100,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         require_integer("paths", self.paths, 1, MAX_PATHS)
         require_integer("depth", self.depth, 1, MAX_DEPTH)
         require_integer("draft_width", self.draft_width, 1, MAX_WIDTH)
+        require_integer("whole_vocab", self.whole_vocab, 0, MAX_WIDTH)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.law is not None and not isinstance(self.law, Law):
@@ -127,6 +131,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def asks_drafter(self) -> bool:
         """Whether the engine's drafter drafts."""
         return self.speculative and self.source is Source.DRAFTER
+
+    def law_width(self, vocab: int) -> int:
+        """Return how many candidates a draft law keeps of ``vocab`` tokens that can be drafted."""
+        return vocab if vocab <= self.whole_vocab else min(self.draft_width, vocab)
 
     @property
     def fixed_beam(self) -> int:

@@ -1,0 +1,156 @@
+"""Drafts of one path each: every level is one forward that draws its own tokens.
+
+    root --> draw --> token --> head --> draw --> token --> ...     no tree is grown on the host
+
+The host settles beforehand what the levels need of it: slots, positions and random numbers. What a
+grown tree of one path would hold comes out, by the same numbers.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.config import Plan
+from eaglegbv.drafters.growth import draft_params
+from eaglegbv.drafters.head_forward import Drawing, HeadForward
+from eaglegbv.drafters.tree_choice import support
+from eaglegbv.request import Request
+from eaglegbv.tree import DraftTree, Law
+from eaglegbv.uniforms import Purpose
+
+_LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
+"""Laws of which a tree of one path is a path of drawn tokens, or of the most likely ones."""
+
+
+def drafts_chains(requests: Sequence[Request], plan: Plan, law: Law, vocab: int) -> bool:
+    """Return whether trees are single paths whose tokens are drawn from all of ``vocab``."""
+    if law not in _LAWS or plan.min_confidence > 0:
+        return False
+    if law is Law.FIXED:
+        return plan.fixed_beam == 1 and plan.fixed_nodes == plan.depth and not plan.shape
+    whole = plan.paths == 1 and support(plan, law, vocab) == vocab
+    return whole and not any(request.params.excludes_tokens for request in requests)
+
+
+def draft_chains(
+    requests: Sequence[Request],
+    plan: Plan,
+    law: Law,
+    forward: HeadForward,
+    hidden: Tensor,
+    tree_slots: Sequence[Tensor],
+) -> DraftTree:
+    """Draft one path per request.
+
+    Args:
+        requests: The requests.
+        plan: The plan they share.
+        law: How children arise.
+        forward: Forwards of the head.
+        hidden: ``[requests, hidden]``, the head's output at the last true positions.
+        tree_slots: For each request KV slots to write to freely.
+    """
+    drawings = _drawings(requests, plan, law)
+    rows = [_Row.of(r, plan, s) for r, s in zip(requests, tree_slots, strict=True)]
+    drawn = forward.draw(hidden, drawings[0])
+    levels = [drawn]
+    for level, drawing in enumerate(drawings[1:]):
+        segments = [
+            row.segment(level, token)
+            for row, token in zip(rows, drawn.token_ids.split(1), strict=True)
+        ]
+        hidden, drawn = forward.follow(segments, hidden, drawing)
+        levels.append(drawn)
+    tokens = torch.stack([level.token_ids for level in levels], dim=1)
+    probs = [] if law is Law.FIXED else [level.probs for level in levels]
+    return _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, forward.draft_to_target)
+
+
+class _Row(NamedTuple):
+    """What one request's rows need besides tokens.
+
+    Attributes:
+        context: ``[c]`` int64, slots of what every row sees.
+        slots: ``[depth - 1]`` int64, slots the rows take, in order.
+        positions: ``[depth - 1]`` int64.
+    """
+
+    context: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, request: Request, plan: Plan, slots: Tensor) -> "_Row":
+        context, count = request.slots, plan.depth - 1
+        return cls(context, slots[:count], torch.arange(len(context), len(context) + count))
+
+    def segment(self, level: int, token: Tensor) -> Segment:
+        """Return the segment of the row that goes on by ``token`` ``[1]``, drawn at ``level``."""
+        positions = self.positions[: level + 1]
+        return Segment(token, positions[level:], self.context, self.slots[: level + 1], positions)
+
+
+def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing]:
+    """Return how the tokens of every level are drawn; ``fixed`` takes the most likely ones."""
+    batch, depth = len(requests), plan.depth
+    if law is Law.FIXED:
+        return [Drawing(torch.zeros(batch), torch.zeros(batch, dtype=torch.float64))] * depth
+    temperature = torch.tensor([draft_params(r.params, plan).temperature for r in requests])
+    numbers = [r.stream.draw(r.step, Purpose.DRAFT, depth) for r in requests]
+    uniforms = torch.stack([torch.from_numpy(own) for own in numbers], dim=1)
+    return [Drawing(temperature, own) for own in uniforms.unbind()]
+
+
+def _tree(
+    law: Law, roots: list[int], tokens: Tensor, probs: list[Tensor], draft_to_target: Tensor
+) -> DraftTree:
+    """Return the trees of paths of ``tokens`` ``[requests, depth]``.
+
+    Args:
+        law: How they arose.
+        roots: Token ids of the roots.
+        tokens: The paths.
+        probs: ``[requests, draft_vocab]`` float64 each, what the tokens of each level were drawn
+            from; none for ``fixed``.
+        draft_to_target: ``[draft_vocab]`` int64.
+    """
+    batch, depth = tokens.shape
+    parents, depths, counts, path_nodes, lengths = _shape(batch, depth)
+    width = len(draft_to_target) if probs else 0
+    draft_probs = torch.zeros((batch, depth + 1, width), dtype=torch.float64)
+    for level, own in enumerate(probs):
+        draft_probs[:, level] = own
+    return DraftTree(
+        law=law,
+        token_ids=torch.cat((torch.tensor(roots).unsqueeze(1), tokens), dim=1),
+        parents=parents,
+        depth=depths,
+        num_nodes=counts,
+        path_nodes=path_nodes,
+        path_lengths=lengths,
+        draft_ids=draft_to_target[:width].expand(draft_probs.shape).contiguous(),
+        draft_probs=draft_probs,
+        forks=0 if law is Law.IID else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _shape(batch: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what all paths of a length share, never written to.
+
+    Parents and depths ``[batch, nodes]``, numbers of nodes ``[batch]``, nodes of the paths
+    ``[batch, 1, depth]`` and their lengths ``[batch, 1]``, int64.
+    """
+    nodes = torch.arange(depth + 1).repeat(batch, 1)
+    return (
+        pad(nodes[:, :-1], (1, 0)),
+        nodes,
+        torch.full((batch,), depth + 1),
+        torch.arange(1, depth + 1).repeat(batch, 1, 1),  # its strides are those of graphs
+        torch.full((batch, 1), depth),
+    )
