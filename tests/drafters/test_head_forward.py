@@ -20,7 +20,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.eagle_head import Arch
-from eaglegbv.drafters.head_forward import HeadForward
+from eaglegbv.drafters.head_forward import Drawing, HeadForward
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.products import Quantization
 
@@ -31,8 +31,9 @@ which of generated operations round is the compiler's to say."""
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
 
-PRODUCTS = 3 * 5 + 3 * 5 + 2 * 1
-"""Of all graphs: of a text, a lone row, and a batch, to read and to go on; of one root, and more.
+PRODUCTS = 3 * 5 + 3 * 5 + 2 * 5 + 2 * 1 + 2 * 1
+"""Of all graphs: of a text, a lone row, and a batch, to read and to go on; of a lone row and a
+batch, to draw what follows; of one root and more, for logits and to draw.
 
 To read it takes fc, joint q, k and v, o, joint gate and up, and down; to go on lm_head and not fc.
 """
@@ -66,6 +67,14 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
                 above = hidden.repeat(3, 1)
             found += head.go_on(segments, above)
             found.append(head.logits(above))
+            if all(segment.num_new == 1 for segment in segments):
+                drawing = Drawing(
+                    torch.full((len(above),), 1.3),
+                    torch.rand(len(above), dtype=torch.float64, generator=generator),
+                )
+                found += head.draw(above, drawing)
+                hidden_after, drawn = head.follow(segments, above, drawing)
+                found += hidden_after, *drawn
             used += rows
     return found
 
