@@ -18,7 +18,6 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.growth import draft_params
 from eaglegbv.drafters.head_forward import Drawing, HeadForward
-from eaglegbv.drafters.tree_choice import support
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
@@ -29,12 +28,12 @@ _LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
 
 def drafts_chains(requests: Sequence[Request], plan: Plan, law: Law, vocab: int) -> bool:
     """Return whether trees are single paths whose tokens are drawn from all of ``vocab``."""
-    if law not in _LAWS or plan.min_confidence > 0:
+    whole = plan.law_width(vocab) == vocab
+    if law not in _LAWS or not whole or plan.min_confidence > 0:
         return False
     if law is Law.FIXED:
         return plan.fixed_beam == 1 and plan.fixed_nodes == plan.depth and not plan.shape
-    whole = plan.paths == 1 and support(plan, law, vocab) == vocab
-    return whole and not any(request.params.excludes_tokens for request in requests)
+    return plan.paths == 1 and not any(request.params.excludes_tokens for request in requests)
 
 
 def draft_chains(
@@ -120,7 +119,7 @@ def _tree(
         draft_to_target: ``[draft_vocab]`` int64.
     """
     batch, depth = tokens.shape
-    parents, depths, counts, path_nodes, lengths = _shape(batch, depth)
+    shape = _shape(batch, depth)
     width = len(draft_to_target) if probs else 0
     draft_probs = torch.zeros((batch, depth + 1, width), dtype=torch.float64)
     for level, own in enumerate(probs):
@@ -128,29 +127,36 @@ def _tree(
     return DraftTree(
         law=law,
         token_ids=torch.cat((torch.tensor(roots).unsqueeze(1), tokens), dim=1),
-        parents=parents,
-        depth=depths,
-        num_nodes=counts,
-        path_nodes=path_nodes,
-        path_lengths=lengths,
+        parents=shape.parents,
+        depth=shape.depth,
+        num_nodes=shape.num_nodes,
+        path_nodes=shape.path_nodes,
+        path_lengths=shape.path_lengths,
         draft_ids=draft_to_target[:width].expand(draft_probs.shape).contiguous(),
         draft_probs=draft_probs,
         forks=0 if law is Law.IID else None,
     )
 
 
-@lru_cache(maxsize=256)
-def _shape(batch: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what all paths of a length share, never written to.
+class _Shape(NamedTuple):
+    """What trees of one path have in common; see :class:`DraftTree`."""
 
-    Parents and depths ``[batch, nodes]``, numbers of nodes ``[batch]``, nodes of the paths
-    ``[batch, 1, depth]`` and their lengths ``[batch, 1]``, int64.
-    """
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+    path_nodes: Tensor
+    path_lengths: Tensor
+
+
+@lru_cache(maxsize=256)
+def _shape(batch: int, depth: int) -> _Shape:
+    """Return the shape of paths of ``depth`` tokens, shared: nobody may write to it."""
     nodes = torch.arange(depth + 1).repeat(batch, 1)
-    return (
-        pad(nodes[:, :-1], (1, 0)),
-        nodes,
-        torch.full((batch,), depth + 1),
-        torch.arange(1, depth + 1).repeat(batch, 1, 1),  # its strides are those of graphs
-        torch.full((batch, 1), depth),
+    return _Shape(
+        parents=pad(nodes[:, :-1], (1, 0)),
+        depth=nodes,
+        num_nodes=torch.full((batch,), depth + 1),
+        # Not a view: graphs are made for the strides of one that was made whole.
+        path_nodes=torch.arange(1, depth + 1).repeat(batch, 1, 1),
+        path_lengths=torch.full((batch, 1), depth),
     )

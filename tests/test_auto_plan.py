@@ -17,6 +17,12 @@ def test_candidates_keep_to_the_limits_and_reach_them() -> None:
     assert {t for _, _, t in shapes} == {1.0, 1.4}
 
 
+def test_single_paths_keep_small_vocabularies_whole() -> None:
+    widths = {(p.paths == 1, p.law_width(4096), p.law_width(100_000)) for p in AUTO.candidates}
+    assert widths == {(True, 4096, 256), (False, 256, 256)}
+    assert Plan(draft_width=7).law_width(5) == 5
+
+
 def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
     assert [p.depth for p in AutoPlan(lookup_depth=5).lookups] == [2, 4, 5]
     assert AutoPlan(lookup_depth=0).lookups == ()

@@ -19,6 +19,8 @@ BAD_PLANS = [
     ("depth", "4", "an integer in [1, 32]"),
     ("draft_width", 0, "an integer in [1, 262144]"),
     ("draft_width", MAX_WIDTH + 1, "an integer in [1, 262144]"),
+    ("whole_vocab", -1, "an integer in [0, 262144]"),
+    ("whole_vocab", True, "an integer in [0, 262144]"),
     ("verifier", None, "the name of a verifier, or 'none'"),
     ("law", "iidd", "one of fixed, greedy, hub, iid, wor"),
     ("law", 3, "one of fixed, greedy, hub, iid, wor"),

@@ -61,6 +61,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
                 parts.append(str(plan.law))
             if plan.draft_width != default.draft_width:
                 parts.append(f"W{plan.draft_width}")
+            if plan.whole_vocab:
+                parts.append(f"V{plan.whole_vocab}")
             if plan.draft_temperature != default.draft_temperature:
                 parts.append(f"D{plan.draft_temperature:g}")
             if plan.min_confidence > 0:

@@ -102,8 +102,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, run, *, calls: int) -> list[DraftTr
         (WHOLE, Law.IID, SamplingParams(top_k=5)),
         (WHOLE, Law.IID, SamplingParams(top_p=0.9)),
         (WHOLE, Law.IID, SamplingParams(min_p=0.1)),
-        (Plan(paths=1, depth=2, nodes=3, beam=2), Law.FIXED, SamplingParams(temperature=0)),
-        (Plan(paths=1, depth=1, shape=((0,), (1,))), Law.FIXED, SamplingParams(temperature=0)),
+        (Plan(paths=1, depth=4, draft_width=8), Law.FIXED, SamplingParams(temperature=0)),
+        (
+            Plan(paths=1, depth=2, nodes=3, beam=2, whole_vocab=VOCAB),
+            Law.FIXED,
+            SamplingParams(temperature=0),
+        ),
+        (
+            Plan(paths=1, depth=1, shape=((0,), (1,)), whole_vocab=VOCAB),
+            Law.FIXED,
+            SamplingParams(temperature=0),
+        ),
     ],
 )
 def test_other_drafts_grow_on_the_host(plan: Plan, law: Law, params: SamplingParams) -> None:

@@ -78,6 +78,10 @@ def test_plans_that_sglang_cannot_draw_are_refused() -> None:
         LLM(backend="sglang", plan=Plan(paths=1, depth=4, source=Source.LOOKUP))
     with pytest.raises(InvalidArgument, match=r"^law='wor': expected 'iid'"):
         LLM(backend="sglang", plan=Plan(law=Law.WOR))
+    with pytest.raises(InvalidArgument, match=r"^whole_vocab=4096: expected 0"):
+        LLM(backend="sglang", plan=Plan(paths=1, whole_vocab=4096))
+    with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0"):
+        LLM(backend="sglang", plan=Plan(min_confidence=0.1))
 
 
 def _check_grammar(engine: Any) -> None:

@@ -216,6 +216,13 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     if plan.law not in (None, Law.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
         raise InvalidArgument("law", str(plan.law), expected)
+    for name, value in (
+        ("whole_vocab", plan.whole_vocab),
+        ("min_confidence", plan.min_confidence),
+    ):
+        if value:
+            expected = "0: SGLang's drafts have the width and the depth they are given"
+            raise InvalidArgument(name, value, expected)
     return plan
 
 
