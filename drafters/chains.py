@@ -22,18 +22,15 @@ from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
 
-_LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
-"""Laws of which a tree of one path is a path of drawn tokens, or of the most likely ones."""
-
 
 def drafts_chains(requests: Sequence[Request], plan: Plan, law: Law, vocab: int) -> bool:
     """Return whether trees are single paths whose tokens are drawn from all of ``vocab``."""
-    whole = plan.law_width(vocab) == vocab
-    if law not in _LAWS or not whole or plan.min_confidence > 0:
+    if plan.law_width(vocab) < vocab or plan.min_confidence > 0:
         return False
     if law is Law.FIXED:
         return plan.fixed_beam == 1 and plan.fixed_nodes == plan.depth and not plan.shape
-    return plan.paths == 1 and not any(request.params.excludes_tokens for request in requests)
+    single = plan.paths == law.min_paths == 1
+    return single and not any(request.params.excludes_tokens for request in requests)
 
 
 def draft_chains(

@@ -26,7 +26,7 @@ def draft(
     """Draft for several requests, and again after commits of none, one, ... of the drafts."""
     requests = [
         session.start(prompt, 11, plan, params=own, seed=seed)
-        for seed, (prompt, own) in enumerate(zip(PROMPTS, params, strict=False))
+        for seed, (prompt, own) in enumerate(zip(PROMPTS[: len(params)], params, strict=True))
     ]
     trees = []
     for step in range(steps):
