@@ -118,9 +118,8 @@ def _tree(
     batch, depth = tokens.shape
     shape = _shape(batch, depth)
     width = len(draft_to_target) if probs else 0
-    draft_probs = torch.zeros((batch, depth + 1, width), dtype=torch.float64)
-    for level, own in enumerate(probs):
-        draft_probs[:, level] = own
+    none = torch.zeros((batch, width), dtype=torch.float64)  # nothing follows a path's end
+    draft_probs = torch.stack([*(probs or [none] * depth), none], dim=1)
     return DraftTree(
         law=law,
         token_ids=torch.cat((torch.tensor(roots).unsqueeze(1), tokens), dim=1),

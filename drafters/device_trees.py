@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.first_place import first_place
 from eaglegbv.tree import DraftTree, Law
 
 LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
@@ -82,7 +83,7 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative.amax(dim=-1)
     threshold = uniforms * total
     limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    return (cumulative > limit.unsqueeze(-1)).to(torch.uint8).argmax(dim=-1)
+    return first_place(cumulative > limit.unsqueeze(-1))
 
 
 class SampledTrees(DeviceTrees):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
+from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.attention.lone import LoneKeys, attend_lone, attends_alone, lone_keys
 from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
 from eaglegbv.compiling import (
@@ -246,25 +246,32 @@ class HeadForward:
         """Run a forward as it is."""
         batch = pack(segments, self._head.embedding.device)
         attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
-        return forward(self._head, attend, self._rows(batch), above)
+        rows = self._rows(batch.token_ids, batch.positions, segments)
+        return forward(self._head, attend, rows, above)
 
     def _run_compiled(
         self, graphs: _Graphs[Above, Result], segments: Sequence[Segment], above: Above
     ) -> Result:
-        batch = pack(segments, self._head.embedding.device)
-        rows = self._rows(batch)
-        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
-        rows = rows._replace(token_ids=rows.token_ids.clone(), positions=rows.positions.clone())
         with in_use(self._products):
             if attends_alone(segments, self.attention.pool):
-                keys = lone_keys(segments[0], self.attention.pool, layer=0)
+                (segment,) = segments
+                keys = lone_keys(segment, self.attention.pool, layer=0)
+                rows = self._graph_rows(segment.token_ids, segment.positions, segments)
                 return graphs.lone(keys, rows, above)
+            batch = pack(segments, self._head.embedding.device)
+            rows = self._graph_rows(batch.token_ids, batch.positions, segments)
             with serving(PagedCall(self.attention, batch)):
                 return graphs.batch(rows, above)
 
-    def _rows(self, batch: PackedBatch) -> _Rows:
-        longest = max(segment.num_keys for segment in batch.segments)
-        return _Rows(batch.token_ids, batch.positions, self._rotations(longest))
+    def _graph_rows(
+        self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+    ) -> _Rows:
+        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
+        return self._rows(token_ids.clone(), positions.clone(), segments)
+
+    def _rows(self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> _Rows:
+        longest = max(segment.num_keys for segment in segments)
+        return _Rows(token_ids, positions, self._rotations(longest))
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

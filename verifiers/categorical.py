@@ -7,7 +7,7 @@ weights and allocates next to nothing.
 import torch
 from torch import Tensor
 
-from eaglegbv.verifiers.first_place import first_place
+from eaglegbv.first_place import first_place
 
 _BLOCK = 512
 _LARGE = 8192

@@ -6,11 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.first_place import first_place
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.constants import numbered_rows
 from eaglegbv.verifiers.correction import Residual, probs_along
-from eaglegbv.verifiers.first_place import first_place
 
 
 @dataclass(frozen=True, slots=True)

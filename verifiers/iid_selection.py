@@ -15,12 +15,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.first_place import first_place
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.constants import counting, counting_down
 from eaglegbv.verifiers.correction import probs_along
 from eaglegbv.verifiers.drafted_path import DraftedPath, length_of, nodes_along, rows_at
-from eaglegbv.verifiers.first_place import first_place
 from eaglegbv.verifiers.path_choice import preferred_path, steps_of
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 

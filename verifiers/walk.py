@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eaglegbv.first_place import first_place
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
-from eaglegbv.verifiers.first_place import first_place
 from eaglegbv.verifiers.siblings import drafted_nodes
 
 

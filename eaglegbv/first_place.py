@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from eaglegbv.verifiers.constants import counting
-
 
 def first_place(found: Tensor) -> Tensor:
     """Return where ``found`` ``[..., entries]`` bool is true first, ``[...]`` int64; 0 if nowhere.
@@ -15,5 +13,5 @@ def first_place(found: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return found.view(torch.uint8).argmax(dim=-1)
     entries = found.shape[-1]
-    first = torch.where(found, counting(entries, found.device), entries).amin(dim=-1)
+    first = torch.where(found, torch.arange(entries, device=found.device), entries).amin(dim=-1)
     return torch.where(first < entries, first, 0)
