@@ -5,8 +5,9 @@ Two things make them fast, and change nothing but rounding:
 - linear layers that read the same tensor (queries, keys and values; gate and up) are *joined*: the
   first of them computes one product for all, the others find their part of it;
 - on a CPU weights are *packed* into the blocks that oneDNN's kernels read, once and not in every
-  call: seven rows of a draft tree then cost little more than one. Not where that is slower, as it
-  is timed to be of small matrices on some CPUs: a packed product takes longer to begin.
+  call: seven rows of a draft tree then cost little more than one. Not where that is slower: a
+  packed product takes longer to begin, which small matrices are timed for. Often it is faster for
+  several rows and slower for one, and such a matrix is kept both ways.
 
 A third changes the numbers, and is for drafters alone, whose laws the verifier is told whatever
 they are: weights of 8 bits, *quantised*, are read from memory in a quarter of the time.
@@ -35,8 +36,11 @@ _PACKED_FOR = 16
 _LARGE = 1 << 20
 """Entries of a matrix from which on reading it takes so long that packing pays, untimed."""
 
-_TIMED_ROWS, _TIMED_ROUNDS, _TIMED_COPIES = (1, 4, 8), 5, 64
-"""Rows of the products that are timed, rounds of which the fastest counts, and calls of a round.
+_LONE, _SEVERAL = (1,), (4, 8)
+"""Rows of the products that are timed: a token's, and those of draft trees."""
+
+_TIMED_ROUNDS, _TIMED_COPIES = 5, 64
+"""Rounds of which the fastest counts, and calls of a round.
 
 Each of another copy: in a forward, too, every matrix is read once, behind all others, and few are
 still in a cache."""
@@ -148,23 +152,24 @@ def product_of(
         return QuantisedProduct(weight, bias)
     if generated:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
-    if can_pack(weight) and packing_pays(*weight.shape, weight.dtype):
-        return PackedProduct(weight, bias, index=index)
+    if can_pack(weight) and packing_pays(*weight.shape, weight.dtype, _SEVERAL):
+        lone = packing_pays(*weight.shape, weight.dtype, _LONE)
+        return PackedProduct(weight, bias, index=index, lone=lone)
     return DenseProduct(weight, bias)
 
 
 @lru_cache(maxsize=256)
 @torch.no_grad()
-def packing_pays(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Return whether products of a few rows with such a matrix are faster packed, here.
+def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int, ...]) -> bool:
+    """Return whether products of ``rows`` with such a matrix are faster packed, here.
 
-    Timed once for a process, so that all models of it compute alike; and on one thread, for which
-    it matters little what else the machine does.
+    Timed once for a process, so that all models of it compute alike, on as many threads as it has.
 
     Args:
         outputs: Rows of the matrix.
         inputs: Columns of the matrix.
         dtype: A type that :func:`can_pack`.
+        rows: Numbers of rows, whose times are added up.
     """
     if outputs * inputs >= _LARGE:
         return True
@@ -174,16 +179,10 @@ def packing_pays(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
         [PackedProduct(weight, None) for _ in copies],
         [DenseProduct(weight.clone(), None) for _ in copies],
     )
-    inputs_each = [weight.new_zeros((rows, inputs)) for rows in _TIMED_ROWS]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        times = [
-            [[_time(products, x) for products in ways] for _ in range(_TIMED_ROUNDS)]
-            for x in inputs_each
-        ]
-    finally:
-        torch.set_num_threads(threads)
+    times = [
+        [[_time(products, x) for products in ways] for _ in range(_TIMED_ROUNDS)]
+        for x in (weight.new_zeros((count, inputs)) for count in rows)
+    ]
     packed, dense = np.min(times, axis=1).sum(axis=0)
     return bool(packed < dense)
 
@@ -237,16 +236,20 @@ class DenseProduct:
 
 
 class PackedProduct:
-    """A product with a packed matrix."""
+    """A product with a packed matrix, or of one row, where that is faster, with it as it is."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, index: int = 0) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
+    ) -> None:
         """Pack ``weight`` ``[out_features, in_features]``.
 
         Args:
             weight: One that :func:`can_pack`.
             bias: ``[out_features]``, or None.
             index: Its place among the products of a module that may be compiled.
+            lone: Whether one row is multiplied with the packed matrix too; else ``weight`` is kept.
         """
+        self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias
         self._index = index
@@ -254,6 +257,8 @@ class PackedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
+        if self._lone is not None and x.numel() == x.shape[-1]:
+            return self._lone(x)
         if torch.compiler.is_compiling():  # which knows no packed tensors
             opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
             return opaque

@@ -152,22 +152,54 @@ def test_the_faster_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     slower.remove("DenseProduct")
     assert isinstance(product_of(torch.ones(29, 23), None, Quantization.NONE), DenseProduct)
     assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
-    assert packing_pays(1024, 1024, torch.float32)  # too large to be timed
+    assert packing_pays(1024, 1024, torch.float32, (1,))  # too large to be timed
 
 
 @needs_packing
-@pytest.mark.usefixtures("packing")
+@torch.no_grad()
+def test_one_row_is_multiplied_as_is_faster_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(timed: Sequence[Product], x: Tensor) -> float:
+        return float(isinstance(timed[0], PackedProduct) == (len(x) == 1))
+
+    monkeypatch.setattr(products, "_time", seconds)
+    ran: list[int] = []
+    run = PackedProduct.run
+
+    def noted(product: PackedProduct, x: Tensor) -> Tensor:
+        ran.append(x.numel() // x.shape[-1])
+        return run(product, x)
+
+    monkeypatch.setattr(PackedProduct, "run", noted)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(19, 31), torch.randn(19)
+    product = product_of(weight, bias, Quantization.NONE)
+    assert isinstance(product, PackedProduct)
+    for shape in ((1, 31), (1, 1, 31), (31,), (3, 31), (1, 2, 31), (0, 31)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
+    assert ran == [3, 2, 0]
+
+
+@needs_packing
+@pytest.mark.parametrize("lone", [True, False])
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
-def test_compiled_modules_find_their_products() -> None:
+def test_compiled_modules_find_their_products(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "packing_pays", lambda *asked: lone or asked[-1] != (1,))
     module = Layers(bias=True, dtype=torch.float32)
     packed = prepare(module, lambda: module(TOKENS))
-    expected = module(TOKENS)
+    expected, first = module(TOKENS), module(TOKENS[:, :1])
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     with in_use(packed):
         torch.testing.assert_close(compiled(TOKENS), expected)
+        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
     with pytest.raises(IndexError):  # they were asked for, then: nothing else was computed
         compiled(TOKENS)
+    if lone:
+        with pytest.raises(IndexError):
+            compiled(TOKENS[:, :1])
+    else:
+        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
 
 
 @needs_packing
