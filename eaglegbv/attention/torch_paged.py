@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +86,29 @@ class _Group:
         return self.queries <= _FEW_QUERIES and not self.causal
 
 
+class _Layer(NamedTuple):
+    """A layer's keys and values as they are written and as they are read: views of a pool.
+
+    Made once: to select them in every call took a tenth of a row's attention.
+
+    Attributes:
+        keys: ``[slots, kv_heads, head_dim]``.
+        values: ``[slots, kv_heads, head_dim]``.
+        keys_by_head: ``[1, kv_heads, slots, head_dim]``.
+        values_by_head: ``[1, kv_heads, slots, head_dim]``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    keys_by_head: Tensor
+    values_by_head: Tensor
+
+    @classmethod
+    def of(cls, pool: KVPool, layer: int) -> "_Layer":
+        keys, values = pool.layer(layer)
+        return cls(keys, values, *(_by_head(part.unsqueeze(0)) for part in (keys, values)))
+
+
 class TorchPagedAttention(PagedAttention):
     """Attention by ``scaled_dot_product_attention`` over a pool on any device."""
 
@@ -100,6 +124,7 @@ class TorchPagedAttention(PagedAttention):
         self._fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
         self._plans: dict[tuple[int | None, int], tuple[_Group, ...]] = {}
+        self._layers = [_Layer.of(pool, layer) for layer in range(len(pool.keys))]
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
         self._value_buffer = torch.empty_like(self._key_buffer)
 
@@ -119,29 +144,25 @@ class TorchPagedAttention(PagedAttention):
         """See :meth:`PagedAttention.attend`."""
         if self._instead is not None:
             self._fallbacks[self._instead] += 1
-        keys, values = self.pool.layer(layer)
-        keys.index_copy_(0, batch.slots, k)
-        values.index_copy_(0, batch.slots, v)
+        own = self._layers[layer]
+        own.keys.index_copy_(0, batch.slots, k)
+        own.values.index_copy_(0, batch.slots, v)
         fused = softcap is None and sinks is None
         groups = self._plan(batch, window, heads=q.shape[1])
         out: Tensor | None = None
         for group in groups:
             row_map = group.row_map
             rows = q if row_map is None else q.index_select(0, row_map.gather)
-            group_q = rows.view(group.segments, group.queries, *q.shape[1:])
-            group_k, group_v = self._read(keys, values, group)
+            group_k, group_v = self._read(own, group)
             if fused:
-                group_out = _attend_fused(group_q, group_k, group_v, group, scale)
+                group_out = _attend_fused(rows, group_k, group_v, group, scale)
             else:
-                group_out = _attend_explicit(
-                    group_q, group_k, group_v, group, scale, softcap, sinks
-                )
+                group_out = _attend_explicit(rows, group_k, group_v, group, scale, softcap, sinks)
             if row_map is None:
-                return group_out.reshape(q.shape)
+                return group_out
             if out is None:
                 out = torch.empty_like(q)
-            flat = group_out.reshape(-1, *q.shape[1:])
-            out.index_copy_(0, row_map.packed, flat.index_select(0, row_map.kept))
+            out.index_copy_(0, row_map.packed, group_out.index_select(0, row_map.kept))
         assert out is not None  # a batch has segments, so it has groups
         return out
 
@@ -162,18 +183,21 @@ class TorchPagedAttention(PagedAttention):
             self._plans[window, sharing] = groups
         return groups
 
-    def _read(self, keys: Tensor, values: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
-        """Return the group's keys and values, each ``[segments, keys, kv_heads, head_dim]``."""
+    def _read(self, layer: _Layer, group: _Group) -> tuple[Tensor, Tensor]:
+        """Return the group's keys and values, each ``[segments, kv_heads, keys, head_dim]``."""
         slots = group.key_slots
         if isinstance(slots, slice):
-            return keys[slots].unsqueeze(0), values[slots].unsqueeze(0)
+            first, count = slots.start, slots.stop - slots.start
+            whole = layer.keys_by_head, layer.values_by_head
+            keys, values = (part.narrow(2, first, count) for part in whole)
+            return keys, values
         count = slots.shape[0]
         if count > self._key_buffer.shape[0]:
             self._grow_buffers(count)
-        shape = (group.segments, -1, *keys.shape[1:])
-        group_k = torch.index_select(keys, 0, slots, out=self._key_buffer[:count]).view(shape)
-        group_v = torch.index_select(values, 0, slots, out=self._value_buffer[:count]).view(shape)
-        return group_k, group_v
+        shape = (group.segments, -1, *layer.keys.shape[1:])
+        keys = torch.index_select(layer.keys, 0, slots, out=self._key_buffer[:count])
+        values = torch.index_select(layer.values, 0, slots, out=self._value_buffer[:count])
+        return _by_head(keys.view(shape)), _by_head(values.view(shape))
 
     def _grow_buffers(self, count: int) -> None:
         # Not inference tensors, which could not be written outside inference mode later.
@@ -182,21 +206,29 @@ class TorchPagedAttention(PagedAttention):
             self._value_buffer = torch.empty_like(self._key_buffer)
 
 
+def _by_head(part: Tensor) -> Tensor:
+    """Return ``[segments, heads, rows, head_dim]`` of ``[segments, rows, heads, head_dim]``."""
+    return part.transpose(1, 2)
+
+
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) -> Tensor:
-    segments, queries, heads, head_dim = q.shape
-    out: Tensor
-    kv_heads = k.shape[2]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    """Attend; the group's rows are a rectangle of queries, ``[segments * queries, heads, dim]``."""
+    segments, queries = group.segments, group.queries
+    heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
     if group.few and heads > kv_heads:
         # The query heads of a key head become its rows: keys are read once for all of them. Of
         # many queries they are read again for every 32 rows, and nothing is won.
-        rows = q.view(segments, queries, kv_heads, -1, head_dim).transpose(1, 2)
-        out = scaled_dot_product_attention(
-            rows.flatten(2, 3), k, v, attn_mask=group.row_mask, scale=scale
-        )
-        return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
+        if queries == 1:  # they stand in that order already
+            rows = q.view(segments, kv_heads, -1, head_dim)
+        else:
+            rows = _by_head(q.view(segments, queries, kv_heads, -1, head_dim)).flatten(2, 3)
+        out = scaled_dot_product_attention(rows, k, v, attn_mask=group.row_mask, scale=scale)
+        if queries > 1:
+            out = _by_head(out.view(segments, kv_heads, queries, -1, head_dim))
+        return out.reshape(q.shape)
     out = scaled_dot_product_attention(
-        q.transpose(1, 2),
+        _by_head(q.view(segments, queries, heads, head_dim)),
         k,
         v,
         attn_mask=group.mask,
@@ -204,7 +236,7 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) 
         scale=scale,
         enable_gqa=kv_heads != heads,
     )
-    return out.transpose(1, 2)
+    return _by_head(out).reshape(q.shape)
 
 
 def _attend_explicit(
@@ -216,12 +248,13 @@ def _attend_explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with soft-capped scores or sinks, which the fused operation lacks."""
-    segments, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
+    """Attend likewise with soft-capped scores or sinks, which the fused operation lacks."""
+    segments, queries = group.segments, group.queries
+    heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
     grouped = (segments, kv_heads, heads // kv_heads, queries, -1)
-    grouped_q = q.transpose(1, 2).reshape(grouped)
-    k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+    grouped_q = _by_head(q.view(segments, queries, heads, head_dim)).reshape(grouped)
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
     scores = (grouped_q @ k.transpose(-1, -2)).flatten(1, 2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -238,7 +271,7 @@ def _attend_explicit(
     if sinks is not None:
         weights = weights[..., :-1]
     out: Tensor = weights.reshape(grouped) @ v
-    return out.flatten(1, 2).transpose(1, 2)
+    return _by_head(out.flatten(1, 2)).reshape(q.shape)
 
 
 def _plan(batch: PackedBatch, window: int | None, pool: KVPool, sharing: int) -> tuple[_Group, ...]:
