@@ -337,7 +337,8 @@ class Joint:
         computed = self._computed
         if computed.of is not self or computed.input is not x:
             computed.of, computed.input = self, x
-            computed.parts = torch.split(self._product(x), self._sizes, dim=-1)
+            # Not torch.split, whose Python took 2% of a small forward.
+            computed.parts = self._product(x).split_with_sizes(self._sizes, dim=-1)
         found = computed.parts[place]
         if place == len(self._sizes) - 1:
             computed.of, computed.input, computed.parts = None, None, ()
