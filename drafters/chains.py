@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.growth import draft_params
-from eaglegbv.drafters.head_forward import Drawing, HeadForward
+from eaglegbv.drafters.growth import draft_temperature
+from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
@@ -52,43 +51,18 @@ def draft_chains(
         tree_slots: For each request KV slots to write to freely.
     """
     drawings = _drawings(requests, plan, law)
-    rows = [_Row.of(r, plan, s) for r, s in zip(requests, tree_slots, strict=True)]
+    last = plan.depth - 1  # the last token of a path is read by no row
+    paths = [PathRows(r.slots, s[:last]) for r, s in zip(requests, tree_slots, strict=True)]
+    follow = forward.along(paths)
     drawn = forward.draw(hidden, drawings[0])
     levels = [drawn]
     for level, drawing in enumerate(drawings[1:]):
-        segments = [
-            row.segment(level, token)
-            for row, token in zip(rows, drawn.token_ids.split(1), strict=True)
-        ]
-        hidden, drawn = forward.follow(segments, hidden, drawing)
+        hidden, drawn = follow(level, drawn.token_ids, hidden, drawing)
         levels.append(drawn)
     tokens = torch.stack([level.token_ids for level in levels], dim=1)
     probs = [] if law is Law.FIXED else [level.probs for level in levels]
-    return _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, forward.draft_to_target)
-
-
-class _Row(NamedTuple):
-    """What one request's rows need besides tokens.
-
-    Attributes:
-        context: ``[c]`` int64, slots of what every row sees.
-        slots: ``[depth - 1]`` int64, slots the rows take, in order.
-        positions: ``[depth - 1]`` int64.
-    """
-
-    context: Tensor
-    slots: Tensor
-    positions: Tensor
-
-    @classmethod
-    def of(cls, request: Request, plan: Plan, slots: Tensor) -> "_Row":
-        context, count = request.slots, plan.depth - 1
-        return cls(context, slots[:count], torch.arange(len(context), len(context) + count))
-
-    def segment(self, level: int, token: Tensor) -> Segment:
-        """Return the segment of the row that goes on by ``token`` ``[1]``, drawn at ``level``."""
-        positions = self.positions[: level + 1]
-        return Segment(token, positions[level:], self.context, self.slots[: level + 1], positions)
+    ids = forward.every_id(len(requests), plan.depth + 1)
+    return _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, ids)
 
 
 def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing]:
@@ -96,14 +70,14 @@ def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing
     batch, depth = len(requests), plan.depth
     if law is Law.FIXED:
         return [Drawing(torch.zeros(batch), torch.zeros(batch, dtype=torch.float64))] * depth
-    temperature = torch.tensor([draft_params(r.params, plan).temperature for r in requests])
+    temperature = torch.tensor([draft_temperature(r.params, plan) for r in requests])
     numbers = [r.stream.draw(r.step, Purpose.DRAFT, depth) for r in requests]
     uniforms = torch.stack([torch.from_numpy(own) for own in numbers], dim=1)
     return [Drawing(temperature, own) for own in uniforms.unbind()]
 
 
 def _tree(
-    law: Law, roots: list[int], tokens: Tensor, probs: list[Tensor], draft_to_target: Tensor
+    law: Law, roots: list[int], tokens: Tensor, probs: list[Tensor], every_id: Tensor
 ) -> DraftTree:
     """Return the trees of paths of ``tokens`` ``[requests, depth]``.
 
@@ -113,13 +87,13 @@ def _tree(
         tokens: The paths.
         probs: ``[requests, draft_vocab]`` float64 each, what the tokens of each level were drawn
             from; none for ``fixed``.
-        draft_to_target: ``[draft_vocab]`` int64.
+        every_id: ``[requests, depth + 1, draft_vocab]`` int64, the tokens of every node's law.
     """
     batch, depth = tokens.shape
     shape = _shape(batch, depth)
-    width = len(draft_to_target) if probs else 0
-    none = torch.zeros((batch, width), dtype=torch.float64)  # nothing follows a path's end
-    draft_probs = torch.stack([*(probs or [none] * depth), none], dim=1)
+    draft_ids = every_id if probs else every_id[:, :, :0]
+    none = torch.zeros((batch, draft_ids.shape[2]), dtype=torch.float64)
+    draft_probs = torch.stack([*(probs or [none] * depth), none], dim=1)  # none after a path's end
     return DraftTree(
         law=law,
         token_ids=torch.cat((torch.tensor(roots).unsqueeze(1), tokens), dim=1),
@@ -128,7 +102,7 @@ def _tree(
         num_nodes=shape.num_nodes,
         path_nodes=shape.path_nodes,
         path_lengths=shape.path_lengths,
-        draft_ids=draft_to_target[:width].expand(draft_probs.shape).contiguous(),
+        draft_ids=draft_ids,
         draft_probs=draft_probs,
         forks=0 if law is Law.IID else None,
     )

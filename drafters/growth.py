@@ -180,10 +180,15 @@ def laws_of(
     return fixed if law is Law.FIXED else drawn
 
 
+def draft_temperature(params: SamplingParams, plan: Plan) -> float:
+    """Return the temperature of a request's draft laws."""
+    return min(100.0, params.temperature * plan.draft_temperature)
+
+
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
     """Return a request's own warping at the plan's draft temperature."""
     return SamplingParams(
-        temperature=min(100.0, params.temperature * plan.draft_temperature),
+        temperature=draft_temperature(params, plan),
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,

@@ -7,19 +7,25 @@ code does faster; most of all where a lone request drafts, whose attention is pa
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
-from eaglegbv.attention.lone import LoneKeys, attend_lone, attends_alone, lone_keys
+from eaglegbv.attention.lone import (
+    LoneKeys,
+    attend_lone,
+    attends_alone,
+    lone_keys,
+    path_keys,
+)
 from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
-    compiled_alone,
+    compiled_by_kind,
     generating_products,
     making_graphs,
 )
@@ -88,6 +94,43 @@ class Followed(NamedTuple):
     drawn: Drawn
 
 
+class PathRows(NamedTuple):
+    """The rows of a path, which are run one after another: what is known before any token is drawn.
+
+    Attributes:
+        context: ``[c]`` int64, one or more, slots of what every row sees.
+        slots: ``[rows]`` int64, slots the rows take, in order.
+    """
+
+    context: Tensor
+    slots: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """``[rows]`` int64, where the rows stand in the text."""
+        start = len(self.context)
+        return torch.arange(start, start + len(self.slots))
+
+    def segment(self, level: int, token: Tensor) -> Segment:
+        """Return the segment of the row that reads ``token`` ``[1]``, drawn at ``level``."""
+        positions = self.positions[: level + 1]
+        return Segment(token, positions[level:], self.context, self.slots[: level + 1], positions)
+
+
+class Follow(Protocol):
+    """Runs the next row of every path on the head's own output, and draws what follows."""
+
+    def __call__(self, level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
+        """Run a row of each.
+
+        Args:
+            level: Which row of the paths, counted from 0; all before have run.
+            token_ids: ``[paths]`` int64, the tokens the rows read.
+            hidden: ``[paths, hidden]``, contiguous.
+            drawing: How a token is drawn after each.
+        """
+
+
 class _Above(NamedTuple):
     """What rows go on from that draw a token each.
 
@@ -131,14 +174,14 @@ class _Graphs(Generic[Above, Result]):
     def __init__(
         self, forward: _Forward[Above, Result], head: EagleHead, *, scale: float, backend: str
     ) -> None:
-        def lone(keys: LoneKeys, rows: _Rows, above: Above) -> Result:
+        def lone(rows: _Rows, keys: LoneKeys, above: Above) -> Result:
             return forward(head, partial(attend_lone, over=keys, scale=scale), rows, above)
 
         def batch(rows: _Rows, above: Above) -> Result:
             return forward(head, partial(attend_opaque, 0, scale=scale), rows, above)
 
-        self.lone: Callable[..., Result] = compiled_alone(lone, backend)
-        self.batch: Callable[..., Result] = compiled_alone(batch, backend)
+        self.lone: Callable[..., Result] = compiled_by_kind(lone, backend, _single)
+        self.batch: Callable[..., Result] = compiled_by_kind(batch, backend, _single)
 
 
 class _Compiled(NamedTuple):
@@ -185,6 +228,7 @@ class HeadForward:
         self.attention = attention
         self._scale = head.config.head_dim**-0.5
         self._angles = self._angles_of(_FIRST_ANGLES)
+        self._ids = head.draft_to_target.new_empty((0, len(head.draft_to_target)))
         self._compiled: _Compiled | None = None
         if compile_backend is not None:
             check_backend(compile_backend)
@@ -192,8 +236,8 @@ class HeadForward:
                 read=_Graphs(_read, head, scale=self._scale, backend=compile_backend),
                 go_on=_Graphs(_go_on, head, scale=self._scale, backend=compile_backend),
                 follow=_Graphs(_follow, head, scale=self._scale, backend=compile_backend),
-                logits=compiled_alone(head.logits, compile_backend),
-                draw=compiled_alone(partial(_draw, head), compile_backend),
+                logits=compiled_by_kind(head.logits, compile_backend, _single),
+                draw=compiled_by_kind(partial(_draw, head), compile_backend, _single),
             )
             with making_graphs(), generating_products() if generates else nullcontext():
                 self._warm_up()
@@ -221,6 +265,32 @@ class HeadForward:
         with in_use(self._products):
             return self._compiled.logits(hidden)
 
+    def along(self, paths: Sequence[PathRows]) -> Follow:
+        """Return what runs the rows of ``paths``, a row of each at a time."""
+        compiled, (first, *others) = self._compiled, paths
+        if compiled is not None and not others and self.attention.pool.keys.device.type == "cpu":
+            return self._along_alone(compiled.follow.lone, first)
+
+        def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
+            tokens = token_ids.split(1)
+            segments = [p.segment(level, own) for p, own in zip(paths, tokens, strict=True)]
+            return self.follow(segments, hidden, drawing)
+
+        return follow
+
+    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> Follow:
+        """See :meth:`along`; for a path alone all that its rows need is settled at once."""
+        keys = path_keys(path.context, path.slots, self.attention.pool, layer=0)
+        positions = path.positions.split(1)
+        angles = self._rotations(len(path.context) + len(path.slots))
+
+        def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
+            rows = _Rows(token_ids, positions[level], angles)
+            with in_use(self._products):
+                return graph(rows, keys[level], _Above(hidden, drawing))
+
+        return follow
+
     def follow(self, segments: Sequence[Segment], hidden: Tensor, drawing: Drawing) -> Followed:
         """Run a row each on the head's own output ``[rows, hidden]``, and draw what follows."""
         above = _Above(hidden, drawing)
@@ -240,6 +310,17 @@ class HeadForward:
         """``[draft_vocab]`` int64, the target's id of each draft token."""
         return self._head.draft_to_target
 
+    @torch.inference_mode()
+    def every_id(self, batch: int, nodes: int) -> Tensor:
+        """Return ``[batch, nodes, draft_vocab]`` int64: every node's draft law has all tokens.
+
+        It is made once and shared, so nobody may write to it.
+        """
+        rows = batch * nodes
+        if len(self._ids) < rows:
+            self._ids = self.draft_to_target.repeat(rows, 1)
+        return self._ids[:rows].view(batch, nodes, -1)
+
     def _run(
         self, forward: _Forward[Above, Result], segments: Sequence[Segment], above: Above
     ) -> Result:
@@ -257,7 +338,7 @@ class HeadForward:
                 (segment,) = segments
                 keys = lone_keys(segment, self.attention.pool, layer=0)
                 rows = self._graph_rows(segment.token_ids, segment.positions, segments)
-                return graphs.lone(keys, rows, above)
+                return graphs.lone(rows, keys, above)
             batch = pack(segments, self._head.embedding.device)
             rows = self._graph_rows(batch.token_ids, batch.positions, segments)
             with serving(PagedCall(self.attention, batch)):
@@ -311,6 +392,11 @@ class HeadForward:
         positions = torch.arange(count, device=embedding.device)
         angles: Rotation = self._head.rotary(positions, embedding.dtype)
         return angles
+
+
+def _single(rows: _Rows | Tensor, *_: object) -> bool:
+    """Return whether a forward is of one row: graphs take sizes of 1 for fixed."""
+    return (rows.token_ids if isinstance(rows, _Rows) else rows).shape[0] == 1
 
 
 def _step(head: EagleHead, attend: Attend, rows: _Rows, hidden: Tensor) -> Tensor:

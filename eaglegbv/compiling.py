@@ -1,15 +1,16 @@
 """Compiling a forward that does not change any more."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.config import patch
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
@@ -96,15 +97,95 @@ def compiled_alone(forward: Callable[..., Any], backend: str) -> Callable[..., A
         backend: A backend of ``torch.compile``. What it cannot make one graph of raises
             ``torch._dynamo.exc.Unsupported`` when it is first called.
     """
+    return _compiled(_code_of_its_own(forward), backend, sizes_checked=False)
+
+
+def compiled_by_kind(
+    forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable]
+) -> Callable[..., Any]:
+    """Return ``forward`` compiled likewise, with the graph of an input found by its kind.
+
+    ``torch.compile`` looks at every input before a call, which may take as long as what is
+    computed. Here that is done once for a kind; its graph then runs as it is. Generated code still
+    asserts the sizes and strides of what it is given, before it computes anything: what does not
+    fit is looked at as usual.
+
+    Args:
+        forward: See :func:`compiled_alone`. It takes tensors alone, in tuples perhaps, always of
+            the same types and dtypes.
+        backend: A backend of ``torch.compile``; of others than "inductor" code asserts nothing, so
+            inputs are looked at in every call.
+        kind: Tells inputs apart that take graphs of their own, from the same arguments.
+    """
+    own = _code_of_its_own(forward)
+    if backend != "inductor":
+        return _compiled(own, backend, sizes_checked=False)
+    return _ByKind(own, _compiled(own, backend, sizes_checked=True), kind)
+
+
+class _ByKind:
+    """See :func:`compiled_by_kind`."""
+
+    def __init__(
+        self, own: FunctionType, compiled: Callable[..., Any], kind: Callable[..., Hashable]
+    ) -> None:
+        self._own = own
+        self._compiled = compiled
+        self._kind = kind
+        self._graphs: dict[Hashable, FunctionType] = {}
+
+    def __call__(self, *args: object) -> object:
+        kind = self._kind(*args)
+        graph = self._graphs.get(kind)
+        if graph is not None:
+            try:
+                return graph(*args)
+            except AssertionError:  # other sizes than it was made for
+                del self._graphs[kind]
+        with _codes_made(self._own) as codes:
+            found = self._compiled(*args)
+        if codes:  # else it is a graph of another kind, which inputs are looked at for
+            self._graphs[kind] = _with_code(self._own, codes[-1])
+        return found
+
+
+@contextmanager
+def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
+    """Gather what ``torch.compile`` makes of a function's code here: code that calls graphs."""
+    made: list[CodeType] = []
+
+    def note(code: CodeType, new_code: CodeType) -> None:
+        if code is function.__code__:
+            made.append(new_code)
+
+    handle = register_bytecode_hook(note)
+    try:
+        yield made
+    finally:
+        handle.remove()
+
+
+def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
+    """Return a function that calls ``forward``, of a code that no other function has.
+
+    PyTorch keeps graphs by the code they were made from, not by the function.
+    """
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
-    # PyTorch keeps graphs by the code they were made from, not by the function: a code of its own.
-    own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+    own = run.__code__.replace()
+    return FunctionType(own, run.__globals__, run.__name__, None, run.__closure__)
+
+
+def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
+def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callable[..., Any]:
     settings: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
     if backend == "inductor":
-        settings["size_asserts"] = False  # the target proves itself when it is built
+        settings["size_asserts"] = sizes_checked
     compiled: Callable[..., Any] = torch.compile(
         own, backend=backend, dynamic=True, fullgraph=True, options=settings
     )

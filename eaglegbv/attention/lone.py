@@ -66,6 +66,24 @@ def lone_keys(segment: Segment, pool: KVPool, layer: int) -> LoneKeys:
     return LoneKeys(keys, values, segment.new_slots.clone(), read.clone(), mask)
 
 
+def path_keys(context: Tensor, slots: Tensor, pool: KVPool, layer: int) -> list[LoneKeys]:
+    """Return what the rows of a path attend to, which run one after another and see all before.
+
+    Args:
+        context: ``[c]`` int64, one or more, slots of the committed tokens.
+        slots: ``[rows]`` int64, slots the rows take, in order.
+        pool: Keys and values.
+        layer: Index of the layer in the pool.
+    """
+    keys, values = pool.layer(layer)
+    every = torch.cat((context, slots))
+    mask = keys.new_zeros(len(every))
+    return [
+        LoneKeys(keys, values, every[end - 1 : end], every[:end], mask[:end].unsqueeze(0))
+        for end in range(len(context) + 1, len(every) + 1)
+    ]
+
+
 def attend_lone(q: Tensor, k: Tensor, v: Tensor, *, over: LoneKeys, scale: float) -> Tensor:
     """Write the rows' keys and values, then attend; see :meth:`PagedAttention.attend`."""
     over.keys.index_copy_(0, over.written, k)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.lone import attend_lone, attends_alone, lone_keys
+from eaglegbv.attention.lone import attend_lone, attends_alone, lone_keys, path_keys
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 
 HEADS, KV_HEADS, DIM, SLOTS, LAYER = 4, 2, 8, 64, 1
@@ -104,3 +104,19 @@ def test_is_for_a_few_rows_of_one_request_on_a_cpu() -> None:
     assert not attends_alone([tree(12)], elsewhere)
     assert not attends_alone([tree(12), tree(30)], pool)
     assert not attends_alone([text(0, 40)], pool)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("context", [1, 12])
+def test_rows_of_a_path_see_what_they_do_one_by_one(context: int, count: int) -> None:
+    pool = filled_pool()
+    slots = SHUFFLED[context : context + count]
+    path = path_keys(SHUFFLED[:context], slots, pool, LAYER)
+    assert len(path) == count
+    for row, keys in enumerate(path):
+        token = torch.zeros(1, dtype=torch.int64)
+        before = SHUFFLED[: context + row]
+        alone = lone_keys(Segment.causal(token, before, slots[row : row + 1]), pool, LAYER)
+        for own, expected in zip(keys, alone, strict=True):
+            assert torch.equal(own, expected)
+            assert own.stride() == expected.stride()

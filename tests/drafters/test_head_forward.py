@@ -20,7 +20,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.eagle_head import Arch
-from eaglegbv.drafters.head_forward import Drawing, HeadForward
+from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.products import Quantization
 
@@ -93,6 +93,33 @@ def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) 
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("paths", [1, 2])
+@pytest.mark.parametrize("backend", [None, "eager"])
+@torch.inference_mode()
+def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int) -> None:
+    pair = random_pair(Arch.EAGLE3)
+    along, one_by_one = (forward(pair, Quantization.NONE, backend) for _ in range(2))
+    slots = torch.randperm(60).split(30)[:paths]
+    own = [PathRows(part[:20], part[20:23]) for part in slots]
+    features = torch.randn((20 * paths, pair.head.config.feature_size))
+    texts = [Segment.causal(torch.arange(20) % 7, p.context[:0], p.context) for p in own]
+    above = [torch.stack([*head.read(texts, features)[19::20]]) for head in (along, one_by_one)]
+    hidden, expected = above
+    assert torch.equal(hidden, expected)
+    follow = along.along(own)
+    with patch(error_on_recompile=True):  # by the graphs there are
+        for level in range(3):
+            tokens = torch.arange(paths) + level
+            drawing = Drawing(torch.ones(paths), torch.full((paths,), 0.4, dtype=torch.float64))
+            hidden, drawn = follow(level, tokens, hidden, drawing)
+            segments = [p.segment(level, t) for p, t in zip(own, tokens.split(1), strict=True)]
+            expected, as_drawn = one_by_one.follow(segments, expected, drawing)
+            torch.testing.assert_close(hidden, expected)
+            torch.testing.assert_close(drawn.probs, as_drawn.probs)
+            assert torch.equal(drawn.token_ids, as_drawn.token_ids)
 
 
 @needs_compiler

@@ -1,0 +1,76 @@
+"""Graphs found by the kind of an input: looked at once, and again where sizes do not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compilers import needs_compiler
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from eaglegbv.compiling import compiled_by_kind, making_graphs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+
+MADE = "unique_graphs"
+
+
+def scaled_sums(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(dim=1)
+
+
+def single(x: Tensor, _: Tensor) -> bool:
+    return len(x) == 1
+
+
+@pytest.fixture
+def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Says how many graphs were made since."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    return lambda: counters["stats"][MADE]
+
+
+def rows(count: int, width: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count * width)
+    x, y = torch.rand((2, count, width), generator=generator)
+    return x, y
+
+
+@needs_compiler
+def test_a_kind_is_looked_at_once(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_by_kind(scaled_sums, "inductor", single)
+    with making_graphs():
+        for count in (1, 3):
+            torch.testing.assert_close(compiled(*rows(count)), scaled_sums(*rows(count)))
+    assert graphs() == 2
+
+    def looked_at(*_: Tensor) -> None:
+        raise AssertionError("looked at again")
+
+    monkeypatch.setattr(compiled, "_compiled", looked_at)
+    for count, width in ((1, 7), (5, 7), (2, 11), (1, 13)):
+        own = rows(count, width)
+        torch.testing.assert_close(compiled(*own), scaled_sums(*own))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [single, lambda *_: "all alike"])
+def test_sizes_that_do_not_fit_are_noticed_and_get_a_graph_of_their_own(graphs, kind) -> None:
+    compiled = compiled_by_kind(scaled_sums, "inductor", kind)
+    with making_graphs():
+        # Sizes that are equal here are taken to be equal for good.
+        torch.testing.assert_close(compiled(*rows(4, 4)), scaled_sums(*rows(4, 4)))
+        for own in (rows(4, 9), rows(6, 5), rows(1, 5), rows(3, 3), rows(2, 1)):
+            torch.testing.assert_close(compiled(*own), scaled_sums(*own))
+        x, y = rows(6, 5)
+        for turned in (x.T.contiguous().T, x[:, :1].expand(6, 5)):
+            torch.testing.assert_close(compiled(turned, y), scaled_sums(turned, y))
+    assert graphs() > 2
+
+
+def test_where_code_asserts_nothing_inputs_are_looked_at_in_every_call(graphs) -> None:
+    compiled = compiled_by_kind(scaled_sums, "eager", lambda *_: "all alike")
+    for own in (rows(4, 4), rows(4, 9), rows(1, 4), rows(4, 4)):
+        torch.testing.assert_close(compiled(*own), scaled_sums(*own))
+    assert graphs() == 3
