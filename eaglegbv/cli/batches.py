@@ -94,15 +94,16 @@ def batch(
         prompts=prompts,
         seed=seed,
     )
+    most = max(batch * grid.calls(batch) for batch in grid.batches)
+    # Before models are loaded, which may take minutes: a missing file is said at once.
+    chosen_set = load_questions(questions_set, data)
+    questions = chosen_set.first(min(most, len(chosen_set.questions))).questions
     held = quantization(draft_quantization)
     fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled, quantization=held)
     wanted = names("ways", ways)
     if assistant is not None:
         wanted.append(f"assistant:{assistant}")
     chosen = [fleet.way(name) for name in wanted]
-    most = max(batch * grid.calls(batch) for batch in grid.batches)
-    chosen_set = load_questions(questions_set, data)
-    questions = chosen_set.first(min(most, len(chosen_set.questions))).questions
     source = PromptSource.of(fleet.plain, [question.turns[0] for question in questions])
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * repeats * len(chosen)
