@@ -43,6 +43,18 @@ def test_prompts_beyond_the_context_are_named(cli, pair) -> None:
     assert "Traceback" not in result.err
 
 
+def test_a_missing_file_is_said_before_any_model_is_loaded(
+    cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("eaglegbv.cli.batches.load_llm", load)
+    result = cli("bench", "batch", "--data", str(tmp_path / "none.jsonl"))
+    assert result.status == 2
+    assert "data=" in result.err
+
+
 def test_phases_of_a_step(cli, tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     options = ("--paths", "2", "--depth", "2", "--context", "8", "--steps", "2", "--batch", "2")
