@@ -111,11 +111,12 @@ def compiled_by_kind(
     fit is looked at as usual.
 
     Args:
-        forward: See :func:`compiled_alone`. It takes tensors alone, in tuples perhaps, always of
-            the same types and dtypes.
+        forward: See :func:`compiled_alone`. Inputs of a kind differ in tensors alone, which may be
+            in tuples and dataclasses, and those in their sizes.
         backend: A backend of ``torch.compile``; of others than "inductor" code asserts nothing, so
             inputs are looked at in every call.
-        kind: Tells inputs apart that take graphs of their own, from the same arguments.
+        kind: Tells inputs apart that take graphs of their own, from the same arguments; None says
+            that inputs are to be looked at.
     """
     own = _code_of_its_own(forward)
     if backend != "inductor":
@@ -136,12 +137,14 @@ class _ByKind:
 
     def __call__(self, *args: object) -> object:
         kind = self._kind(*args)
-        graph = self._graphs.get(kind)
+        graph = self._graphs.get(kind)  # none is of kind None
         if graph is not None:
             try:
                 return graph(*args)
             except AssertionError:  # other sizes than it was made for
                 del self._graphs[kind]
+        if kind is None:
+            return self._compiled(*args)
         with _codes_made(self._own) as codes:
             found = self._compiled(*args)
         if codes:  # else it is a graph of another kind, which inputs are looked at for

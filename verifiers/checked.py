@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.compiling import check_backend, compiled_alone, making_graphs
+from eaglegbv.compiling import check_backend, compiled_by_kind, making_graphs
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
@@ -69,7 +69,7 @@ class CheckedVerifier:
         self._compiled: Callable[..., Checked] | None = None
         if compile_backend is not None and verifier.one_graph:
             check_backend(compile_backend)
-            self._compiled = compiled_alone(self._verify, compile_backend)
+            self._compiled = compiled_by_kind(self._verify, compile_backend, _kind)
             with making_graphs():
                 self._warm_up(vocab)
 
@@ -93,6 +93,11 @@ class CheckedVerifier:
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
+
+
+def _kind(tree: DraftTree, *_: object) -> str | None:
+    """Return the kind of a lone path; sizes of several trees and paths bound each other."""
+    return "lone path" if tree.batch == tree.paths == 1 and tree.forks == _FORKS else None
 
 
 @lru_cache(maxsize=64)
