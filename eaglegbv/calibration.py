@@ -129,8 +129,10 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
     drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
     sizes = [size for size in _SIZES if size <= most]
-    # One request may gain by any number of paths, and there a tenth of a step decides.
+    # One request may gain by any number of paths, and there a tenth of a step decides. A level of a
+    # single path may cost much less than one of several, so these are measured, too.
     alone = [plans[count, depths[len(depths) // 3]] for count in paths[:4]]
+    alone += [plans[paths[0], depth] for depth in depths]
     yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
     yield from (_Kind(size, PLAIN, _LONG_PROMPT) for size in sizes[-2:-1])
