@@ -52,7 +52,7 @@ def draft_chains(
     """
     drawings = _drawings(requests, plan, law)
     last = plan.depth - 1  # the last token of a path is read by no row
-    paths = [PathRows(r.slots, s[:last]) for r, s in zip(requests, tree_slots, strict=True)]
+    paths = [PathRows.of(r.slots, s[:last]) for r, s in zip(requests, tree_slots, strict=True)]
     follow = forward.along(paths)
     drawn = forward.draw(hidden, drawings[0])
     levels = [drawn]

@@ -100,16 +100,18 @@ class PathRows(NamedTuple):
     Attributes:
         context: ``[c]`` int64, one or more, slots of what every row sees.
         slots: ``[rows]`` int64, slots the rows take, in order.
+        positions: ``[rows]`` int64, where they stand in the text.
     """
 
     context: Tensor
     slots: Tensor
+    positions: Tensor
 
-    @property
-    def positions(self) -> Tensor:
-        """``[rows]`` int64, where the rows stand in the text."""
-        start = len(self.context)
-        return torch.arange(start, start + len(self.slots))
+    @classmethod
+    def of(cls, context: Tensor, slots: Tensor) -> "PathRows":
+        """Return rows that follow the ``context``."""
+        start = len(context)
+        return cls(context, slots, torch.arange(start, start + len(slots)))
 
     def segment(self, level: int, token: Tensor) -> Segment:
         """Return the segment of the row that reads ``token`` ``[1]``, drawn at ``level``."""

@@ -155,14 +155,14 @@ class _ByKind:
 
     def __call__(self, *args: object) -> object:
         kind = self._kind(*args)
-        graph = self._graphs.get(kind)  # none is of kind None
+        if kind is None:
+            return self._compiled(*args)
+        graph = self._graphs.get(kind)
         if graph is not None:
             try:
                 return graph(*args)
             except AssertionError:  # other sizes than it was made for
                 del self._graphs[kind]
-        if kind is None:
-            return self._compiled(*args)
         with _codes_made(self._own) as codes:
             found = self._compiled(*args)
         if codes:  # else it is a graph of another kind, which inputs are looked at for
@@ -195,8 +195,8 @@ def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
-    own = run.__code__.replace()
-    return FunctionType(own, run.__globals__, run.__name__, None, run.__closure__)
+    assert isinstance(run, FunctionType)  # as a type checker does not know
+    return _with_code(run, run.__code__.replace())
 
 
 def _with_code(function: FunctionType, code: CodeType) -> FunctionType:

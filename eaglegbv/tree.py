@@ -140,14 +140,6 @@ class DraftTree:
             draft_probs=torch.zeros((batch, 1, 0), dtype=torch.float64, device=device),
         )
 
-    @property
-    def unbranched(self) -> bool:
-        """Whether each tree is known to be one path, every node of which sees all before.
-
-        Past the end of a shorter path there are nodes that are not real.
-        """
-        return self.paths == 1 and self.forks == 0
-
     def multiplicity(self) -> Tensor:
         """Return ``[batch, nodes]`` int64: how many paths run through each node; the root: all."""
         steps = torch.arange(self.length, device=self.token_ids.device)
@@ -159,11 +151,6 @@ class DraftTree:
 
     def ancestor_mask(self) -> Tensor:
         """Return ``[batch, nodes, nodes]`` bool: entry (i, j) says node i descends from or is j."""
-        if self.unbranched:
-            ones = torch.ones(
-                (self.nodes, self.nodes), dtype=torch.bool, device=self.token_ids.device
-            )
-            return ones.tril().repeat(self.batch, 1, 1)
         nodes = torch.arange(self.nodes, device=self.token_ids.device)
         mask = (nodes.unsqueeze(1) == nodes).expand(self.batch, -1, -1).clone()
         mask[:, :, 0] = True

@@ -83,7 +83,7 @@ def test_where_code_asserts_nothing_inputs_are_looked_at_in_every_call(graphs) -
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a compiler's limits on x86-64")
 def test_products_are_generated_with_their_kernels_inlined() -> None:
-    """Else sums of seven rows and more lie in memory, and take a third longer."""
+    """Else sums of seven rows and more lie in memory, and take a quarter longer."""
     before = config.cpp.march
     with generating_products():
         native, *limits = config.cpp.march.split()

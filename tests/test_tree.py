@@ -94,17 +94,6 @@ def test_the_ancestor_mask_says_whose_prefix_is_whose(batch, spare):
             assert mask[b, i].nonzero().flatten().tolist() == [0, i]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_trees_known_to_be_paths_have_the_mask_of_any_others(batch: int) -> None:
-    tree, _ = tree_of([[(4, 2, 4)]] * batch)
-    known = dataclasses.replace(tree, forks=0)
-    assert known.unbranched
-    assert not tree.unbranched  # nobody counted
-    assert torch.equal(known.ancestor_mask(), tree.ancestor_mask())
-    branching, _ = tree_of([[(0, 1), (0, 2)]])
-    assert not dataclasses.replace(branching, forks=1).unbranched
-
-
 def test_calling_twice_gives_tensors_of_ones_own():
     tree, _ = tree_of([[(0, 1), (0, 2)]])
     tree.ancestor_mask().zero_()

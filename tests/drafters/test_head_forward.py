@@ -103,7 +103,7 @@ def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int)
     pair = random_pair(Arch.EAGLE3)
     along, one_by_one = (forward(pair, Quantization.NONE, backend) for _ in range(2))
     slots = torch.randperm(60).split(30)[:paths]
-    own = [PathRows(part[:20], part[20:23]) for part in slots]
+    own = [PathRows.of(part[:20], part[20:23]) for part in slots]
     features = torch.randn((20 * paths, pair.head.config.feature_size))
     texts = [Segment.causal(torch.arange(20) % 7, p.context[:0], p.context) for p in own]
     above = [torch.stack([*head.read(texts, features)[19::20]]) for head in (along, one_by_one)]
