@@ -149,7 +149,8 @@ def _example(
         path_lengths=torch.full((batch, paths), length),
         draft_ids=torch.arange(width).repeat(batch, nodes, 1),
         draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
-        forks=3,
+        # That of paths alone is settled: their graph is found by its kind.
+        forks=_FORKS if batch == paths == 1 else _FORKS + 1,
     )
     rows = torch.arange(batch * nodes).view(batch, nodes)
     target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab)), rows)

@@ -95,6 +95,23 @@ def test_generated_code_decides_as_the_verifier_itself() -> None:
             assert_same(checked, plain.verify(tree, target, numbers), tree)
 
 
+@needs_compiler
+@torch.inference_mode()
+def test_a_lone_path_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = compiled("otbv", "inductor"), CheckedVerifier(make_verifier("otbv"))
+
+    def looked_at(*_: object) -> None:
+        raise RuntimeError("looked at again")
+
+    monkeypatch.setattr(ours._compiled, "_compiled", looked_at)
+    for seed in range(40):
+        tree, target, numbers = case(seed, paths=1, length=1 + seed % 6)
+        checked = ours.verify(tree, target, numbers)
+        assert_same(checked, plain.verify(tree, target, numbers), tree)
+    with pytest.raises(RuntimeError, match="looked at again"):
+        ours.verify(*case(0, paths=2, length=3))
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
 @torch.inference_mode()
 def test_graphs_take_large_vocabularies(backend: str) -> None:
