@@ -19,13 +19,19 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
 
+_LEAST_TORCH = "2.13"
+"""Before, ``torch.compile`` loses the fields of named tuples that are made while it traces."""
+
 
 def check_backend(backend: str) -> None:
-    """Raise unless ``torch.compile`` knows ``backend``.
+    """Raise unless ``torch.compile`` knows ``backend``, and can be trusted.
 
     Raises:
-        InvalidArgument: It does not.
+        InvalidArgument: It does not, or this PyTorch is too old.
     """
+    if torch.__version__ < _LEAST_TORCH:
+        expected = f"none: compiling takes PyTorch {_LEAST_TORCH}, and this is {torch.__version__}"
+        raise InvalidArgument("compile", backend, expected)
     known = torch.compiler.list_backends(exclude_tags=None)
     if backend not in known:
         raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")

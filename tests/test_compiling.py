@@ -11,8 +11,15 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch.torch_version import TorchVersion
 
-from eaglegbv.compiling import compiled_by_kind, generating_products, making_graphs
+from eaglegbv.compiling import (
+    check_backend,
+    compiled_by_kind,
+    generating_products,
+    making_graphs,
+)
+from eaglegbv.errors import InvalidArgument
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 
@@ -99,3 +106,10 @@ def test_products_are_generated_with_their_kernels_inlined() -> None:
         )
         assert done.returncode == 0, done.stderr
     assert config.cpp.march == before
+
+
+def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_backend("eager")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cpu"))
+    with pytest.raises(InvalidArgument, match=r"2\.13, and this is 2\.12\.1"):
+        check_backend("eager")

@@ -92,9 +92,13 @@ class HFTarget(Target):
         self.eos_token_ids = _eos_token_ids(model)
         self.features = FeatureSpec.none() if features is None else features
         self.features.check(self.num_layers)
-        self._captured = _captured_layers(self.features, self.num_layers)
+        captured = _captured_layers(self.features, self.num_layers)
 
         model.set_attn_implementation("eager")
+        if captured:
+            earlier = _states_before_layers(model, self.num_layers)
+            captured = [layer + earlier for layer in captured]
+        self._captured = captured
         expected = plain_outputs(model, self.features)
         model.set_attn_implementation(PLAIN)
         self._compiled = False
@@ -322,6 +326,17 @@ def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:
             return [num_layers - 1]
         case FeatureKind.LAYERS:
             return [layer - 1 for layer in features.layers]
+
+
+@torch.no_grad()
+def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
+    """Return how many hidden states are counted before the first layer's, where some are asked for.
+
+    Transformers before 5.23 counts none there; later it counts the embedding, as for all states.
+    """
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
+    return len(out.hidden_states) - num_layers
 
 
 def _max_context(config: PreTrainedConfig) -> int:
