@@ -9,6 +9,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -86,6 +87,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bloom": lambda: BloomConfig(
         vocab_size=VOCAB, hidden_size=32, n_layer=LAYERS, n_head=4, **_TOKENS
     ),
+    "gptj": lambda: GPTJConfig(**_GPT2_SIZES, rotary_dim=4),
     "stablelm": lambda: StableLmConfig(**_SIZES),
 }
 """Configurations by name; windows are shorter than the texts of the tests."""
