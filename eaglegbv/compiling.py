@@ -18,6 +18,7 @@ from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 
 _LEAST_TORCH = "2.13"
 """Before, ``torch.compile`` loses the fields of named tuples that are made while it traces."""
@@ -31,10 +32,11 @@ def check_backend(backend: str) -> None:
     """
     if torch.__version__ < _LEAST_TORCH:
         expected = f"none: compiling takes PyTorch {_LEAST_TORCH}, and this is {torch.__version__}"
-        raise InvalidArgument("compile", backend, expected)
-    known = torch.compiler.list_backends(exclude_tags=None)
+        raise InvalidArgument("compile_backend", backend, expected)
+    known = {FLAT, *torch.compiler.list_backends(exclude_tags=None)}
     if backend not in known:
-        raise InvalidArgument("compile", backend, f"one of {', '.join(sorted(known))}")
+        expected = f"one of {', '.join(sorted(known))}"
+        raise InvalidArgument("compile_backend", backend, expected)
 
 
 @contextmanager

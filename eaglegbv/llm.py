@@ -106,7 +106,7 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
-        compiled: bool = False,
+        compile_backend: str | None = None,
         backend: str = "local",
     ) -> None:
         """Load the models.
@@ -128,9 +128,10 @@ class LLM:
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compiled: Have ``torch.compile`` compile the target, an EAGLE head and, on a CPU, the
-                verification, at the start. That takes some minutes (less with the compiler's cache)
-                and makes steps of few rows faster.
+            compile_backend: Have ``torch.compile`` compile the target, an EAGLE head and, on a CPU,
+                the verification, at the start, by this backend, which makes steps of few rows
+                faster: ``"flat"`` leaves out what Python does between operations, in some seconds;
+                ``"inductor"`` generates code, in some minutes (less with the compiler's cache).
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -165,7 +166,6 @@ class LLM:
         self.drafter_name = None if drafter is None else str(drafter)
         config = engine or EngineConfig()
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
-        compile_backend = "inductor" if compiled else None
         pair = load_pair(
             model,
             drafter,
@@ -319,7 +319,7 @@ class LLM:
         cache = CostCache.of(
             *models,
             self.plan,
-            compile_backend is not None,
+            compile_backend,
             config.cuda_graphs,
             self.draft_quantization,
             min(config.max_batch, LARGEST),

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from eaglegbv.attention.flashinfer_paged import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
+from eaglegbv.compiling import check_backend
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
 from eaglegbv.drafters.eagle import EagleDrafter
@@ -107,6 +108,8 @@ def load_pair(
     """
     place, dtype = place_of(device, dtype)
     size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
+    if compile_backend is not None:
+        check_backend(compile_backend)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
     opened = _Opening(
         model,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.operations import define
 
 _PACKED_FOR = 16
 """Rows that packed weights are laid out for; kernels take any number."""
@@ -55,8 +56,6 @@ _BLOCK = 16
 
 _LEAST_SCALE = 1e-30
 """Scale of a row of zeros."""
-
-_OP = "eaglegbv::product"
 
 
 class Quantization(StrEnum):
@@ -424,6 +423,4 @@ def _shape_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: 
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-torch.library.define(_OP, "(Tensor x, int index, int out_features) -> Tensor")
-torch.library.impl(_OP, "default", _run_opaque)
-torch.library.register_fake(_OP, _shape_opaque)
+define("product", "(Tensor x, int index, int out_features) -> Tensor", _run_opaque, _shape_opaque)

@@ -5,6 +5,7 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
+from eaglegbv.flat import FLAT
 from eaglegbv.params import SamplingParams
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.checked import checked_verifier
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 
 @pytest.fixture(scope="module")
 def compiled() -> TinyEngine:
-    return tiny_engine(compile_backend="eager", check_slots=True)
+    return tiny_engine(compile_backend=FLAT, check_slots=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -49,7 +50,7 @@ def test_trees_are_verified_by_the_graphs(
     params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
     plan = PLANS["several paths"]
     compiled.engine.check_plan(plan)
-    checked = checked_verifier("otbv", "eager", compiled.target.vocab_size)
+    checked = checked_verifier("otbv", FLAT, compiled.target.vocab_size)
     graph, sizes = checked._compiled, []
 
     def counted(*args: object) -> object:

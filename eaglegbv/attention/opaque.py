@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention
-
-_OP = "eaglegbv::attend"
+from eaglegbv.operations import define
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,10 @@ def _shape(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-torch.library.define(
-    _OP,
+define(
+    "attend",
     "(Tensor q, Tensor k, Tensor v, int layer, float scale,"
     " int? window, float? softcap, Tensor? sinks) -> Tensor",
+    _run,
+    _shape,
 )
-torch.library.impl(_OP, "default", _run)
-torch.library.register_fake(_OP, _shape)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import (
-    Compiled,
+    CompileBackend,
     Device,
     Drafter,
     DraftQuantization,
@@ -65,7 +65,7 @@ def batch(
     drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
-    compiled: Compiled = False,
+    compile_backend: CompileBackend = None,
     draft_quantization: DraftQuantization = "auto",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say which plans auto used, and why.")
@@ -99,7 +99,9 @@ def batch(
     chosen_set = load_questions(questions_set, data)
     questions = chosen_set.first(min(most, len(chosen_set.questions))).questions
     held = quantization(draft_quantization)
-    fleet = _Fleet(model, drafter, device, dtype, verifier, compiled=compiled, quantization=held)
+    fleet = _Fleet(
+        model, drafter, device, dtype, verifier, compile_backend=compile_backend, quantization=held
+    )
     wanted = names("ways", ways)
     if assistant is not None:
         wanted.append(f"assistant:{assistant}")
@@ -127,7 +129,7 @@ def batch(
             drafter=drafter or "eagle3" if model is None else drafter or "",
             verifier=verifier,
             suite=questions_set,
-            compiled=compiled,
+            compile_backend=compile_backend or "",
             dtype=str(fleet.plain.dtype).removeprefix("torch."),
             draft_quantization=fleet.draft_quantization,
         )
@@ -146,14 +148,14 @@ class _Fleet:
         dtype: str | None,
         verifier: str,
         *,
-        compiled: bool,
+        compile_backend: str | None,
         quantization: "Quantization",
     ) -> None:
         from eaglegbv.config import PLAIN
 
         self._names = model, drafter, device, dtype
         self._verifier = verifier
-        self._compiled = compiled
+        self._compile_backend = compile_backend
         self._quantization = quantization
         # Plain decoding has an engine of its own, which need not keep anything for a drafter.
         self.plain = self._load(PLAIN)
@@ -214,7 +216,15 @@ class _Fleet:
             max_batch=256,
             draft_quantization=self._quantization,
         )
-        return load_llm(model, drafter, plan, device, dtype, engine=config, compiled=self._compiled)
+        return load_llm(
+            model,
+            drafter,
+            plan,
+            device,
+            dtype,
+            engine=config,
+            compile_backend=self._compile_backend,
+        )
 
     @property
     def library(self) -> "Library":

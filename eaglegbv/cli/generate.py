@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import (
-    Compiled,
+    CompileBackend,
     CudaGraphs,
     Device,
     Drafter,
@@ -97,7 +97,7 @@ def generate(
     ] = False,
     device: Device = None,
     dtype: Dtype = None,
-    compiled: Compiled = False,
+    compile_backend: CompileBackend = None,
     cuda_graphs: CudaGraphs = "auto",
     draft_quantization: DraftQuantization = "auto",
 ) -> None:
@@ -127,7 +127,9 @@ def generate(
     config = EngineConfig(
         cuda_graphs=graph_mode(cuda_graphs), draft_quantization=quantization(draft_quantization)
     )
-    llm = load_llm(model, drafter, plan, device, dtype, engine=config, compiled=compiled)
+    llm = load_llm(
+        model, drafter, plan, device, dtype, engine=config, compile_backend=compile_backend
+    )
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):
         if as_json:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eaglegbv.cli.options import Compiled, CudaGraphs, Device, Dtype, graph_mode
+from eaglegbv.cli.options import CompileBackend, CudaGraphs, Device, Dtype, graph_mode
 from eaglegbv.errors import InvalidArgument
 
 
@@ -29,7 +29,7 @@ def step(
     steps: Annotated[int, typer.Option(help="Steps timed.")] = 30,
     device: Device = None,
     dtype: Dtype = None,
-    compiled: Compiled = False,
+    compile_backend: CompileBackend = None,
     cuda_graphs: CudaGraphs = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
@@ -71,7 +71,7 @@ def step(
         setting,
         dtype=precision,
         device=where,
-        compile_backend="inductor" if compiled else None,
+        compile_backend=compile_backend,
         graphs=graph_mode(cuda_graphs),
     )
     report = run(rig, setting, measure_machine(precision, where))

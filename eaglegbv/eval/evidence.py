@@ -48,7 +48,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
         drafter: Drafter.
         verifier: That of the fixed plans.
         suite: Where the prompts are from.
-        compiled: Whether the engine's target was compiled.
+        compile_backend: What the engine was compiled by; empty for not at all.
         dtype: What all models computed in; empty in files older than this field.
         draft_quantization: How the drafter's weights were held; empty likewise.
     """
@@ -59,7 +59,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = ""
     verifier: str = ""
     suite: str = ""
-    compiled: bool = False
+    compile_backend: str = ""
     dtype: str = ""
     draft_quantization: str = ""
 

@@ -322,7 +322,8 @@ def _batch(content: BatchResults, drawn: str) -> Section:
     drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
     about = ", ".join(filter(None, (content.model, drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
-    compiled = "The engine is compiled (`--compile`); " if content.compiled else ""
+    backend = content.compile_backend
+    compiled = f"The engine is compiled (`--compile {backend}`); " if backend else ""
     return Section(
         f"Tokens/s by batch{_variant(content)}",
         (
@@ -337,7 +338,8 @@ def _batch(content: BatchResults, drawn: str) -> Section:
 
 def _variant(content: BatchResults) -> str:
     """Return how a run by batch differs from a usual one, to follow its name."""
-    unusual = ["compiled"] if content.compiled else []
+    backend = content.compile_backend
+    unusual = [f"compiled ({backend})"] if backend else []
     unusual += [content.dtype] if content.dtype not in ("", "float32") else []
     return "".join(f", {word}" for word in unusual)
 

@@ -247,7 +247,7 @@ class HFTarget(Target):
         except Unsupported as error:
             reason = str(error).strip().splitlines()[0]
             expected = f"none for {type(self.model).__name__}, which is not one graph ({reason})"
-            raise InvalidArgument("compile", backend, expected) from error
+            raise InvalidArgument("compile_backend", backend, expected) from error
 
     @property
     def input_embeddings(self) -> Tensor:

@@ -22,6 +22,7 @@ from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 from eaglegbv.products import Quantization
 
 OF_8_BITS = 0.03
@@ -88,7 +89,7 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
 def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) -> None:
     pair = random_pair(arch)
     plain = results(forward(pair, quantization, None), pair, lengths=(6, 1050))
-    compiled = forward(pair, quantization, "eager")
+    compiled = forward(pair, quantization, FLAT)
     with patch(error_on_recompile=True):  # one row and any number: all there is, from the start
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
@@ -97,7 +98,7 @@ def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("paths", [1, 2])
-@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("backend", [None, FLAT])
 @torch.inference_mode()
 def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int) -> None:
     pair = random_pair(Arch.EAGLE3)
@@ -164,5 +165,5 @@ def alone(head: HeadForward, count: int) -> Tensor:
 
 
 def test_a_backend_that_does_not_exist() -> None:
-    with pytest.raises(InvalidArgument, match=r"^compile='nope': expected one of"):
+    with pytest.raises(InvalidArgument, match=r"^compile_backend='nope': expected one of"):
         forward(random_pair(Arch.EAGLE3), Quantization.NONE, "nope")

@@ -113,16 +113,18 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "dtype", "title"),
+    ("backend", "dtype", "title"),
     [
-        (False, "", "Tokens/s by batch"),
-        (False, "float32", "Tokens/s by batch"),
-        (True, "float32", "Tokens/s by batch, compiled"),
-        (True, "bfloat16", "Tokens/s by batch, compiled, bfloat16"),
+        ("", "", "Tokens/s by batch"),
+        ("", "float32", "Tokens/s by batch"),
+        ("flat", "float32", "Tokens/s by batch, compiled (flat)"),
+        ("inductor", "bfloat16", "Tokens/s by batch, compiled (inductor), bfloat16"),
     ],
 )
-def test_runs_by_batch_say_how_they_differ(compiled: bool, dtype: str, title: str) -> None:
-    run = BatchResults(timings=timings(), environment=ENVIRONMENT, compiled=compiled, dtype=dtype)
+def test_runs_by_batch_say_how_they_differ(backend: str, dtype: str, title: str) -> None:
+    run = BatchResults(
+        timings=timings(), environment=ENVIRONMENT, compile_backend=backend, dtype=dtype
+    )
     text = page({"batch": run}, {})
     assert f"## {title}\n" in text
     assert f"{title.removeprefix('Tokens/s b')}, speed over plain decoding" in text

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eaglegbv.attention.base import Segment
 from eaglegbv.compiling import generating_products
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 from eaglegbv.targets.base import FeatureSpec, TargetOutput
 from eaglegbv.targets.hf import HFTarget
 
@@ -52,7 +53,7 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
 def test_compiled_forwards_equal_plain_ones(name: str) -> None:
     features = FeatureSpec.layer_inputs([1, 3])
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
-    compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
+    compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend=FLAT)
     assert_same(compiled, plain)
 
 
@@ -69,7 +70,7 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
                 (lambda: tiny_model("llama"), FeatureSpec.final()),
             )
         ]
-        for backend in ("eager", None)
+        for backend in (FLAT, None)
     ]
     for compiled, plain in zip(*both, strict=True):
         assert_same(compiled, plain)
@@ -147,10 +148,12 @@ def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.Mo
         return result
 
     monkeypatch.setattr(model.model.norm, "forward", broken)
-    with pytest.raises(InvalidArgument, match=r"compile='eager'.*LlamaForCausalLM.*not one graph"):
+    with pytest.raises(
+        InvalidArgument, match=r"compile_backend='eager'.*LlamaForCausalLM.*not one graph"
+    ):
         HFTarget(model, max_slots=64, compile_backend="eager")
 
 
 def test_an_unknown_compiler_is_named() -> None:
-    with pytest.raises(InvalidArgument, match=r"compile='fast'.*inductor"):
+    with pytest.raises(InvalidArgument, match=r"compile_backend='fast'.*inductor"):
         HFTarget(tiny_model("llama"), max_slots=256, compile_backend="fast")

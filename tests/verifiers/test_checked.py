@@ -15,6 +15,7 @@ from support.compilers import needs_compiler
 from torch._dynamo.config import patch
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
@@ -62,7 +63,7 @@ def cases(name: str, count: int) -> Iterator[Case]:
             yield case(seed, paths=1 if one else paths, length=length, requests=requests)
 
 
-def compiled(name: str, backend: str = "eager", vocab: int = VOCAB) -> CheckedVerifier:
+def compiled(name: str, backend: str = FLAT, vocab: int = VOCAB) -> CheckedVerifier:
     return CheckedVerifier(make_verifier(name), compile_backend=backend, vocab=vocab)
 
 
@@ -112,7 +113,7 @@ def test_a_lone_path_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> 
         ours.verify(*case(0, paths=2, length=3))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", [FLAT, pytest.param("inductor", marks=needs_compiler)])
 @torch.inference_mode()
 def test_graphs_take_large_vocabularies(backend: str) -> None:
     ours, plain = compiled("otbv", backend, LARGE), CheckedVerifier(make_verifier("otbv"))
@@ -189,14 +190,14 @@ def test_other_verifiers_are_not_compiled() -> None:
 
 
 def test_engines_share_a_graph() -> None:
-    shared = checked_verifier("otbv", "eager", VOCAB)
-    assert checked_verifier("otbv", "eager", VOCAB) is shared
-    assert checked_verifier("otbv", "eager", VOCAB + 1) is not shared
+    shared = checked_verifier("otbv", FLAT, VOCAB)
+    assert checked_verifier("otbv", FLAT, VOCAB) is shared
+    assert checked_verifier("otbv", FLAT, VOCAB + 1) is not shared
     assert checked_verifier("otbv") is not shared
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(InvalidArgument, match=r"^compile='nope': expected one of"):
+    with pytest.raises(InvalidArgument, match=r"^compile_backend='nope': expected one of"):
         compiled("otbv", "nope")
     with pytest.raises(InvalidArgument, match=r"^verifier='nope': expected one of"):
         checked_verifier("nope")

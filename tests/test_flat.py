@@ -1,0 +1,119 @@
+"""Graphs that are run as they are: the same numbers, without detours."""
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.packed_trees import Text, scattered
+from support.tiny_models import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from eaglegbv.attention.opaque import attend_opaque
+from eaglegbv.compiling import check_backend
+from eaglegbv.flat import FLAT, flat
+from eaglegbv.operations import python_of
+from eaglegbv.targets.base import FeatureSpec
+from eaglegbv.targets.hf import HFTarget
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+
+
+class Kept:
+    """The backend, with what it made."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs.append(graph)
+        return flat(graph, inputs)
+
+    def targets(self) -> list[object]:
+        [graph] = self.graphs
+        return [node.target for node in graph.graph.nodes if node.op.startswith("call_")]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+def same_and_other_types(x: Tensor) -> tuple[Tensor, ...]:
+    y = x.to(torch.float32).float().contiguous() + 1
+    return y, x.T.contiguous() * 2, y.to(torch.float64) * 3, y.half().float() - 1
+
+
+def test_what_returns_its_input_is_left_out_and_nothing_else(kept: Kept) -> None:
+    x = torch.rand(3, 4)
+    for ours, expected in zip(
+        torch.compile(same_and_other_types, backend=kept)(x), same_and_other_types(x), strict=True
+    ):
+        assert torch.equal(ours, expected)
+        assert ours.dtype is expected.dtype
+    methods = [target for target in kept.targets() if isinstance(target, str)]
+    assert methods == ["contiguous", "to", "half", "float"]
+
+
+def test_an_input_may_be_what_is_returned(kept: Kept) -> None:
+    x = torch.rand(3, 4)
+    same, twice = torch.compile(lambda x: (x.float(), 2 * x), backend=kept)(x)
+    assert same is x
+    assert torch.equal(twice, 2 * x)
+
+
+def test_changes_in_place_stay(kept: Kept) -> None:
+    def changed(x: Tensor) -> Tensor:
+        y = x.clone().float()
+        y.mul_(2)
+        return y.float().add_(1)
+
+    x = torch.rand(3, 4)
+    assert torch.equal(torch.compile(changed, backend=kept)(x), 2 * x + 1)
+    assert kept.targets() == ["clone", "mul_", "add_"]
+
+
+def test_python_behind_an_operation_is_called_at_once(kept: Kept) -> None:
+    q = torch.rand(1, 2, 4)
+    compiled = torch.compile(lambda q: attend_opaque(0, q, q, q, scale=0.5) + 1, backend=kept)
+    with pytest.raises(LookupError):  # no forward is served
+        compiled(q)
+    assert kept.targets() == [python_of(torch.ops.eaglegbv.attend), operator.add]
+    assert python_of(operator.add) is None
+
+
+def test_modules_leave_no_calls_behind(kept: Kept) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    module = nn.Sequential(inner, nn.LayerNorm(4))
+    x = torch.rand(3, 4)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(module, backend=kept)(x), module(x))
+    [graph] = kept.graphs
+    assert all(node.op != "call_module" for node in graph.graph.nodes)
+
+
+def test_it_is_a_backend_of_torch() -> None:
+    check_backend(FLAT)
+    assert torch.equal(torch.compile(torch.sin, backend=FLAT)(torch.ones(2)), torch.ones(2).sin())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_a_targets_numbers_are_the_same_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    features = FeatureSpec.layer_inputs([1, 3])
+    ours, plain = (
+        HFTarget(
+            tiny_model(name).to(dtype), features=features, max_slots=256, compile_backend=backend
+        )
+        for backend in (FLAT, None)
+    )
+    for tokens in ([5], [1, 2, 3], list(range(3, 20))):
+        found = []
+        for target in (ours, plain):
+            generator = torch.Generator().manual_seed(0)
+            text = Text([token % VOCAB for token in tokens])
+            slots = scattered(target.allocator, len(tokens), generator)
+            found.append(target.forward([text.prefill(slots)]))
+        assert torch.equal(found[0].logits, found[1].logits)
+        assert torch.equal(found[0].features, found[1].features)
