@@ -20,6 +20,9 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
 
+_ASSERTING = frozenset({FLAT, "inductor"})
+"""Backends whose code can assert the sizes and strides it is given."""
+
 _LEAST_TORCH = "2.13"
 """Before, ``torch.compile`` loses the fields of named tuples that are made while it traces."""
 
@@ -110,44 +113,33 @@ def generating_products() -> Iterator[None]:
         selector.preprocessing_fns.remove(generated)
 
 
-def compiled_alone(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Return ``forward`` compiled for inputs of one row, and for those of any number of rows.
-
-    A compiled graph is usually guarded by thousands of checks of the module it was made from, which
-    take a tenth of a small forward. Here only the inputs are looked at, so the module must stay as
-    it is, be called with the same keywords, and share its graphs with no other. A graph that ended
-    early would go on in code that others share, so it must be one graph. See :func:`making_graphs`.
-
-    Args:
-        forward: A module's forward, bound.
-        backend: A backend of ``torch.compile``. What it cannot make one graph of raises
-            ``torch._dynamo.exc.Unsupported`` when it is first called.
-    """
-    return _compiled(_code_of_its_own(forward), backend, sizes_checked=False)
-
-
 def compiled_by_kind(
     forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable]
 ) -> Callable[..., Any]:
-    """Return ``forward`` compiled likewise, with the graph of an input found by its kind.
+    """Return ``forward`` compiled for any sizes, with the graph of an input found by its kind.
 
-    ``torch.compile`` looks at every input before a call, which may take as long as what is
-    computed. Here that is done once for a kind; its graph then runs as it is. Generated code still
-    asserts the sizes and strides of what it is given, before it computes anything: what does not
-    fit is looked at as usual.
+    A compiled graph is usually guarded by thousands of checks of the module it was made from, which
+    take a tenth of a small forward. Here only the inputs are looked at, so the module must stay as
+    it is, and share its graphs with no other. A graph that ended early would go on in code that
+    others share, so it must be one graph. See :func:`making_graphs`.
+
+    Even to look at the inputs before every call may take as long as what is computed. That is done
+    once for a kind; its graph then runs as it is. It still asserts the sizes and strides of what it
+    is given, before it computes anything: what does not fit is looked at as usual.
 
     Args:
-        forward: See :func:`compiled_alone`. Inputs of a kind differ in tensors alone, which may be
-            in tuples and dataclasses, and those in their sizes.
-        backend: A backend of ``torch.compile``; of others than "inductor" code asserts nothing, so
-            inputs are looked at in every call.
+        forward: A function, or a module's forward, bound. Inputs of a kind differ in tensors alone,
+            which may be in tuples and dataclasses, and those in their sizes.
+        backend: A backend of ``torch.compile``; those of others than ``"flat"`` and ``"inductor"``
+            assert nothing, so inputs are looked at in every call. What it cannot make one graph of
+            raises ``torch._dynamo.exc.Unsupported`` when it is first called.
         kind: Tells inputs apart that take graphs of their own, from the same arguments; None says
             that inputs are to be looked at.
     """
     own = _code_of_its_own(forward)
-    if backend != "inductor":
-        return _compiled(own, backend, sizes_checked=False)
-    return _ByKind(own, _compiled(own, backend, sizes_checked=True), kind)
+    if backend not in _ASSERTING:
+        return _compiled(own, backend)
+    return _ByKind(own, _compiled(own, backend), kind)
 
 
 class _ByKind:
@@ -161,18 +153,18 @@ class _ByKind:
         self._kind = kind
         self._graphs: dict[Hashable, FunctionType] = {}
 
-    def __call__(self, *args: object) -> object:
-        kind = self._kind(*args)
+    def __call__(self, *args: object, **named: object) -> object:
+        kind = self._kind(*args, **named)
         if kind is None:
-            return self._compiled(*args)
+            return self._compiled(*args, **named)
         graph = self._graphs.get(kind)
         if graph is not None:
             try:
-                return graph(*args)
+                return graph(*args, **named)
             except AssertionError:  # other sizes than it was made for
                 del self._graphs[kind]
         with _codes_made(self._own) as codes:
-            found = self._compiled(*args)
+            found = self._compiled(*args, **named)
         if codes:  # else it is a graph of another kind, which inputs are looked at for
             self._graphs[kind] = _with_code(self._own, codes[-1])
         return found
@@ -211,10 +203,10 @@ def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
-def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callable[..., Any]:
+def _compiled(own: FunctionType, backend: str) -> Callable[..., Any]:
     settings: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
-    if backend == "inductor":
-        settings["size_asserts"] = sizes_checked
+    if backend in _ASSERTING:
+        settings["size_asserts"] = True
     compiled: Callable[..., Any] = torch.compile(
         own, backend=backend, dynamic=True, fullgraph=True, options=settings
     )

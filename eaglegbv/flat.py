@@ -11,11 +11,15 @@ So every number is the one that the model computes as it is, bit for bit; it tak
 seconds instead of minutes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from sympy import lambdify
+from torch import Tensor, nn
+from torch._C._dynamo.guards import assert_size_stride
 from torch._dynamo import register_backend
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from eaglegbv.operations import python_of
@@ -26,10 +30,21 @@ FLAT = "flat"
 _MAY_RETURN_ITS_INPUT = frozenset({"to", "float", "contiguous"})
 
 
-def flat(graph: GraphModule, inputs: list[Tensor], **_: object) -> Callable[..., Any]:  # noqa: ARG001
+def flat(
+    graph: GraphModule,
+    inputs: Sequence[Tensor | int],  # noqa: ARG001
+    *,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
     """Return what runs the graph, without what it need not do.
 
     Operations that run Python are called at once, and not by way of torch's dispatcher.
+
+    Args:
+        graph: What a function came to.
+        inputs: What it was traced with.
+        options: ``size_asserts``: whether to assert that inputs have the sizes and strides it was
+            traced for, where they are no symbols; a parameter always has.
     """
     for node in list(graph.graph.nodes):
         python = python_of(node.target)
@@ -39,6 +54,8 @@ def flat(graph: GraphModule, inputs: list[Tensor], **_: object) -> Callable[...,
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     graph.recompile()
+    if options is not None and options.get("size_asserts"):
+        return _asserting(graph)
     return graph.forward
 
 
@@ -49,6 +66,33 @@ def _returns_its_input(node: Node) -> bool:
     of = node.args[0]
     assert isinstance(of, Node)  # a method is called of something
     return node.meta["example_value"] is of.meta["example_value"]
+
+
+def _asserting(graph: GraphModule) -> Callable[..., Any]:
+    """Return what runs the graph, and raises AssertionError where an input does not fit."""
+    run, places = graph.forward, graph.graph.find_nodes(op="placeholder")
+    symbols: dict[Any, int] = {}
+    tensors: list[tuple[int, FakeTensor]] = []
+    for place, node in enumerate(places):
+        value = node.meta["example_value"]
+        if isinstance(value, torch.SymInt):
+            symbols[value.node.expr] = place
+        elif not isinstance(value, nn.Parameter):
+            tensors.append((place, value))
+    layouts = [(_expressions(like.size()), _expressions(like.stride())) for _, like in tensors]
+    expected = lambdify(list(symbols), layouts)
+
+    def asserting(*args: Any) -> object:  # noqa: ANN401
+        found = expected(*(args[place] for place in symbols.values()))
+        for (place, _), (size, stride) in zip(tensors, found, strict=True):
+            assert_size_stride(args[place], size, stride)
+        return run(*args)
+
+    return asserting
+
+
+def _expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
+    return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
 register_backend(flat, name=FLAT)

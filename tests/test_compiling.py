@@ -20,10 +20,16 @@ from eaglegbv.compiling import (
     making_graphs,
 )
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 
 MADE = "unique_graphs"
+
+asserting = pytest.mark.parametrize(
+    "backend", [FLAT, pytest.param("inductor", marks=needs_compiler)]
+)
+"""Backends whose code asserts the sizes it is given."""
 
 
 def scaled_sums(x: Tensor, y: Tensor) -> Tensor:
@@ -48,9 +54,9 @@ def rows(count: int, width: int = 7) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@needs_compiler
-def test_a_kind_is_looked_at_once(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compiled_by_kind(scaled_sums, "inductor", single)
+@asserting
+def test_a_kind_is_looked_at_once(graphs, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    compiled = compiled_by_kind(scaled_sums, backend, single)
     with making_graphs():
         for count in (1, 3):
             torch.testing.assert_close(compiled(*rows(count)), scaled_sums(*rows(count)))
@@ -65,10 +71,12 @@ def test_a_kind_is_looked_at_once(graphs, monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(compiled(*own), scaled_sums(*own))
 
 
-@needs_compiler
+@asserting
 @pytest.mark.parametrize("kind", [single, lambda *_: "all alike"])
-def test_sizes_that_do_not_fit_are_noticed_and_get_a_graph_of_their_own(graphs, kind) -> None:
-    compiled = compiled_by_kind(scaled_sums, "inductor", kind)
+def test_sizes_that_do_not_fit_are_noticed_and_get_a_graph_of_their_own(
+    graphs, kind, backend: str
+) -> None:
+    compiled = compiled_by_kind(scaled_sums, backend, kind)
     with making_graphs():
         # Sizes that are equal here are taken to be equal for good.
         torch.testing.assert_close(compiled(*rows(4, 4)), scaled_sums(*rows(4, 4)))

@@ -218,6 +218,20 @@ def test_weights_of_8_bits_are_for_automatic_plans_or_on_demand(
     assert fixed.generate("ab", params).metrics.drafted_nodes > 0
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+def test_compiled_without_a_compiler_it_answers_the_same(llm: LLM, pair: tuple[Path, Path]) -> None:
+    flat = LLM(*pair, paths=2, depth=3, compile_backend="flat")
+    prompts = ["ab", CHAT, "a longer one"]
+    ours, expected = (one.generate(prompts, PARAMS) for one in (flat, llm))
+    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+    assert flat.generate("ab", PARAMS).token_ids == llm.generate("ab", PARAMS).token_ids
+
+
+def test_an_unknown_compiler_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidArgument, match=r"compile_backend='fast': expected one of .*flat"):
+        LLM("no/such/model", compile_backend="fast")
+
+
 def test_only_heads_have_weights_to_quantise(pair: tuple[Path, Path]) -> None:
     with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*'ngram' being no EAGLE"):
         LLM(pair[0], "ngram", engine=EngineConfig(draft_quantization="int8"))

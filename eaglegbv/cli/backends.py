@@ -32,6 +32,7 @@ class Models:
         device: Device, or None for the usual one.
         dtype: Type, or None for the usual one.
         quantization: How this engine holds a head's weights.
+        compile_backend: What this engine is compiled by, or None for not at all.
     """
 
     model: str | None
@@ -39,6 +40,7 @@ class Models:
     device: str | None
     dtype: str | None
     quantization: "Quantization"
+    compile_backend: str | None = None
 
     @property
     def target(self) -> str:
@@ -106,7 +108,15 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     widest = next((plan for plan in plans if plan.speculative), plans[0])
     # Every setting and repeat answers the same prompts, and reads them itself.
     engine = EngineConfig(prefix_cache=False, draft_quantization=models.quantization)
-    llm = load_llm(models.model, models.drafter, widest, models.device, models.dtype, engine=engine)
+    llm = load_llm(
+        models.model,
+        models.drafter,
+        widest,
+        models.device,
+        models.dtype,
+        engine=engine,
+        compile_backend=models.compile_backend,
+    )
     sitting = Sitting(
         tuple(settings), lambda: nullcontext(llm.generate), _baselines(models, settings)
     )

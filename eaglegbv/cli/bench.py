@@ -10,6 +10,7 @@ from eaglegbv.cli.compare import compare
 from eaglegbv.cli.drafters import drafters
 from eaglegbv.cli.measuring import progress, report_errors
 from eaglegbv.cli.options import (
+    CompileBackend,
     Device,
     Drafter,
     DraftQuantization,
@@ -114,6 +115,7 @@ def mt_bench(
     drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
+    compile_backend: CompileBackend = None,
     draft_quantization: DraftQuantization = "auto",
     out: Annotated[
         Path | None,
@@ -180,11 +182,14 @@ def mt_bench(
         questions_sha256=chosen.sha256,
         backend=backend,
         backend_arguments=parse_arguments(backend_arguments),
+        compile_backend=compile_backend or "",
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     out = out or Path("runs") / chosen.suite
-    models = Models(model, drafter, device, dtype, quantization(draft_quantization))
+    models = Models(
+        model, drafter, device, dtype, quantization(draft_quantization), compile_backend
+    )
     serving = _serving(models, settings)
     if serving.tokenizer.chat_template is None:
         raise InvalidArgument(
@@ -250,6 +255,9 @@ def _serving(models: "Models", settings: "RunSettings") -> "Backend":
     if models.quantization is Quantization.INT8 and settings.backend != LOCAL:
         expected = f"auto or none: --backend {settings.backend} holds weights its own way"
         raise InvalidArgument("draft-quantization", str(models.quantization), expected)
+    if models.compile_backend is not None and settings.backend != LOCAL:
+        expected = f"none: --backend {settings.backend} compiles its own way"
+        raise InvalidArgument("compile", models.compile_backend, expected)
     if settings.backend == SGLANG:
         return backends.sglang(models, settings.settings, arguments)
     load = backends.transformers if settings.backend == TRANSFORMERS else backends.local

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.frames import roomy
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
@@ -139,6 +140,7 @@ class Generation:
         eos = self.config.eos_token_id
         return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
+    @roomy
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],

@@ -95,6 +95,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         draft_quantization: How the drafter's weights are held; empty likewise.
         backend: What runs the plans: ``local``, ``sglang``; ``transformers`` for baselines alone.
         backend_arguments: What the backend was told besides.
+        compile_backend: What this engine was compiled by; empty for not at all.
         settings: What is compared.
         max_tokens: Most tokens of an answer.
         seed: Seed every request's seed derives from.
@@ -117,6 +118,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_quantization: str = ""
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}
+    compile_backend: str = ""
 
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("repeats", self.repeats)):

@@ -133,7 +133,8 @@ def drafter_name(drafter: str | None, quantization: str) -> str:
 
 def _backend(settings: RunSettings) -> str:
     arguments = [f"{name}={value}" for name, value in settings.backend_arguments.items()]
-    return ", ".join([settings.backend, *arguments])
+    compiled = f" (compiled by {settings.compile_backend})" if settings.compile_backend else ""
+    return ", ".join([f"{settings.backend}{compiled}", *arguments])
 
 
 def _template(template: str | None) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eaglegbv.compiling import check_backend
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_head import (
@@ -236,9 +237,12 @@ def build(
         setting: What will be timed.
         dtype: Type of the weights.
         device: Where they live.
-        compile_backend: Compile the target by this backend of ``torch.compile``; None for not.
+        compile_backend: Compile models and verifier by this backend of ``torch.compile``; None for
+            not.
         graphs: Whether tree forwards and drafting are recorded and replayed.
     """
+    if compile_backend is not None:  # before anything is made
+        check_backend(compile_backend)
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -275,7 +279,11 @@ def build(
     with device, _default_dtype(dtype):
         head = Eagle3Head(head_config, target.input_embeddings, chosen)
     drafter = head_drafter(
-        head.train(mode=False), slots=slots, graphs=graphs, max_context=target.max_context
+        head.train(mode=False),
+        slots=slots,
+        graphs=graphs,
+        max_context=target.max_context,
+        compile_backend=compile_backend,
     )
     sizes = EngineConfig(
         kv_slots=slots,

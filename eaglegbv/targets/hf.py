@@ -25,7 +25,7 @@ from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
-    compiled_alone,
+    compiled_by_kind,
     generating_products,
     making_graphs,
 )
@@ -240,7 +240,7 @@ class HFTarget(Target):
         check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
-        base.forward = compiled_alone(base.forward, backend)
+        base.forward = compiled_by_kind(base.forward, backend, _single)
         self._compiled = True
         try:
             self._probe(Probe())  # one row; the check of the target has several
@@ -315,6 +315,11 @@ def _weight(module: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor):
         raise ModelNotSupported("model", type(module).__name__, "an embedding with a weight")
     return weight.detach()
+
+
+def _single(*, input_ids: Tensor, **_: object) -> bool:
+    """Return whether a forward is of one row: the kinds a compiled model tells apart."""
+    return input_ids.shape[1] == 1
 
 
 def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:

@@ -108,6 +108,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "dtype='int3'"),
         (["--prompt", "a", "--draft-quantization", "int3"], "draft-quantization='int3'"),
+        (["--prompt", "a", "--compile", "fast"], "compile_backend='fast'"),
         (["--prompt", "a" * 300], "at most"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
