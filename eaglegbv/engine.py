@@ -16,7 +16,6 @@ from eaglegbv.debts import recall_slots, settle
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
-from eaglegbv.frames import roomy
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
     CACHED,
@@ -250,7 +249,6 @@ class Engine:
             self._checked(verifier, law)  # compiled now
 
     @torch.inference_mode()
-    @roomy
     def step(self) -> list[Commit]:
         """Advance every running request by one forward of the target.
 

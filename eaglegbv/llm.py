@@ -20,6 +20,7 @@ from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine, check_verifier
 from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.frames import roomy
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
 from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
 from eaglegbv.params import SamplingParams
@@ -267,7 +268,7 @@ class LLM:
         answer = self._add(prompt, sampling_params or SamplingParams(), plan, priority)
         try:
             while not answer.request.finished:
-                self._step()
+                self._roomy_step()
                 yield from answer.take()
             yield from answer.take()
             if answer.request.error is not None:
@@ -335,6 +336,7 @@ class LLM:
     def _planning(self, plan: Planning | PlanName | None) -> Planning:
         return self.plan if plan is None else named_planning(plan)
 
+    @roomy
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -370,6 +372,9 @@ class LLM:
                 not commit.request.finished or kept < len(commit.request.token_ids)
             ):
                 self._engine.finish(commit.request, FinishReason.STOP, keep=kept)
+
+    # A generator calls from wherever it is asked for more: each step by itself.
+    _roomy_step = roomy(_step)
 
     def _close(self, answer: "_Answer") -> None:
         self._engine.cancel(answer.request)

@@ -29,6 +29,7 @@ from eaglegbv.drafters.eagle_head import (
 )
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.frames import roomy
 from eaglegbv.graphs import GraphMode
 from eaglegbv.loading import head_drafter
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
@@ -297,6 +298,7 @@ def build(
     return Rig(engine, target, drafter, shape)
 
 
+@roomy
 def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     """Time the setting's steps."""
     generator = torch.Generator().manual_seed(1)
