@@ -124,8 +124,10 @@ def compiled_by_kind(
     others share, so it must be one graph. See :func:`making_graphs`.
 
     Even to look at the inputs before every call may take as long as what is computed. That is done
-    once for a kind; its graph then runs as it is. It still asserts the sizes and strides of what it
-    is given, before it computes anything: what does not fit is looked at as usual.
+    once for a kind; its graph then runs as it is. It still asserts that what it is given has the
+    sizes and strides it was made for, before it computes anything: what does not fit is looked at
+    as usual. Of ``"inductor"`` it does not assert in which bounds they are, so nothing in
+    ``forward`` may branch by a size.
 
     Args:
         forward: A function, or a module's forward, bound. Inputs of a kind differ in tensors alone,
@@ -162,10 +164,10 @@ class _ByKind:
             try:
                 return graph(*args, **named)
             except AssertionError:  # other sizes than it was made for
-                del self._graphs[kind]
+                pass
         with _codes_made(self._own) as codes:
             found = self._compiled(*args, **named)
-        if codes:  # else it is a graph of another kind, which inputs are looked at for
+        if codes:  # else it is a graph made before, which inputs are looked at for
             self._graphs[kind] = _with_code(self._own, codes[-1])
         return found
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sympy import lambdify
 from torch import Tensor, nn
-from torch._C._dynamo.guards import assert_size_stride
 from torch._dynamo import register_backend
+from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from eaglegbv.operations import python_of
 
@@ -43,8 +43,8 @@ def flat(
     Args:
         graph: What a function came to.
         inputs: What it was traced with.
-        options: ``size_asserts``: whether to assert that inputs have the sizes and strides it was
-            traced for, where they are no symbols; a parameter always has.
+        options: ``size_asserts``: whether to assert that inputs are of the sizes and strides it was
+            traced for; parameters always are.
     """
     for node in list(graph.graph.nodes):
         python = python_of(node.target)
@@ -70,29 +70,36 @@ def _returns_its_input(node: Node) -> bool:
 
 def _asserting(graph: GraphModule) -> Callable[..., Any]:
     """Return what runs the graph, and raises AssertionError where an input does not fit."""
-    run, places = graph.forward, graph.graph.find_nodes(op="placeholder")
-    symbols: dict[Any, int] = {}
-    tensors: list[tuple[int, FakeTensor]] = []
-    for place, node in enumerate(places):
-        value = node.meta["example_value"]
-        if isinstance(value, torch.SymInt):
-            symbols[value.node.expr] = place
-        elif not isinstance(value, nn.Parameter):
-            tensors.append((place, value))
-    layouts = [(_expressions(like.size()), _expressions(like.stride())) for _, like in tensors]
-    expected = lambdify(list(symbols), layouts)
+    values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    places = [n for n, value in enumerate(values) if not isinstance(value, nn.Parameter)]
+    fits, run = _fitting([values[place] for place in places]), graph.forward
 
     def asserting(*args: Any) -> object:  # noqa: ANN401
-        found = expected(*(args[place] for place in symbols.values()))
-        for (place, _), (size, stride) in zip(tensors, found, strict=True):
-            assert_size_stride(args[place], size, stride)
+        if not fits(*(args[place] for place in places)):
+            raise AssertionError
         return run(*args)
 
     return asserting
 
 
-def _expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
-    return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)
+def _fitting(inputs: Sequence[FakeTensor | torch.SymInt]) -> Callable[..., bool]:
+    """Return what says whether tensors and sizes are such as all were that were traced alike.
+
+    That is more than sizes and strides: code may branch by a size, and be traced for one branch.
+    """
+    fakes = [value for value in inputs if isinstance(value, FakeTensor)]
+    environment = fakes[0].fake_mode.shape_env
+    assert environment is not None  # fakes that are traced for any size have one
+    names = [f"t{n}" for n in range(len(inputs))]
+    sources = [LocalSource(name) for name in names]
+    found = environment.produce_guards(inputs, sources, ignore_static=False)
+    # No operation minds where in its storage a tensor begins.
+    terms = [term for term in found if ".storage_offset()" not in term]
+    said = " and ".join(terms) or "True"
+    for name in names:
+        said = said.replace(f"L['{name}']", name)
+    fits: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {said}", dict(SYMPY_INTERP))
+    return fits
 
 
 register_backend(flat, name=FLAT)

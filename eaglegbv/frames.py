@@ -19,7 +19,7 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import ParamSpec, TypeVar
 
-_SLOTS = 1 << 14
+SLOTS = 1 << 14
 """Pointers by which a frame is wider: of a chunk of 256 KiB, as it then takes, half is left."""
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ def roomy(function: Callable[P, R]) -> Callable[P, R]:
     assert isinstance(function, FunctionType)  # as a type checker does not know
     code = function.__code__
     wide = FunctionType(
-        code.replace(co_stacksize=code.co_stacksize + _SLOTS),
+        code.replace(co_stacksize=code.co_stacksize + SLOTS),
         function.__globals__,
         function.__name__,
         function.__defaults__,

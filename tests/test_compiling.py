@@ -88,6 +88,39 @@ def test_sizes_that_do_not_fit_are_noticed_and_get_a_graph_of_their_own(
     assert graphs() > 2
 
 
+def branching(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if len(x) > 5 else x * y
+
+
+def fixed(x: Tensor, y: Tensor) -> Tensor:
+    return x.view(len(x), -1) + y[:1] + torch.ones(7)
+
+
+@pytest.mark.parametrize("function", [branching, fixed])
+def test_a_flat_graph_asserts_whatever_it_was_traced_for(graphs, function) -> None:
+    """A branch taken by a size, and a size that turned out to be a number."""
+    compiled = compiled_by_kind(function, FLAT, lambda *_: "all alike")
+    with making_graphs():
+        for count in (3, 9, 4, 17, 5, 6, 2, 1):
+            own = rows(count)
+            assert torch.equal(compiled(*own), function(*own))
+    assert graphs() > 1
+
+
+def test_what_does_not_fit_leaves_the_graph_of_its_kind(
+    graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compiled_by_kind(scaled_sums, FLAT, lambda *_: "all alike")
+    with making_graphs():
+        for count in (3, 1):  # the second has a graph of its own
+            compiled(*rows(count))
+    kept = dict(compiled._graphs)
+    for count in (4, 1, 5):
+        torch.testing.assert_close(compiled(*rows(count)), scaled_sums(*rows(count)))
+    assert compiled._graphs == kept
+    assert graphs() == 2
+
+
 def test_where_code_asserts_nothing_inputs_are_looked_at_in_every_call(graphs) -> None:
     compiled = compiled_by_kind(scaled_sums, "eager", lambda *_: "all alike")
     for own in (rows(4, 4), rows(4, 9), rows(1, 4), rows(4, 4)):

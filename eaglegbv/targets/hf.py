@@ -30,6 +30,7 @@ from eaglegbv.compiling import (
     making_graphs,
 )
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
+from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.products import PackedProduct, in_use, prepare
 from eaglegbv.targets.attending import COMPILED, PLAIN
@@ -235,19 +236,31 @@ class HFTarget(Target):
         number of none, one, or several would be a graph of its own.
 
         Raises:
-            InvalidArgument: There is no such backend, or the model cannot be one graph.
+            InvalidArgument: There is no such backend, or the model cannot be one graph, or its head
+                calls another part of it.
         """
         check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
-        base.forward = compiled_by_kind(base.forward, backend, _single)
+        # Models are not ours: one may branch by the number of rows, which not all graphs look at.
+        kind = _single if backend == FLAT else _looked_at
+        base.forward = compiled_by_kind(base.forward, backend, kind)
         self._compiled = True
+        calls: list[object] = []
+        counting = base.register_forward_pre_hook(lambda *_: calls.append(None))
         try:
             self._probe(Probe())  # one row; the check of the target has several
         except Unsupported as error:
             reason = str(error).strip().splitlines()[0]
             expected = f"none for {type(self.model).__name__}, which is not one graph ({reason})"
             raise InvalidArgument("compile_backend", backend, expected) from error
+        finally:
+            counting.remove()
+        if not calls:
+            expected = (
+                f"none for {type(self.model).__name__}, which does not call {type(base).__name__}"
+            )
+            raise InvalidArgument("compile_backend", backend, expected)
 
     @property
     def input_embeddings(self) -> Tensor:
@@ -317,9 +330,13 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
-def _single(*, input_ids: Tensor, **_: object) -> bool:
+def _single(input_ids: Tensor, *_: object, **__: object) -> bool:
     """Return whether a forward is of one row: the kinds a compiled model tells apart."""
     return input_ids.shape[1] == 1
+
+
+def _looked_at(*_: object, **__: object) -> None:
+    """Say of any forward that its inputs are to be looked at."""
 
 
 def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.compilers import needs_compiler
 from support.packed_trees import Text, random_parents, scattered
-from support.tiny_models import VOCAB, tiny_model
+from support.tiny_models import CONFIGS, VOCAB, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.select_algorithm import get_algorithm_selector_cache
@@ -23,6 +23,9 @@ from eaglegbv.flat import FLAT
 from eaglegbv.targets.base import FeatureSpec, TargetOutput
 from eaglegbv.targets.hf import HFTarget
 
+COMPILED = CONFIGS.keys() - {"bloom", "gptj", "opt", "stablelm"}
+"""Models that a target can be, and that can be compiled."""
+
 
 def outputs(target: HFTarget) -> list[TargetOutput]:
     """Two prompts, then trees of several sizes behind them, in one forward each."""
@@ -34,6 +37,8 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
         text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
     ]
     found = [target.forward(segments)]
+    token = Text([1]).prefill(scattered(target.allocator, 1, generator))
+    found.append(target.forward([token]))  # of one row
     for nodes in (1, 5, 9, 2):
         segments = []
         for text in texts:
@@ -49,12 +54,27 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", sorted(COMPILED))
 def test_compiled_forwards_equal_plain_ones(name: str) -> None:
     features = FeatureSpec.layer_inputs([1, 3])
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
     compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend=FLAT)
     assert_same(compiled, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_target_does_not_look_at_its_inputs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = HFTarget(tiny_model("llama"), max_slots=256, compile_backend=FLAT)
+    expected = outputs(HFTarget(tiny_model("llama"), max_slots=256))
+
+    def looked_at(**_: object) -> None:
+        raise AssertionError("looked at again")
+
+    monkeypatch.setattr(compiled.model.base_model.forward, "_compiled", looked_at)
+    for ours, plain in zip(outputs(compiled), expected, strict=True):
+        assert torch.equal(ours.logits, plain.logits)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -152,6 +172,13 @@ def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.Mo
         InvalidArgument, match=r"compile_backend='eager'.*LlamaForCausalLM.*not one graph"
     ):
         HFTarget(model, max_slots=64, compile_backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_calls_another_part_of_itself_is_refused_by_name() -> None:
+    expected = r"compile_backend='flat': expected none for OPTForCausalLM.*not call OPTModel"
+    with pytest.raises(InvalidArgument, match=expected):
+        HFTarget(tiny_model("opt"), max_slots=256, compile_backend=FLAT)
 
 
 def test_an_unknown_compiler_is_named() -> None:
