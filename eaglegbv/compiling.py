@@ -19,6 +19,7 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
+from eaglegbv.frames import with_code
 
 _ASSERTING = frozenset({FLAT, "inductor"})
 """Backends whose code can assert the sizes and strides it is given."""
@@ -36,10 +37,9 @@ def check_backend(backend: str) -> None:
     if torch.__version__ < _LEAST_TORCH:
         expected = f"none: compiling takes PyTorch {_LEAST_TORCH}, and this is {torch.__version__}"
         raise InvalidArgument("compile_backend", backend, expected)
-    known = {FLAT, *torch.compiler.list_backends(exclude_tags=None)}
-    if backend not in known:
-        usual = sorted({FLAT, *torch.compiler.list_backends()})  # not those for debugging
-        expected = f"one of {', '.join(usual)}"
+    if backend not in torch.compiler.list_backends(exclude_tags=None):
+        usual = torch.compiler.list_backends()  # not those for debugging
+        expected = f"one of {', '.join(sorted(usual))}"
         raise InvalidArgument("compile_backend", backend, expected)
 
 
@@ -115,7 +115,7 @@ def generating_products() -> Iterator[None]:
 
 
 def compiled_by_kind(
-    forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable]
+    forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable] | None
 ) -> Callable[..., Any]:
     """Return ``forward`` compiled for any sizes, with the graph of an input found by its kind.
 
@@ -136,13 +136,13 @@ def compiled_by_kind(
         backend: A backend of ``torch.compile``; those of others than ``"flat"`` and ``"inductor"``
             assert nothing, so inputs are looked at in every call. What it cannot make one graph of
             raises ``torch._dynamo.exc.Unsupported`` when it is first called.
-        kind: Tells inputs apart that take graphs of their own, from the same arguments; None says
-            that inputs are to be looked at.
+        kind: Tells inputs apart that take graphs of their own, from the same arguments; what it
+            returns None for is looked at, and without it every input.
     """
     own = _code_of_its_own(forward)
-    if backend not in _ASSERTING:
-        return _compiled(own, backend)
-    return _ByKind(own, _compiled(own, backend), kind)
+    if kind is None or backend not in _ASSERTING:
+        return _compiled(own, backend, sizes_checked=False)
+    return _ByKind(own, _compiled(own, backend, sizes_checked=True), kind)
 
 
 class _ByKind:
@@ -169,7 +169,7 @@ class _ByKind:
         with _codes_made(self._own) as codes:
             found = self._compiled(*args, **named)
         if codes:  # else it is a graph made before, which inputs are looked at for
-            self._graphs[kind] = _with_code(self._own, codes[-1])
+            self._graphs[kind] = with_code(self._own, codes[-1])
         return found
 
 
@@ -199,17 +199,13 @@ def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
         return forward(*args, **kwargs)
 
     assert isinstance(run, FunctionType)  # as a type checker does not know
-    return _with_code(run, run.__code__.replace())
+    return with_code(run, run.__code__.replace())
 
 
-def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
-    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-
-
-def _compiled(own: FunctionType, backend: str) -> Callable[..., Any]:
+def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callable[..., Any]:
     settings: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
     if backend in _ASSERTING:
-        settings["size_asserts"] = True
+        settings["size_asserts"] = sizes_checked
     compiled: Callable[..., Any] = torch.compile(
         own, backend=backend, dynamic=True, fullgraph=True, options=settings
     )

@@ -16,7 +16,7 @@ with it a chunk of its own that has room for all its calls:
 
 from collections.abc import Callable
 from functools import update_wrapper
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import ParamSpec, TypeVar
 
 SLOTS = 1 << 14
@@ -33,13 +33,19 @@ def roomy(function: Callable[P, R]) -> Callable[P, R]:
     """
     assert isinstance(function, FunctionType)  # as a type checker does not know
     code = function.__code__
-    wide = FunctionType(
-        code.replace(co_stacksize=code.co_stacksize + SLOTS),
+    wide = with_code(function, code.replace(co_stacksize=code.co_stacksize + SLOTS))
+    update_wrapper(wide, function)
+    return wide
+
+
+def with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """Return a function that runs other code in the place of ``function``, defaults included."""
+    made = FunctionType(
+        code,
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    wide.__kwdefaults__ = function.__kwdefaults__
-    update_wrapper(wide, function)
-    return wide
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

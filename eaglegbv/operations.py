@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMESPACE = "eaglegbv"
-
 _PYTHON: dict[object, Callable[..., Tensor]] = {}
 """What operations run; torch's own table of them cannot be read."""
 
@@ -23,7 +21,7 @@ def define(
         run: Computes it.
         shape: Returns a tensor like its result, from the same arguments.
     """
-    full = f"{_NAMESPACE}::{name}"
+    full = f"eaglegbv::{name}"
     torch.library.define(full, signature)
     torch.library.impl(full, "default", run)
     torch.library.register_fake(full, shape)

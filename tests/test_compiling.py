@@ -107,9 +107,7 @@ def test_a_flat_graph_asserts_whatever_it_was_traced_for(graphs, function) -> No
     assert graphs() > 1
 
 
-def test_what_does_not_fit_leaves_the_graph_of_its_kind(
-    graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_leaves_the_graph_of_its_kind(graphs) -> None:
     compiled = compiled_by_kind(scaled_sums, FLAT, lambda *_: "all alike")
     with making_graphs():
         for count in (3, 1):  # the second has a graph of its own

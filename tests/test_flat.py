@@ -104,7 +104,10 @@ def test_a_targets_numbers_are_the_same_bit_for_bit(name: str, dtype: torch.dtyp
     features = FeatureSpec.layer_inputs([1, 3])
     ours, plain = (
         HFTarget(
-            tiny_model(name).to(dtype), features=features, max_slots=256, compile_backend=backend
+            tiny_model(name, dtype=dtype),
+            features=features,
+            max_slots=256,
+            compile_backend=backend,
         )
         for backend in (FLAT, None)
     )

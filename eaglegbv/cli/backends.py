@@ -40,7 +40,7 @@ class Models:
     device: str | None
     dtype: str | None
     quantization: "Quantization"
-    compile_backend: str | None = None
+    compile_backend: str | None
 
     @property
     def target(self) -> str:

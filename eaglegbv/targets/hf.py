@@ -243,7 +243,7 @@ class HFTarget(Target):
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
         # Models are not ours: one may branch by the number of rows, which not all graphs look at.
-        kind = _single if backend == FLAT else _looked_at
+        kind = _single if backend == FLAT else None
         base.forward = compiled_by_kind(base.forward, backend, kind)
         self._compiled = True
         calls: list[object] = []
@@ -333,10 +333,6 @@ def _weight(module: nn.Module) -> Tensor:
 def _single(input_ids: Tensor, *_: object, **__: object) -> bool:
     """Return whether a forward is of one row: the kinds a compiled model tells apart."""
     return input_ids.shape[1] == 1
-
-
-def _looked_at(*_: object, **__: object) -> None:
-    """Say of any forward that its inputs are to be looked at."""
 
 
 def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:
