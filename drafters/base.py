@@ -102,6 +102,17 @@ class Drafter(ABC):
         """
         return 0
 
+    def behind(self, request: Request) -> int:  # noqa: ARG002
+        """Return how many committed positions :meth:`catch_up` would run."""
+        return 0
+
+    def let_go(self, request: Request, *, keep: int) -> None:  # noqa: B027
+        """Remember of what has not been run yet only the last ``keep`` positions, 1 or more.
+
+        Where more was missed, the drafter may begin anew there, as if the text did: what it drafts
+        then may be worse, is as lawful, and is read sooner. Not for verifiers that recall laws.
+        """
+
 
 class Recaller(ABC):
     """Says what an earlier step would have drawn after other tokens.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.growth import draft_temperature
+from eaglegbv.drafters.growth import Roots, draft_temperature
 from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law
@@ -37,8 +37,7 @@ def draft_chains(
     plan: Plan,
     law: Law,
     forward: HeadForward,
-    hidden: Tensor,
-    tree_slots: Sequence[Tensor],
+    roots: Roots,
 ) -> DraftTree:
     """Draft one path per request.
 
@@ -47,14 +46,14 @@ def draft_chains(
         plan: The plan they share.
         law: How children arise.
         forward: Forwards of the head.
-        hidden: ``[requests, hidden]``, the head's output at the last true positions.
-        tree_slots: For each request KV slots to write to freely.
+        roots: What they go on from.
     """
     drawings = _drawings(requests, plan, law)
     last = plan.depth - 1  # the last token of a path is read by no row
-    paths = [PathRows.of(r.slots, s[:last]) for r, s in zip(requests, tree_slots, strict=True)]
+    slots = zip(roots.contexts, roots.tree_slots, strict=True)
+    paths = [PathRows.of(context, own[:last]) for context, own in slots]
     follow = forward.along(paths)
-    drawn = forward.draw(hidden, drawings[0])
+    hidden, drawn = roots.hidden, forward.draw(roots.hidden, drawings[0])
     levels = [drawn]
     for level, drawing in enumerate(drawings[1:]):
         hidden, drawn = follow(level, drawn.token_ids, hidden, drawing)

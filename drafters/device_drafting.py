@@ -20,7 +20,7 @@ from eaglegbv.config import MAX_DEPTH, Plan
 from eaglegbv.drafters.device_trees import LAWS, start_device_trees
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.growth import draft_params
+from eaglegbv.drafters.growth import Roots, draft_params
 from eaglegbv.drafters.tree_choice import support
 from eaglegbv.graphs import MAX_ROWS, NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -86,8 +86,7 @@ class DeviceDrafting:
         requests: Sequence[Request],
         plan: Plan,
         law: Law,
-        hidden: Tensor,
-        tree_slots: Sequence[Tensor],
+        roots: Roots,
     ) -> DraftTree | None:
         """Draft one tree per request; None where that has to be done on the host.
 
@@ -97,8 +96,7 @@ class DeviceDrafting:
             requests: The requests.
             plan: The plan they share.
             law: How children arise.
-            hidden: ``[requests, hidden]``, the head's output at the last true positions.
-            tree_slots: For each request KV slots to write to freely.
+            roots: What they go on from.
         """
         padded = 1 << (len(requests) - 1).bit_length()
         branches = plan.fixed_beam if law is Law.FIXED else plan.paths
@@ -112,7 +110,7 @@ class DeviceDrafting:
             self.counts[self._refused] += 1
         else:
             try:
-                tree = self._replay(padded, requests, plan, law, hidden, tree_slots)
+                tree = self._replay(padded, requests, plan, law, roots)
             except NotRecordable as obstacle:
                 self._refused = obstacle.reason
                 self.counts[obstacle.reason] += 1
@@ -127,8 +125,7 @@ class DeviceDrafting:
         requests: Sequence[Request],
         plan: Plan,
         law: Law,
-        hidden: Tensor,
-        tree_slots: Sequence[Tensor],
+        roots: Roots,
     ) -> DraftTree | None:
         """Draft; None where the texts are too long."""
         params = [draft_params(request.params, plan) for request in requests]
@@ -145,9 +142,9 @@ class DeviceDrafting:
         )
         known = self._recorded.get(kind)
         drafting = known or _Drafting(kind, self._head, self._attention, self._max_context)
-        if not drafting.holds(requests):
+        if not drafting.holds(roots.contexts):
             return None
-        drafting.load(requests, settings, hidden, tree_slots)
+        drafting.load(requests, settings, roots)
         if known is None:
             drafting.replay = self._recorder.record(drafting.work)
             self._recorded[kind] = drafting
@@ -200,30 +197,23 @@ class _Drafting:
                 min_p=room(batch, dtype=torch.float64) if kind.min_p else None,
             )
 
-    def holds(self, requests: Sequence[Request]) -> bool:
-        """Whether attention can list the keys of all rows."""
+    def holds(self, contexts: Sequence[Tensor]) -> bool:
+        """Whether attention can list the keys of all rows that go on from ``contexts``."""
         if self._attention is None or self._attention.most_keys is None:
             return True
-        keys = sum(request.context + self._kind.plan.depth for request in requests)
-        missing = self._kind.requests - len(requests)
+        keys = sum(len(context) + self._kind.plan.depth for context in contexts)
+        missing = self._kind.requests - len(contexts)
         return self._rows * (keys + missing * MAX_DEPTH) <= self._attention.most_keys
 
-    def load(
-        self,
-        requests: Sequence[Request],
-        settings: WarpSettings,
-        hidden: Tensor,
-        tree_slots: Sequence[Tensor],
-    ) -> None:
+    def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
         """Copy a step's numbers into the buffers, and plan its attention."""
         kind, real = self._kind, len(requests)
         missing = kind.requests - real
-        roots = [request.token_ids[-1] for request in requests]
-        _fill(self._roots, torch.tensor([*roots, *[0] * missing]))
-        contexts = [request.slots for request in requests]
-        contexts += [torch.tensor([self._scratch_slot])] * missing
+        tokens = [request.token_ids[-1] for request in requests]
+        _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
+        contexts = [*roots.contexts, *[torch.tensor([self._scratch_slot])] * missing]
         _fill(self._contexts, torch.tensor([len(context) for context in contexts]))
-        self._hidden[:real].copy_(hidden)
+        self._hidden[:real].copy_(roots.hidden)
         for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
             buffer, value = getattr(self._settings, name), getattr(settings, name)
             if buffer is not None:
@@ -237,7 +227,7 @@ class _Drafting:
         if self._attention is not None:
             places = self._slots[0].numel()
             slots = torch.full((kind.requests, places), self._scratch_slot)
-            for b, own in enumerate(tree_slots):
+            for b, own in enumerate(roots.tree_slots):
                 slots[b] = own[:places]
             _fill(self._slots, slots.view(self._slots.shape))
             self._attention.plan(contexts)

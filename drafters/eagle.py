@@ -33,6 +33,7 @@ from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.growth import (
     DraftedRows,
     LawSettings,
+    Roots,
     RowSnapshot,
     draft_trees,
     next_rows,
@@ -53,16 +54,22 @@ class EagleState(DraftState):
     """The head's memory of one request.
 
     Attributes:
-        context: Positions run on true features so far.
+        first: Position that the head's text begins at: 0, unless it let go of what came before.
+        context: Positions whose true features have been run so far, or let go of.
         pending: ``[tokens, feature_size]`` each: true features of the positions that follow, not
             run yet, as they came. While a request decodes plainly they are many.
         hidden: ``[hidden]``, the head's output at the last true position; the root's children are
             drawn from its logits.
     """
 
+    first: int = 0
     context: int = 0
     pending: list[Tensor] = field(default_factory=list)
     hidden: Tensor | None = None
+
+    def rows(self, request: Request) -> Tensor:
+        """Return ``[rows]`` int64, the slots of the rows that were run on true features."""
+        return request.slots[self.first : self.context]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,28 @@ class EagleDrafter(RecallingDrafter):
 
     def shareable(self, request: Request) -> int:
         """Return how many positions were run on true features; see :meth:`Drafter.shareable`."""
-        return self._state(request).context
+        state = self._state(request)
+        return 0 if state.first else state.context
+
+    def behind(self, request: Request) -> int:
+        """Return how many positions were not run yet; see :meth:`Drafter.behind`."""
+        return request.context - self._state(request).context
+
+    @torch.inference_mode()
+    def let_go(self, request: Request, *, keep: int) -> None:
+        """Begin the head's text ``keep`` positions before its end; see :meth:`Drafter.let_go`."""
+        state = self._state(request)
+        if self.behind(request) <= keep:
+            return
+        parts: list[Tensor] = []
+        missing = keep
+        while missing:
+            parts.append(state.pending.pop()[-missing:])
+            missing -= len(parts[-1])
+        # A copy: views would keep alive all that came with them.
+        state.pending = [torch.cat(parts[::-1])]
+        state.first = state.context = request.context - keep
+        state.hidden = None
 
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
@@ -168,20 +196,25 @@ class EagleDrafter(RecallingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
-        hidden = torch.stack([self._root_hidden(request) for request in requests])
+        roots = Roots(
+            contexts=[self._state(request).rows(request) for request in requests],
+            hidden=torch.stack([self._root_hidden(request) for request in requests]),
+            tree_slots=tree_slots,
+        )
         if self._on_device is not None:
-            found = self._on_device.draft(requests, plan, law, hidden, tree_slots)
+            found = self._on_device.draft(requests, plan, law, roots)
             if found is not None:
                 return found
         if (
             drafts_chains(requests, plan, law, self.head.config.draft_vocab_size)
-            and hidden.device.type == "cpu"
+            and roots.hidden.device.type == "cpu"
         ):
-            return draft_chains(requests, plan, law, self._forward, hidden, tree_slots)
+            return draft_chains(requests, plan, law, self._forward, roots)
         drafted = [
-            DraftedRows(request.slots, slots)
-            for request, slots in zip(requests, tree_slots, strict=True)
+            DraftedRows(context, slots)
+            for context, slots in zip(roots.contexts, tree_slots, strict=True)
         ]
+        hidden = roots.hidden
 
         def follow(
             trees: Sequence[GrowingTree], nodes: Sequence[Sequence[int]], parents: list[int]
@@ -197,9 +230,17 @@ class EagleDrafter(RecallingDrafter):
         return draft_trees(requests, plan, law, self.head.draft_to_target, logits, follow)
 
     def snapshot(self, request: Request) -> EagleSnapshot:
-        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
+        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`.
+
+        Raises:
+            RuntimeError: The head let go of the text's beginning, and would not find the same laws
+                again once the text is read anew.
+        """
+        state = self._state(request)
+        if state.first:
+            raise RuntimeError(f"request {request.number} is recalled, its beginning let go of")
         return EagleSnapshot(
-            context=self._state(request).context,
+            context=state.context,
             rows=request.slots[:0],
             # A row of a whole batch's output, which it would keep alive.
             hidden=self._root_hidden(request).clone(),
@@ -234,7 +275,7 @@ class EagleDrafter(RecallingDrafter):
         """Return the rows of positions committed since the head last ran on true features."""
         start, end = state.context, request.context
         tokens = request.tokens_from(start + 1)[: end - start]
-        return Segment.causal(torch.tensor(tokens), request.slots[:start], request.slots[start:])
+        return Segment.causal(torch.tensor(tokens), state.rows(request), request.slots[start:])
 
     def _state(self, request: Request) -> EagleState:
         return own_state(request, EagleState, lambda: EagleState(context=request.shared))

@@ -29,6 +29,21 @@ to the logits ``[nodes, draft_vocab]`` of what follows those nodes."""
 
 
 @dataclass(frozen=True, slots=True)
+class Roots:
+    """What the drafts of some requests go on from.
+
+    Attributes:
+        contexts: For each request ``[rows]`` int64, the slots of its true rows.
+        hidden: ``[requests, hidden]``, the drafter's output at the last of them.
+        tree_slots: For each request KV slots to write to freely.
+    """
+
+    contexts: Sequence[Tensor]
+    hidden: Tensor
+    tree_slots: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class LawSettings:
     """What turns the logits of a step into its draft laws.
 

@@ -57,8 +57,12 @@ from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
 GREEDY = "greedy"
 PLAIN_VERIFIER = "target_only"
 
-_WAITING = 256
-"""Positions of a prompt that may wait for the drafter: those of long ones would fill memory."""
+_KEPT, _MOST_KEPT = 64, 128
+"""Positions that a drafter keeps of what it missed, and those from which on it lets go of others.
+
+Features of all that large batches decode plainly would fill memory, and who drafts again would
+first have to read them. The tiny pair's head drafts as well as ever if it begins 64 positions back.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -306,6 +310,7 @@ class Engine:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
         watch = Stopwatch(self._barrier)
         with watch.phase(Phase.DRAFT):
+            self._let_go(batch.requests)
             self._planner.assign(
                 batch.decoding,
                 others=len(batch.reading),
@@ -588,7 +593,7 @@ class Engine:
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.
 
-        Where nobody drafts at present, and no text may share the drafter's rows, short ones wait.
+        Where nobody drafts at present, and no text may share the drafter's rows, it waits.
 
         Returns:
             For how many positions the drafter ran.
@@ -608,15 +613,22 @@ class Engine:
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the drafter may read what was read of a prompt when somebody drafts."""
-        if self._cache.enabled or self._planner.expects_drafts(
+        return not self._cache.enabled and not self._planner.expects_drafts(
             request, batch=len(self._scheduler.running)
-        ):
-            return False
-        return self._behind(request) <= _WAITING
+        )
+
+    def _let_go(self, requests: Sequence[Request]) -> None:
+        """Have the drafter forget most of what it missed of texts that it may draft no more."""
+        if self._drafter is None:
+            return
+        for request in requests:
+            may_rest = request.auto is not None and request.drafted
+            if may_rest and self._drafter.behind(request) > _MOST_KEPT:
+                self._drafter.let_go(request, keep=_KEPT)
 
     def _behind(self, request: Request) -> int:
         """Return for how many committed positions the drafter has not run yet."""
-        return 0 if self._drafter is None else request.context - self._drafter.shareable(request)
+        return 0 if self._drafter is None else self._drafter.behind(request)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:

@@ -16,6 +16,7 @@ from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.auto_plan import AUTO, AutoPlan, plans_of
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
@@ -279,14 +280,59 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
     assert request.metrics.drafted_nodes > 0
 
 
-def test_long_prompts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False)
+def plain(self: Planner, requests: list[Request], **_: object) -> None:
+    """Have everybody decode plainly; see :meth:`Planner.assign`."""
+    for request in requests:
+        request.plan = PLAIN
+
+
+@pytest.mark.parametrize("graphs", [GraphMode.OFF, GraphMode.EAGER])
+def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
+    monkeypatch: pytest.MonkeyPatch, graphs: GraphMode
+) -> None:
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False, graphs=graphs)
     monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
-    monkeypatch.setattr("eaglegbv.engine._WAITING", 20)
-    short, long = (tiny.engine.add(PROMPT * n, SamplingParams(), AUTO) for n in (4, 5))
-    tiny.engine.step()
-    assert tiny.engine._behind(short) == 20
-    assert tiny.engine._behind(long) == 0
+    monkeypatch.setattr("eaglegbv.engine._KEPT", 10)
+    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 20)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    expected = tiny.tokens([PROMPT * 9], params, PLAIN)
+    with monkeypatch.context() as resting:
+        resting.setattr(Planner, "assign", plain)
+        request = tiny.engine.add(PROMPT * 9, params, AUTO)
+        tiny.engine.step()
+        seen = []
+        while len(request.token_ids) < 50:
+            tiny.engine.step()
+            seen.append(tiny.engine._behind(request))
+        assert seen[:3] == [11, 12, 13]  # all of the prompt but its end
+        assert max(seen) == 21
+        assert seen.count(11) == 5
+    tiny.engine._planner = RestlessPlanner()
+    tiny.run([request])
+    assert request.metrics.drafted_nodes > 0
+    assert [request.token_ids] == expected
+
+
+def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, law: np.ndarray
+) -> None:
+    forgotten: Counter[int] = Counter()
+    let_go = EagleDrafter.let_go
+
+    def counted(self: EagleDrafter, request: Request, *, keep: int) -> None:
+        forgotten[request.number] += 1
+        let_go(self, request, keep=keep)
+
+    monkeypatch.setattr(EagleDrafter, "let_go", counted)
+    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
+    monkeypatch.setattr("eaglegbv.engine._KEPT", 1)
+    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 2)
+    monkeypatch.setattr(engine._cache, "enabled", False)
+    engine._planner = RestlessPlanner()
+    result = check(engine, law, SAMPLES)
+    assert result.p_value > LEVEL, result
+    assert len(forgotten) == SAMPLES
+    assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
 
 
 def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:

@@ -6,8 +6,10 @@ tree node keeps its slot, a rejected one gives it back, and nothing is ever copi
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from eaglegbv.errors import InvalidArgument, OutOfSlots
 
 _BLANK, _TAKEN, _KEPT = 0, 1, 2
 """States of a slot. Both blank and kept ones are free; what a kept one holds is still of use."""
+
+_LINE = 64
+"""Bytes of a cache line, where pools begin."""
 
 
 class SlotAllocator:
@@ -193,7 +198,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the pool, all zeros (memory is touched only as slots come into use).
+        """Allocate the pool, all zeros; a CPU's memory is touched only as slots come into use.
 
         Raises:
             InvalidArgument: A size is below 1.
@@ -203,8 +208,8 @@ class KVPool:
             if size < 1:
                 raise InvalidArgument(name, size, "an integer of at least 1")
         shape = (layers, slots, kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
         # Views made once: indexing a tensor by layer costs as much as a small kernel.
         self._layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
@@ -222,6 +227,17 @@ class KVPool:
         """Bytes of one token's keys and values over all layers."""
         layers, _, kv_heads, head_dim = self.keys.shape
         return slot_bytes(layers, kv_heads, head_dim, self.keys.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU they are the system's own, which are written where they are used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write them all: seconds for a large pool, and memory that nobody may need.
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

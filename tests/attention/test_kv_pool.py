@@ -1,5 +1,8 @@
 """Slots have one owner each, and the pool is what it says."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,6 +13,8 @@ from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 
 SLOTS = 24
+MEGABYTE = 1_000_000
+STATM = Path("/proc/self/statm")
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -183,3 +188,28 @@ def test_pool_layout() -> None:
     assert pool.values[1, 5].eq(2).all()
     assert pool.num_slots == 10
     assert pool.bytes_per_slot == 2 * 3 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_on_a_cpu_is_of_zeros_from_a_cache_line_on(dtype: torch.dtype) -> None:
+    pool = KVPool(2, 5, 3, 8, dtype)
+    for tensor in (pool.keys, pool.values):
+        assert not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.is_contiguous()
+        tensor.fill_(1)
+
+
+@pytest.mark.skipif(not STATM.is_file(), reason="Linux says what memory a process has touched")
+def test_memory_is_touched_as_slots_come_into_use() -> None:
+    before = resident()
+    pool = KVPool(4, 20_000, 8, 64, torch.float32)
+    assert pool.keys.nbytes > 150 * MEGABYTE
+    assert resident() - before < 20 * MEGABYTE
+    pool.keys.fill_(1)
+    assert resident() - before > 100 * MEGABYTE
+
+
+def resident() -> int:
+    """Bytes of memory that this process has touched."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -17,6 +17,7 @@ from support.drafting import (
 )
 
 from eaglegbv.config import Plan
+from eaglegbv.drafters.eagle import EagleState
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftState, Request
@@ -303,6 +304,81 @@ def test_a_path_of_one_token_needs_no_drafted_feature(pair):
     tree = session.draft([request], Law.IID)
     assert tree.depth.max() == 1
     check_laws(pair, tree, 0, text_of(request))
+
+
+def begun_at(first: int, request: Request, pair: Pair) -> tuple[Session, Request]:
+    """A session whose request has the text of ``request`` from position ``first`` on alone."""
+    session, text = Session(pair), text_of(request)
+    short = session.start(text[first:-1], text[-1], request.plan, seed=3, observe=False)
+    short.step = request.step
+    session.drafter.observe(short, pair.features(text[:-1])[first:])
+    return session, short
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+def test_what_was_let_go_of_is_as_if_the_text_began_later(pair, paths):
+    session = Session(pair)
+    plan = Plan(paths=paths, depth=4, draft_width=VOCAB)
+    request = session.start(PROMPT, 11, plan, seed=3, observe=False)
+    for piece in pair.features(PROMPT).split([1, 3, 2]):
+        session.drafter.observe(request, piece)
+    session.drafter.let_go(request, keep=4)
+    for accepted in (2, 0, 4):
+        tree = session.draft([request], Law.IID)
+        other, short = begun_at(2, request, pair)
+        expected = other.draft([short], Law.IID)
+        assert torch.equal(tree.token_ids, expected.token_ids)
+        torch.testing.assert_close(full_laws(tree), full_laws(expected), atol=ATOL, rtol=0)
+        # The beginning does matter to the head.
+        whole, same = begun_at(0, request, pair)
+        others = whole.draft([same], Law.IID)
+        assert not torch.allclose(full_laws(tree)[:, :1], full_laws(others)[:, :1], atol=1e-3)
+        advance(session, request, tree, 0, accepted)
+
+
+def test_what_was_run_already_is_let_go_of_too(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, seed=3)
+    for accepted in (1, 0, 2):
+        advance(session, request, session.draft([request], Law.IID), 0, accepted)
+    assert session.drafter.behind(request) == 3
+    session.drafter.let_go(request, keep=2)
+    assert session.drafter.behind(request) == 2
+    tree = session.draft([request], Law.IID)
+    other, short = begun_at(len(text_of(request)) - 3, request, pair)
+    expected = other.draft([short], Law.IID)
+    torch.testing.assert_close(full_laws(tree), full_laws(expected), atol=ATOL, rtol=0)
+
+
+def test_letting_go_frees_what_it_came_with(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN, observe=False)
+    features = pair.features(PROMPT).clone()
+    session.drafter.observe(request, features[:])
+    session.drafter.let_go(request, keep=len(PROMPT))  # it is no more than that
+    (part,) = request.draft_states[EagleState].pending
+    assert part.untyped_storage().data_ptr() == features.untyped_storage().data_ptr()
+    session.drafter.let_go(request, keep=2)
+    (part,) = request.draft_states[EagleState].pending
+    assert torch.equal(part, features[-2:])
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert (session.drafter.behind(request), session.drafter.shareable(request)) == (2, 0)
+    session.drafter.catch_up([request])
+    # Others that begin like it would miss the beginning.
+    assert (session.drafter.behind(request), session.drafter.shareable(request)) == (0, 0)
+    session.drafter.forget(request)
+    session.drafter.observe(request, features)
+    session.drafter.catch_up([request])
+    assert session.drafter.shareable(request) == len(PROMPT)
+
+
+def test_a_text_whose_beginning_was_let_go_of_is_not_recalled(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, PLAN)
+    session.drafter.let_go(request, keep=3)
+    session.draft([request], Law.IID)
+    with pytest.raises(RuntimeError, match="request 0 is recalled, its beginning let go of"):
+        session.drafter.snapshot(request)
 
 
 def test_a_forgotten_request_starts_anew(pair):
