@@ -39,6 +39,10 @@ class Holdings:
 
     def keep(self, request: Request, places: list[int]) -> None:
         """Add the slots at ``places`` among the borrowed ones to the text; take the others back."""
+        if len(places) == len(request.borrowed):  # as after every plain step
+            request.slots = torch.cat((request.slots, request.borrowed))
+            request.borrowed = request.borrowed[:0]
+            return
         # In a step few slots are lent, which are sorted out faster in lists than in tensors.
         lent, chosen = request.borrowed.tolist(), set(places)
         kept = [slot for place, slot in enumerate(lent) if place in chosen]
