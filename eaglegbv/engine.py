@@ -593,7 +593,7 @@ class Engine:
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.
 
-        Where nobody drafts at present, and no text may share the drafter's rows, it waits.
+        Where that does not pay at present, and no text may share the drafter's rows, it waits.
 
         Returns:
             For how many positions the drafter ran.
@@ -613,8 +613,14 @@ class Engine:
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the drafter may read what was read of a prompt when somebody drafts."""
-        return not self._cache.enabled and not self._planner.expects_drafts(
-            request, batch=len(self._scheduler.running)
+        if self._cache.enabled:
+            return False
+        # Those that wait will decode with it.
+        batch = len(self._scheduler.running) + self._scheduler.num_waiting
+        return not self._planner.worth_reading(
+            request,
+            rows=request.unread + self._behind(request),
+            batch=min(batch, self._config.max_batch),
         )
 
     def _let_go(self, requests: Sequence[Request]) -> None:

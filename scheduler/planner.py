@@ -99,6 +99,9 @@ _READING_ROWS = 8
 _READING_RATE = 0.2
 """Share of a surprise that the price of such a row takes."""
 
+_READING_SHARE = 0.25
+"""Most that the reading of a whole prompt may take of what drafting is expected to save."""
+
 
 def _nothing(_: Request) -> int:
     """Say that there is none, of whatever is asked about a request."""
@@ -295,11 +298,38 @@ class Planner:
         if rows >= _READING_ROWS:
             self._reading.observe(rows, seconds)
 
-    def expects_drafts(self, request: Request, *, batch: int) -> bool:
-        """Return whether a request that decodes soon, one of ``batch``, is expected to draft."""
+    def worth_reading(self, request: Request, *, rows: int, batch: int) -> bool:
+        """Return whether its drafter does well to read ``rows`` positions before any draft.
+
+        Where nobody drafts it had better wait. Where somebody does, a short answer may not be worth
+        the reading of a long prompt, whose end is enough to draft by.
+
+        Args:
+            request: A request that decodes soon, one of ``batch`` alike.
+            rows: Positions of its text that its drafter has not run.
+            batch: Number of requests that decode with it, itself included.
+        """
         if request.auto is None:
             return request.drafted
-        return self._books[request.params.greedy].present_at(size_class(batch)) is not PLAIN
+        book = self._books[request.params.greedy]
+        plan = book.present_at(size_class(batch))
+        if plan is None or not book.costs.steps:  # nothing is known yet
+            return True
+        saved = self._saved(book, request, plan, batch=batch) if plan.speculative else 0.0
+        return saved > 0 and batch * rows * self._reading.seconds <= _READING_SHARE * saved
+
+    def _saved(self, book: _Book, request: Request, plan: Plan, *, batch: int) -> float:
+        """Return the seconds that ``batch`` requests like this one are spared by drafts to come."""
+        tokens = self._expected_tokens([request], Options.of((plan,))).item()
+        plain, drafting = (
+            book.costs.seconds(
+                StepShape.of(
+                    p, requests=batch, context=batch * request.length_to_read, drafting=drafts
+                )
+            )
+            for p, drafts in ((PLAIN, 0), (plan, batch))
+        )
+        return _tokens_to_come([request]).item() * (plain - drafting / tokens)
 
     def explain(self, requests: Sequence[Request]) -> list[Estimate]:
         """Return what is expected of each plan for automatic requests, the best first.

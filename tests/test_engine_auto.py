@@ -262,12 +262,12 @@ def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
     assert best.rate > worst.rate > 0
 
 
-@pytest.mark.parametrize(("cached", "expected", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize(("cached", "worth", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
 def test_prompts_wait_for_the_drafter_while_nobody_drafts(
-    monkeypatch: pytest.MonkeyPatch, cached: int, expected: int, reads: int
+    monkeypatch: pytest.MonkeyPatch, cached: int, worth: int, reads: int
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=bool(cached))
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: bool(expected))
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: bool(worth))
     prompt = PROMPT * 8
     request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), AUTO)
     tiny.engine.step()
@@ -291,7 +291,7 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
     monkeypatch: pytest.MonkeyPatch, graphs: GraphMode
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False, graphs=graphs)
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     monkeypatch.setattr("eaglegbv.engine._KEPT", 10)
     monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 20)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
@@ -324,7 +324,7 @@ def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
         let_go(self, request, keep=keep)
 
     monkeypatch.setattr(EagleDrafter, "let_go", counted)
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     monkeypatch.setattr("eaglegbv.engine._KEPT", 1)
     monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 2)
     monkeypatch.setattr(engine._cache, "enabled", False)
@@ -335,16 +335,16 @@ def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
     assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
 
 
-def test_the_planner_expects_drafts_until_plain_decoding_was_better() -> None:
+def test_prompts_are_worth_reading_until_plain_decoding_was_better() -> None:
     world = World(chance=lambda place, depth: 0.05, draft=(8.0, 1.0, 2.0, 0.4))
     simulation = Simulation(world)
     auto, fixed = (make_request(-1, plan, 1.0) for plan in (AUTO, None))
     fixed.drafted = True
-    assert simulation.planner.expects_drafts(auto, batch=2)
+    assert simulation.planner.worth_reading(auto, rows=20, batch=2)
     simulation.run(2, 200)
-    assert not simulation.planner.expects_drafts(auto, batch=2)
-    assert simulation.planner.expects_drafts(fixed, batch=2)
-    assert simulation.planner.expects_drafts(make_request(-2, AUTO, 0.0), batch=2)
+    assert not simulation.planner.worth_reading(auto, rows=20, batch=2)
+    assert simulation.planner.worth_reading(fixed, rows=20, batch=2)
+    assert simulation.planner.worth_reading(make_request(-2, AUTO, 0.0), rows=20, batch=2)
 
 
 def test_what_is_expected_of_a_batch_is_what_was_best_in_batches_of_its_size() -> None:
@@ -352,13 +352,36 @@ def test_what_is_expected_of_a_batch_is_what_was_best_in_batches_of_its_size() -
     # that.
     world = World(step=(20.0, 0.5), draft=(0.5, 3.0, 0.2, 1.5), chance=lambda place, depth: 0.6)
     simulation = Simulation(world)
-    auto = make_request(-1, AUTO, 1.0)
+    planner, auto = simulation.planner, make_request(-1, AUTO, 1.0)
     for batch in (1, 16):
         simulation.run(batch, 150)
-    expected = {n: simulation.planner.expects_drafts(auto, batch=n) for n in (1, 2, 9, 16, 64)}
-    assert expected == {1: True, 2: True, 9: False, 16: False, 64: False}
+    worth = {n: planner.worth_reading(auto, rows=20, batch=n) for n in (1, 2, 9, 16, 64)}
+    assert worth == {1: True, 2: True, 9: False, 16: False, 64: False}
     simulation.run(1, 20)
-    assert not simulation.planner.expects_drafts(auto, batch=16)
+    assert not planner.worth_reading(auto, rows=20, batch=16)
+
+
+def test_a_long_prompt_is_worth_reading_for_a_long_answer() -> None:
+    # A step of 10 ms is spared for every token drafted, less what it takes to draft.
+    world = World(step=(10.0, 0.0), chance=lambda place, depth: 0.8, reading=0.1)
+    simulation = Simulation(world)
+    planner = simulation.planner
+    simulation.run(4, 150)
+
+    def most(answer: int, batch: int = 4) -> int:
+        """The longest prompt that is read, to a tenth."""
+        request = make_request(-1, AUTO, 1.0)
+        request.max_tokens = len(request.token_ids) + answer
+        worth = [planner.worth_reading(request, rows=10 * n, batch=batch) for n in range(1000)]
+        assert worth == sorted(worth, reverse=True)
+        return 10 * sum(worth)
+
+    fast = simulation.best(4) / 4
+    saved = 64 * (1 / (simulation.rate(4, PLAIN) / 4) - 1 / fast)
+    assert most(64) == pytest.approx(saved / 4 / (4 * 0.1e-3), rel=0.3)
+    assert most(128) == pytest.approx(2 * most(64), rel=0.1)
+    assert most(64, batch=8) < most(64) < most(64, batch=2)
+    assert most(100_000) == most(256)
 
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:

@@ -90,7 +90,7 @@ class LatePlanner(Planner):
 
 
 def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "expects_drafts", lambda self, request, *, batch: False)
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     config = EngineConfig(prefix_cache=False, calibrate=False, max_batch=64)
     accepted = {}
     for most in (engine._MOST_KEPT, 10_000):
