@@ -99,7 +99,7 @@ _READING_ROWS = 8
 _READING_RATE = 0.2
 """Share of a surprise that the price of such a row takes."""
 
-_READING_SHARE = 0.25
+_READING_SHARE = 0.1
 """Most that the reading of a whole prompt may take of what drafting is expected to save."""
 
 
