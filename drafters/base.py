@@ -47,11 +47,14 @@ class Drafter(ABC):
 
     A request may be pre-empted: it is forgotten, and observed from its text's start again, in other
     slots. And texts that begin alike may share slots: when a drafter first meets a request, the
-    rows of its first ``request.shared`` positions are in its pool already. So nothing but
-    ``request.slots`` says where rows are, and it may change between steps.
+    rows of its first ``request.shared`` positions are in its pool already, unless they are
+    ``request.skipped``. So nothing but ``request.slots`` says where rows are, and it may change
+    between steps.
     """
 
     laws: ClassVar[frozenset[Law]]
+    skips: ClassVar[bool] = False
+    """Whether it may begin behind positions that it has not run; see :meth:`skip`."""
 
     @property
     def quantization(self) -> Quantization:
@@ -106,11 +109,12 @@ class Drafter(ABC):
         """Return how many committed positions :meth:`catch_up` would run."""
         return 0
 
-    def let_go(self, request: Request, *, keep: int) -> None:  # noqa: B027
-        """Remember of what has not been run yet only the last ``keep`` positions, 1 or more.
+    def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027
+        """Forget what has not been run yet but the last ``keep`` positions, 1 or more.
 
-        Where more was missed, the drafter may begin anew there, as if the text did: what it drafts
-        then may be worse, is as lawful, and is read sooner. Not for verifiers that recall laws.
+        Where more was missed, a drafter that :attr:`skips` begins anew there, as if the text did,
+        and sets ``request.skipped``: what it drafts then may be worse, is as lawful, and is read
+        sooner. Not for verifiers that recall laws.
         """
 
 

@@ -54,22 +54,20 @@ class EagleState(DraftState):
     """The head's memory of one request.
 
     Attributes:
-        first: Position that the head's text begins at: 0, unless it let go of what came before.
-        context: Positions whose true features have been run so far, or let go of.
+        context: Positions whose true features have been run so far, or were skipped.
         pending: ``[tokens, feature_size]`` each: true features of the positions that follow, not
             run yet, as they came. While a request decodes plainly they are many.
         hidden: ``[hidden]``, the head's output at the last true position; the root's children are
             drawn from its logits.
     """
 
-    first: int = 0
     context: int = 0
     pending: list[Tensor] = field(default_factory=list)
     hidden: Tensor | None = None
 
     def rows(self, request: Request) -> Tensor:
         """Return ``[rows]`` int64, the slots of the rows that were run on true features."""
-        return request.slots[self.first : self.context]
+        return request.slots[request.skipped : self.context]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,7 @@ class EagleDrafter(RecallingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
     laws: ClassVar[frozenset[Law]] = GROWN_LAWS
+    skips: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -149,19 +148,19 @@ class EagleDrafter(RecallingDrafter):
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
         request.draft_states.pop(EagleState, None)
+        request.skipped = 0
 
     def shareable(self, request: Request) -> int:
         """Return how many positions were run on true features; see :meth:`Drafter.shareable`."""
-        state = self._state(request)
-        return 0 if state.first else state.context
+        return 0 if request.skipped else self._state(request).context
 
     def behind(self, request: Request) -> int:
         """Return how many positions were not run yet; see :meth:`Drafter.behind`."""
         return request.context - self._state(request).context
 
     @torch.inference_mode()
-    def let_go(self, request: Request, *, keep: int) -> None:
-        """Begin the head's text ``keep`` positions before its end; see :meth:`Drafter.let_go`."""
+    def skip(self, request: Request, *, keep: int) -> None:
+        """Begin the head's text ``keep`` positions before its end; see :meth:`Drafter.skip`."""
         state = self._state(request)
         if self.behind(request) <= keep:
             return
@@ -172,7 +171,7 @@ class EagleDrafter(RecallingDrafter):
             missing -= len(parts[-1])
         # A copy: views would keep alive all that came with them.
         state.pending = [torch.cat(parts[::-1])]
-        state.first = state.context = request.context - keep
+        request.skipped = state.context = request.context - keep
         state.hidden = None
 
     @torch.inference_mode()
@@ -233,14 +232,13 @@ class EagleDrafter(RecallingDrafter):
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`.
 
         Raises:
-            RuntimeError: The head let go of the text's beginning, and would not find the same laws
+            RuntimeError: The head skipped the text's beginning, and would not find the same laws
                 again once the text is read anew.
         """
-        state = self._state(request)
-        if state.first:
-            raise RuntimeError(f"request {request.number} is recalled, its beginning let go of")
+        if request.skipped:
+            raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")
         return EagleSnapshot(
-            context=state.context,
+            context=self._state(request).context,
             rows=request.slots[:0],
             # A row of a whole batch's output, which it would keep alive.
             hidden=self._root_hidden(request).clone(),

@@ -58,7 +58,7 @@ GREEDY = "greedy"
 PLAIN_VERIFIER = "target_only"
 
 _KEPT, _MOST_KEPT = 64, 128
-"""Positions that a drafter keeps of what it missed, and those from which on it lets go of others.
+"""Positions that a drafter keeps of what it missed, and those from which on it skips the others.
 
 Features of all that large batches decode plainly would fill memory, and who drafts again would
 first have to read them. The tiny pair's head drafts as well as ever if it begins 64 positions back.
@@ -204,6 +204,8 @@ class Engine:
         if auto is not None or params.seed is None:
             seed = request_seed(seed, number)
         plans = plans_of(plan, greedy=params.greedy)
+        drafted = any(p.asks_drafter for p in plans)
+        may_skip = self._drafter is not None and self._drafter.skips
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
@@ -213,7 +215,8 @@ class Engine:
             stream=Stream(seed),
             max_tokens=self._token_limit(prompt_ids, params, plans),
             step_slots=max(p.tree_slots + self._recall_slots(params, p) for p in plans),
-            drafted=any(p.asks_drafter for p in plans),
+            drafted=drafted,
+            skips=drafted and auto is not None and may_skip,
             priority=priority,
             slots=self._target.allocator.allocate(0),
             borrowed=self._target.allocator.allocate(0),
@@ -310,7 +313,7 @@ class Engine:
         """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
         watch = Stopwatch(self._barrier)
         with watch.phase(Phase.DRAFT):
-            self._let_go(batch.requests)
+            self._skip(batch.requests)
             self._planner.assign(
                 batch.decoding,
                 others=len(batch.reading),
@@ -413,6 +416,8 @@ class Engine:
     def _vacate(self, request: Request) -> None:
         """Take all slots from a request, and what the drafter knows of it; its debts stay."""
         if request.error is None:
+            if request.skips and self._drafter is not None and not self._drafter.shareable(request):
+                self._drafter.skip(request, keep=1)  # what it waited for is of no use any more
             self._share(request)
         self._holdings.vacate(request)
         self._lookup.forget(request)
@@ -421,10 +426,12 @@ class Engine:
 
     def _share(self, request: Request) -> None:
         """Let later texts that begin like this one share its slots, as far as they are final."""
-        final = request.context
-        if request.drafted and self._drafter is not None:
-            final = min(final, self._drafter.shareable(request))
-        self._cache.store(request, final)
+        if self._drafter is None or not request.drafted:
+            self._cache.store(request, request.context, followed=False)
+        elif request.skipped:
+            self._cache.store(request, request.skipped, followed=False)
+        else:
+            self._cache.store(request, self._drafter.shareable(request), followed=True)
 
     def _draft(self, requests: list[Request]) -> list[Group]:
         """Draft a tree for each request; those of one plan together."""
@@ -593,7 +600,7 @@ class Engine:
     def _end_reading(self, requests: list[Request]) -> int:
         """Run the drafter over what was read, so that its cost counts as prefill, and share it.
 
-        Where that does not pay at present, and no text may share the drafter's rows, it waits.
+        Where that does not pay at present it waits.
 
         Returns:
             For how many positions the drafter ran.
@@ -606,6 +613,7 @@ class Engine:
             ]
             missed = sum(self._behind(request) for request in drafted)
             self._drafter.catch_up(drafted)
+            self._skip(running)
         for request in running:
             if not request.unread:
                 self._share(request)
@@ -613,8 +621,8 @@ class Engine:
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the drafter may read what was read of a prompt when somebody drafts."""
-        if self._cache.enabled:
-            return False
+        if self._cache.enabled and not request.skips:
+            return False  # what it has not run could not be shared
         # Those that wait will decode with it.
         batch = len(self._scheduler.running) + self._scheduler.num_waiting
         return not self._planner.worth_reading(
@@ -623,14 +631,13 @@ class Engine:
             batch=min(batch, self._config.max_batch),
         )
 
-    def _let_go(self, requests: Sequence[Request]) -> None:
+    def _skip(self, requests: Sequence[Request]) -> None:
         """Have the drafter forget most of what it missed of texts that it may draft no more."""
         if self._drafter is None:
             return
         for request in requests:
-            may_rest = request.auto is not None and request.drafted
-            if may_rest and self._drafter.behind(request) > _MOST_KEPT:
-                self._drafter.let_go(request, keep=_KEPT)
+            if request.skips and self._drafter.behind(request) > _MOST_KEPT:
+                self._drafter.skip(request, keep=_KEPT)
 
     def _behind(self, request: Request) -> int:
         """Return for how many committed positions the drafter has not run yet."""

@@ -85,11 +85,13 @@ class Request:
         step_slots: Most KV slots a step borrows: for a tree, and to recall draft laws of earlier
             steps.
         drafted: Whether the drafter follows the text; it need not draft in every step.
+        skips: Whether the drafter may skip what it has missed, and begin behind it.
         priority: Lower numbers are served first; equal ones in order of arrival.
         token_ids: Tokens generated so far.
         slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
             token has none yet.
         shared: Leading positions of ``slots`` that belong to the prefix cache.
+        skipped: Leading positions that the drafter skipped, and does not look at.
         borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
         step: Number of verifications done; keys the random numbers.
         draft_states: The memories of drafters, by their kinds.
@@ -111,10 +113,12 @@ class Request:
     plan_state: PlanState | None = None
     step_slots: int = 1
     drafted: bool = False
+    skips: bool = False
     priority: int = 0
     token_ids: list[int] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     shared: int = 0
+    skipped: int = 0
     borrowed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
     draft_states: dict[type[DraftState], DraftState] = field(default_factory=dict)

@@ -34,8 +34,11 @@ _FORGET_SHARE = 16
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 
-_PLAIN, _DRAFTED = 0, 1
-"""Numbers of the two roots: rows of the drafter are there below the second only."""
+_TARGET, _BOTH = 0, 1
+"""Numbers of the two roots: rows of the drafter are there below the second only.
+
+A request whose drafter may begin behind what it missed takes what it finds below either.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +50,14 @@ class Block:
             the last.
         number: Own number, never used again.
         slots: ``[BLOCK]`` int64.
+        followed: Whether the drafter's rows are final too, from the text's beginning on.
         users: Requests whose texts contain it.
     """
 
     key: Key
     number: int
     slots: Tensor
+    followed: bool
     users: int = 0
 
 
@@ -89,7 +94,7 @@ class PrefixCache:
     _blocks: dict[Key, Block] = field(default_factory=dict)
     _idle: dict[int, Block] = field(default_factory=dict)
     _held: dict[int, list[Block]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=lambda: count(_DRAFTED + 1))
+    _numbers: Iterator[int] = field(default_factory=lambda: count(_BOTH + 1))
 
     def __post_init__(self) -> None:
         self.allocator.add_keeper(self._forget)
@@ -98,9 +103,16 @@ class PrefixCache:
         """Return the blocks that ``request`` need not read; at least one token is left to read."""
         if not self.enabled:
             return []
+        own = self._chain(request, followed=request.drafted)
+        if not request.skips:
+            return own
+        return max(own, self._chain(request, followed=False), key=len)
+
+    def _chain(self, request: Request, *, followed: bool) -> list[Block]:
+        """Return the blocks below a root that a text begins with."""
         blocks: list[Block] = []
         tokens = request.tokens_from(0)
-        parent = _root(request)
+        parent = _root(followed=followed)
         for start in range(0, request.length_to_read - BLOCK, BLOCK):
             block = self._blocks.get(_key(parent, tokens, start))
             if block is None:
@@ -119,9 +131,11 @@ class PrefixCache:
         self._held[request.number] = blocks
         request.slots = torch.cat([block.slots for block in blocks])
         request.shared = len(request.slots)
+        if request.drafted and not blocks[-1].followed:
+            request.skipped = request.shared
         self.counts.shared += request.shared
 
-    def store(self, request: Request, positions: int) -> None:
+    def store(self, request: Request, positions: int, *, followed: bool) -> None:
         """Take the first ``positions`` positions over from ``request``, as far as blocks are full.
 
         Where the cache has a block of the same text, the request changes over to it, and its own
@@ -129,23 +143,27 @@ class PrefixCache:
 
         Args:
             request: What it holds.
-            positions: Leading positions whose rows are final in the target's pool and, where the
-                drafter follows the request, in the drafter's.
+            positions: Leading positions whose rows are final in the target's pool, and in the
+                drafter's if they are ``followed``; else the drafter must not look at them.
+            followed: Whether the drafter has run them, and nothing was skipped before them. Where
+                the request has blocks of the other kind, nothing is taken over.
         """
         # The token after a block is part of its key.
         end = min(positions, request.length - 1) // BLOCK * BLOCK
         if not self.enabled or end <= request.shared:
             return
         held = self._held.setdefault(request.number, [])
+        if held and held[-1].followed != followed:
+            return
         tokens = request.tokens_from(0)
-        parent = held[-1].number if held else _root(request)
+        parent = held[-1].number if held else _root(followed=followed)
         slots = [request.slots[: request.shared]]
         for start in range(request.shared, end, BLOCK):
             key = _key(parent, tokens, start)
             own = request.slots[start : start + BLOCK]
             block = self._blocks.get(key)
             if block is None:
-                block = Block(key, next(self._numbers), own.clone(), users=1)
+                block = Block(key, next(self._numbers), own.clone(), followed, users=1)
                 self._blocks[key] = block
                 self.counts.stored += 1
             else:
@@ -216,8 +234,8 @@ def idle_slots(blocks: Sequence[Block]) -> int:
     return BLOCK * sum(block.users == 0 for block in blocks)
 
 
-def _root(request: Request) -> int:
-    return _DRAFTED if request.drafted else _PLAIN
+def _root(*, followed: bool) -> int:
+    return _BOTH if followed else _TARGET
 
 
 def _key(parent: int, tokens: Sequence[int], start: int) -> Key:

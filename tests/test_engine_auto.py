@@ -5,7 +5,9 @@ text and the acceptances so far, a new plan every step; and a planner that peeks
 the step to come, which must be noticed, shows what the tests can see.
 """
 
+import random
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
-from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, REASONS, StepRecord
+from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.scheduler.planner import Planner
+from eaglegbv.tree import DraftTree
 from eaglegbv.uniforms import Purpose
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -62,12 +65,15 @@ class RestlessPlanner(Planner):
 
     plans = (PLAIN, *plans_of(LIMITS, greedy=True))
 
-    def __init__(self) -> None:
+    def __init__(self, *, auto_only: bool = False) -> None:
         super().__init__()
         self.accepted = 0
+        self.auto_only = auto_only
 
     def assign(self, requests: list[Request], **_: object) -> None:
         for request in requests:
+            if self.auto_only and request.auto is None:
+                continue
             choice = 3 * sum(request.token_ids) + request.step + self.accepted
             request.plan = self.plans[choice % len(self.plans)]
 
@@ -262,7 +268,7 @@ def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
     assert best.rate > worst.rate > 0
 
 
-@pytest.mark.parametrize(("cached", "worth", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize(("cached", "worth", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
 def test_prompts_wait_for_the_drafter_while_nobody_drafts(
     monkeypatch: pytest.MonkeyPatch, cached: int, worth: int, reads: int
 ) -> None:
@@ -281,9 +287,10 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
 
 
 def plain(self: Planner, requests: list[Request], **_: object) -> None:
-    """Have everybody decode plainly; see :meth:`Planner.assign`."""
+    """Have those decode plainly that leave it open; see :meth:`Planner.assign`."""
     for request in requests:
-        request.plan = PLAIN
+        if request.auto is not None:
+            request.plan = PLAIN
 
 
 @pytest.mark.parametrize("graphs", [GraphMode.OFF, GraphMode.EAGER])
@@ -313,21 +320,117 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
     assert [request.token_ids] == expected
 
 
+def test_what_waits_for_the_drafter_is_shared_by_those_that_may_skip_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, check_slots=True)
+    engine, prompt = tiny.engine, PROMPT * 30
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = tiny_engine(vocab=VOCAB, sharpness=3.0).tokens([prompt], params, PLAIN)
+
+    def answer(plan: Plan | AutoPlan) -> Request:
+        request = engine.add(prompt, params, plan)
+        while engine.has_work:
+            engine.step()
+        assert [request.token_ids] == expected
+        return request
+
+    with monkeypatch.context() as resting:
+        resting.setattr(Planner, "assign", plain)
+        first = engine.add(prompt, params, AUTO)
+        engine.step()
+        # All but what the drafter may still read.
+        assert (first.skipped, first.shared) == (150 - 64, 80)
+        second = answer(AUTO)
+        assert second.metrics.cached_tokens == 80
+        assert [first.token_ids] == expected
+        third = answer(AUTO)
+        assert third.metrics.cached_tokens == 144
+    # Whoever has a plan of its own reads all of it, and drafts as if alone.
+    fixed = answer(Plan(paths=2, depth=2))
+    assert fixed.metrics.cached_tokens == 0
+    assert fixed.metrics.accepted_tokens > 0
+    engine._planner = RestlessPlanner()
+    late = answer(AUTO)
+    assert late.metrics.cached_tokens == 144
+    assert late.metrics.drafted_nodes > 0
+    engine._planner = Planner()
+    again = answer(Plan(paths=2, depth=2))
+    assert again.metrics.cached_tokens == 144
+    assert again.metrics.accepted_by_depth == fixed.metrics.accepted_by_depth
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafters_that_skip_read_no_row_that_they_did_not_run(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Texts that begin alike come, rest, draft and are pre-empted at random, in little room."""
+    chance = random.Random(seed)
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, slots=900, max_batch=6, check_slots=True)
+    engine, allocator = tiny.engine, tiny.target.allocator
+    assert isinstance(engine._drafter, EagleDrafter)
+    pool = engine._drafter._forward.attention.pool
+    release, blank = allocator.release, allocator.blank
+
+    def spoil(slots: torch.Tensor) -> None:
+        for part in (pool.keys, pool.values):
+            part[:, slots] = torch.nan
+
+    spoil(torch.arange(900))
+    monkeypatch.setattr(allocator, "release", lambda slots: (spoil(slots), release(slots))[1])
+    monkeypatch.setattr(allocator, "blank", lambda slots: (spoil(slots), blank(slots))[1])
+    draft = EagleDrafter.draft
+
+    def sound(self: EagleDrafter, members: list[Request], *settings: object) -> DraftTree:
+        tree = draft(self, members, *settings)
+        # What the head comes to at the root rests on all rows that it reads.
+        assert all(self._root_hidden(request).isfinite().all() for request in members)
+        return tree
+
+    monkeypatch.setattr(EagleDrafter, "draft", sound)
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: chance.random() < 0.3)
+    monkeypatch.setattr("eaglegbv.engine._KEPT", 5)
+    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 12)
+    resting = Planner()
+    monkeypatch.setattr(resting, "assign", partial(plain, resting))
+    prompts = [PROMPT * n + [n % VOCAB] * m for n in (4, 9, 20) for m in (1, 3, 30)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    alone = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False)
+    expected = alone.tokens(prompts, params, PLAIN)
+    requests, skipped = [], 0
+    for _ in range(4):
+        order = chance.sample(range(len(prompts)), len(prompts))
+        plans = chance.choices((AUTO, Plan(paths=2, depth=2), PLAIN), (6, 1, 1), k=len(order))
+        own = [engine.add(prompts[n], params, p) for n, p in zip(order, plans, strict=True)]
+        requests += zip(order, own, strict=True)
+        while engine.has_work:
+            engine._planner = chance.choice((resting, RestlessPlanner(auto_only=True)))
+            engine.step()
+            skipped += any(request.skipped for request in engine._scheduler.running)
+            if engine._scheduler.running and chance.random() < 0.05:
+                engine.preempt(chance.choice(engine._scheduler.running))
+    assert [request.token_ids for _, request in requests] == [expected[n] for n, _ in requests]
+    assert skipped > 20
+    assert engine._cache.counts.shared > 500
+    assert engine.metrics.value(PREEMPTIONS) > 3
+    assert sum(request.metrics.accepted_tokens for _, request in requests) > 300
+
+
 def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, law: np.ndarray
 ) -> None:
     forgotten: Counter[int] = Counter()
-    let_go = EagleDrafter.let_go
+    skip = EagleDrafter.skip
 
     def counted(self: EagleDrafter, request: Request, *, keep: int) -> None:
         forgotten[request.number] += 1
-        let_go(self, request, keep=keep)
+        skip(self, request, keep=keep)
 
-    monkeypatch.setattr(EagleDrafter, "let_go", counted)
+    monkeypatch.setattr(EagleDrafter, "skip", counted)
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     monkeypatch.setattr("eaglegbv.engine._KEPT", 1)
     monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 2)
-    monkeypatch.setattr(engine._cache, "enabled", False)
     engine._planner = RestlessPlanner()
     result = check(engine, law, SAMPLES)
     assert result.p_value > LEVEL, result

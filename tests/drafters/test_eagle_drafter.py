@@ -316,13 +316,13 @@ def begun_at(first: int, request: Request, pair: Pair) -> tuple[Session, Request
 
 
 @pytest.mark.parametrize("paths", [1, 3])
-def test_what_was_let_go_of_is_as_if_the_text_began_later(pair, paths):
+def test_what_was_skipped_is_as_if_the_text_began_later(pair, paths):
     session = Session(pair)
     plan = Plan(paths=paths, depth=4, draft_width=VOCAB)
     request = session.start(PROMPT, 11, plan, seed=3, observe=False)
     for piece in pair.features(PROMPT).split([1, 3, 2]):
         session.drafter.observe(request, piece)
-    session.drafter.let_go(request, keep=4)
+    session.drafter.skip(request, keep=4)
     for accepted in (2, 0, 4):
         tree = session.draft([request], Law.IID)
         other, short = begun_at(2, request, pair)
@@ -336,13 +336,13 @@ def test_what_was_let_go_of_is_as_if_the_text_began_later(pair, paths):
         advance(session, request, tree, 0, accepted)
 
 
-def test_what_was_run_already_is_let_go_of_too(pair):
+def test_what_was_run_already_is_skipped_too(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in (1, 0, 2):
         advance(session, request, session.draft([request], Law.IID), 0, accepted)
     assert session.drafter.behind(request) == 3
-    session.drafter.let_go(request, keep=2)
+    session.drafter.skip(request, keep=2)
     assert session.drafter.behind(request) == 2
     tree = session.draft([request], Law.IID)
     other, short = begun_at(len(text_of(request)) - 3, request, pair)
@@ -350,15 +350,15 @@ def test_what_was_run_already_is_let_go_of_too(pair):
     torch.testing.assert_close(full_laws(tree), full_laws(expected), atol=ATOL, rtol=0)
 
 
-def test_letting_go_frees_what_it_came_with(pair):
+def test_skipping_frees_what_it_came_with(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, observe=False)
     features = pair.features(PROMPT).clone()
     session.drafter.observe(request, features[:])
-    session.drafter.let_go(request, keep=len(PROMPT))  # it is no more than that
+    session.drafter.skip(request, keep=len(PROMPT))  # it is no more than that
     (part,) = request.draft_states[EagleState].pending
     assert part.untyped_storage().data_ptr() == features.untyped_storage().data_ptr()
-    session.drafter.let_go(request, keep=2)
+    session.drafter.skip(request, keep=2)
     (part,) = request.draft_states[EagleState].pending
     assert torch.equal(part, features[-2:])
     assert part.untyped_storage().nbytes() == part.nbytes
@@ -372,12 +372,12 @@ def test_letting_go_frees_what_it_came_with(pair):
     assert session.drafter.shareable(request) == len(PROMPT)
 
 
-def test_a_text_whose_beginning_was_let_go_of_is_not_recalled(pair):
+def test_a_text_whose_beginning_was_skipped_is_not_recalled(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
-    session.drafter.let_go(request, keep=3)
+    session.drafter.skip(request, keep=3)
     session.draft([request], Law.IID)
-    with pytest.raises(RuntimeError, match="request 0 is recalled, its beginning let go of"):
+    with pytest.raises(RuntimeError, match="request 0 is recalled, its beginning skipped"):
         session.drafter.snapshot(request)
 
 

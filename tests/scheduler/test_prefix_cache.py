@@ -24,7 +24,9 @@ class Shop:
         self.holdings = Holdings(self.allocator, self.cache)
         self.open: list[Request] = []
 
-    def read(self, prompt: tuple[int, ...], *, drafted: bool = False) -> Request:
+    def read(
+        self, prompt: tuple[int, ...], *, drafted: bool = False, skips: bool = False
+    ) -> Request:
         """Admit a request and read its prompt; a first token follows."""
         r = Request(
             number=len(self.open),
@@ -34,6 +36,7 @@ class Shop:
             stream=Stream(0),
             max_tokens=50,
             drafted=drafted,
+            skips=skips,
         )
         self.open.append(r)
         self.admit(r)
@@ -47,7 +50,7 @@ class Shop:
         self.check()
 
     def share(self, r: Request, positions: int | None = None) -> None:
-        self.cache.store(r, r.context if positions is None else positions)
+        self.cache.store(r, r.context if positions is None else positions, followed=r.drafted)
         self.check()
 
     def close(self, r: Request) -> None:
@@ -211,3 +214,36 @@ def test_counts():
     counts = shop.cache.counts
     assert (counts.asked, counts.shared, counts.stored, counts.forgotten) == (120, 64, 2, 0)
     assert torch.equal(shop.allocator.allocate(1), torch.tensor([32]))
+
+
+def test_a_drafter_that_skips_begins_behind_what_it_finds_of_the_target_alone():
+    shop = Shop()
+    plain = shop.read(TEXT[:60])
+    shop.share(plain)
+    assert plain.skipped == 0
+    late = shop.read(TEXT[:60], drafted=True, skips=True)
+    assert (late.shared, late.skipped) == (48, 48)
+    assert late.slots[:48].tolist() == plain.slots[:48].tolist()
+    # One that must not skip reads everything, and a shorter text with the drafter's rows is less.
+    fixed = shop.read(TEXT[:60], drafted=True)
+    assert (fixed.shared, fixed.skipped) == (0, 0)
+    shop.share(fixed, 32)
+    other = shop.read(TEXT[:60], drafted=True, skips=True)
+    assert (other.shared, other.skipped) == (48, 48)
+    shop.share(fixed)
+    followed = shop.read(TEXT[:60], drafted=True, skips=True)
+    assert (followed.shared, followed.skipped) == (48, 0)
+    assert followed.slots[:48].tolist() == fixed.slots[:48].tolist()
+
+
+def test_blocks_go_on_as_they_began():
+    shop = Shop()
+    first = shop.read(TEXT[:40], drafted=True)
+    shop.share(first, 16)
+    assert first.shared == 16
+    # Its drafter skipped some of what followed: nobody else may rely on that.
+    shop.cache.store(first, 32, followed=False)
+    assert first.shared == 16
+    assert shop.read(TEXT[:40], drafted=True).shared == 16
+    assert shop.read(TEXT[:40]).shared == 0
+    shop.check()

@@ -37,7 +37,7 @@ class Pool:
             self.scheduler.add(r)
 
     def vacate(self, r: Request) -> None:
-        self.cache.store(r, r.context)
+        self.cache.store(r, r.context, followed=False)
         self.holdings.vacate(r)
 
     def remove(self, r: Request) -> None:
@@ -277,7 +277,7 @@ def test_texts_in_the_cache_need_no_room_of_their_own():
     first, second = request(0, prompt=50), request(1, prompt=50)
     pool.add(first)
     pool.step()
-    pool.cache.store(first, first.context)
+    pool.cache.store(first, first.context, followed=False)
     pool.add(second)
     assert reading(pool.step()) == [(1, 2)]
     assert second.shared == 48
