@@ -106,12 +106,16 @@ class Drafter(ABC):
         return 0
 
     def behind(self, request: Request) -> int:  # noqa: ARG002
-        """Return how many committed positions :meth:`catch_up` would run."""
+        """Return how many committed positions :meth:`catch_up` would run.
+
+        Automatic plans weigh what that costs; 0 says that it costs nothing.
+        """
         return 0
 
     def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027
         """Forget what has not been run yet but the last ``keep`` positions, 1 or more.
 
+        These it keeps by themselves, and nothing of other requests that came with them.
         Where more was missed, a drafter that :attr:`skips` begins anew there, as if the text did,
         and sets ``request.skipped``: what it drafts then may be worse, is as lawful, and is read
         sooner. Not for verifiers that recall laws.

@@ -162,17 +162,17 @@ class EagleDrafter(RecallingDrafter):
     def skip(self, request: Request, *, keep: int) -> None:
         """Begin the head's text ``keep`` positions before its end; see :meth:`Drafter.skip`."""
         state = self._state(request)
-        if self.behind(request) <= keep:
-            return
+        behind = self.behind(request)
         parts: list[Tensor] = []
-        missing = keep
+        missing = min(keep, behind)
         while missing:
             parts.append(state.pending.pop()[-missing:])
             missing -= len(parts[-1])
         # A copy: views would keep alive all that came with them.
-        state.pending = [torch.cat(parts[::-1])]
-        request.skipped = state.context = request.context - keep
-        state.hidden = None
+        state.pending = [torch.cat(parts[::-1])] if parts else []
+        if behind > keep:
+            request.skipped = state.context = request.context - keep
+            state.hidden = None
 
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:

@@ -416,9 +416,9 @@ class Engine:
     def _vacate(self, request: Request) -> None:
         """Take all slots from a request, and what the drafter knows of it; its debts stay."""
         if request.error is None:
-            if request.skips and self._drafter is not None and not self._drafter.shareable(request):
-                self._drafter.skip(request, keep=1)  # what it waited for is of no use any more
             self._share(request)
+            if request.skips:  # its drafter looks at nothing any more
+                self._cache.store(request, request.context, followed=False)
         self._holdings.vacate(request)
         self._lookup.forget(request)
         if self._drafter is not None:
@@ -614,6 +614,9 @@ class Engine:
             missed = sum(self._behind(request) for request in drafted)
             self._drafter.catch_up(drafted)
             self._skip(running)
+            for request in running:
+                if request.skips:  # what it waits for is kept by itself
+                    self._drafter.skip(request, keep=_MOST_KEPT)
         for request in running:
             if not request.unread:
                 self._share(request)
@@ -623,6 +626,8 @@ class Engine:
         """Return whether the drafter may read what was read of a prompt when somebody drafts."""
         if self._cache.enabled and not request.skips:
             return False  # what it has not run could not be shared
+        if request.unread and request.skipped > request.shared:
+            return True  # as it did when less was read: it will have the end
         # Those that wait will decode with it.
         batch = len(self._scheduler.running) + self._scheduler.num_waiting
         return not self._planner.worth_reading(

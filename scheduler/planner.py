@@ -20,7 +20,7 @@ and given any past, a step of any plan follows the target's law. What is drafted
 yet verified, is never looked at.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -93,11 +93,11 @@ _HORIZON = 256
 What a drafter has to read is spread over them.
 """
 
-_READING_ROWS = 8
+_READING_ROWS = 32
 """Rows read at once that say something about what a row costs."""
 
-_READING_RATE = 0.2
-"""Share of a surprise that the price of such a row takes."""
+_READINGS, _FEW_READINGS = 5, 2
+"""Latest readings that are remembered, and number below which they say nothing."""
 
 _READING_SHARE = 0.1
 """Most that the reading of a whole prompt may take of what drafting is expected to save."""
@@ -185,17 +185,23 @@ class _Reading:
     """What a drafter takes to read a position that it missed.
 
     Attributes:
-        seconds: Of a position, once some were read.
+        latest: Seconds of a position, at the latest times that many were read at once.
     """
 
-    seconds: float = 0.0
-    _seen: int = 0
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_READINGS))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a position; 0 while too little is known.
+
+        The least: what is too dear is not read, so that a price could not fall which somebody's
+        hiccup had raised.
+        """
+        return min(self.latest) if len(self.latest) >= _FEW_READINGS else 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from ``rows`` that were read in ``seconds``."""
-        self._seen += 1
-        share = max(_READING_RATE, 1 / self._seen)
-        self.seconds += share * (seconds / rows - self.seconds)
+        self.latest.append(seconds / rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ compared token by token; a hash alone would let two texts collide.
     key       (root, x_0 ... x_16)   |
                 (block 1, x_16 ... x_32)
 
+Of some blocks the drafter's rows are final too; of others, which may come behind those, only the
+target's are. Both kinds may hold the same text.
+
 Blocks in use belong to the cache, and requests count as their users. A block without users is free
 memory that is remembered: it is taken back when a text begins like it, and forgotten, the least
 recently used first, when blank slots run out.
@@ -32,13 +35,13 @@ BLOCK = 16
 _FORGET_SHARE = 16
 """Blocks are forgotten by this part of the pool at once, so that their slots lie together."""
 
-Key: TypeAlias = tuple[int, tuple[int, ...]]
+Key: TypeAlias = tuple[int, bool, tuple[int, ...]]
 
-_TARGET, _BOTH = 0, 1
-"""Numbers of the two roots: rows of the drafter are there below the second only.
+_ROOT = 0
+"""Number of what every text begins behind."""
 
-A request whose drafter may begin behind what it missed takes what it finds below either.
-"""
+_WORTH_SKIPPING = 64
+"""Positions by which a find of the target's rows alone must be longer than another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,19 +49,22 @@ class Block:
     """Slots of ``BLOCK`` positions.
 
     Attributes:
-        key: Number of the block before, and the tokens from the first position to the one after
-            the last.
+        key: Number of the block before, whether the drafter's rows are final too, and the tokens
+            from the first position to the one after the last.
         number: Own number, never used again.
         slots: ``[BLOCK]`` int64.
-        followed: Whether the drafter's rows are final too, from the text's beginning on.
         users: Requests whose texts contain it.
     """
 
     key: Key
     number: int
     slots: Tensor
-    followed: bool
     users: int = 0
+
+    @property
+    def followed(self) -> bool:
+        """Whether the drafter's rows are final too, from the text's beginning on."""
+        return self.key[1]
 
 
 @dataclass(slots=True)
@@ -94,7 +100,7 @@ class PrefixCache:
     _blocks: dict[Key, Block] = field(default_factory=dict)
     _idle: dict[int, Block] = field(default_factory=dict)
     _held: dict[int, list[Block]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=lambda: count(_BOTH + 1))
+    _numbers: Iterator[int] = field(default_factory=lambda: count(_ROOT + 1))
 
     def __post_init__(self) -> None:
         self.allocator.add_keeper(self._forget)
@@ -103,22 +109,25 @@ class PrefixCache:
         """Return the blocks that ``request`` need not read; at least one token is left to read."""
         if not self.enabled:
             return []
-        own = self._chain(request, followed=request.drafted)
+        tokens = request.tokens_from(0)[: request.length_to_read]
+        if not request.drafted:
+            return self._chain(tokens, [], followed=False)
+        found = self._chain(tokens, [], followed=True)
         if not request.skips:
-            return own
-        return max(own, self._chain(request, followed=False), key=len)
+            return found
+        found = self._chain(tokens, found, followed=False)
+        alone = self._chain(tokens, [], followed=False)
+        return alone if BLOCK * (len(alone) - len(found)) > _WORTH_SKIPPING else found
 
-    def _chain(self, request: Request, *, followed: bool) -> list[Block]:
-        """Return the blocks below a root that a text begins with."""
-        blocks: list[Block] = []
-        tokens = request.tokens_from(0)
-        parent = _root(followed=followed)
-        for start in range(0, request.length_to_read - BLOCK, BLOCK):
-            block = self._blocks.get(_key(parent, tokens, start))
+    def _chain(self, tokens: Sequence[int], before: list[Block], *, followed: bool) -> list[Block]:
+        """Return ``before``, and the blocks that ``tokens`` begin with behind these."""
+        blocks = list(before)
+        for start in range(BLOCK * len(before), len(tokens) - BLOCK, BLOCK):
+            parent = blocks[-1].number if blocks else _ROOT
+            block = self._blocks.get(_key(parent, tokens, start, followed=followed))
             if block is None:
                 break
             blocks.append(block)
-            parent = block.number
         return blocks
 
     def lend(self, request: Request, blocks: list[Block]) -> None:
@@ -145,25 +154,25 @@ class PrefixCache:
             request: What it holds.
             positions: Leading positions whose rows are final in the target's pool, and in the
                 drafter's if they are ``followed``; else the drafter must not look at them.
-            followed: Whether the drafter has run them, and nothing was skipped before them. Where
-                the request has blocks of the other kind, nothing is taken over.
+            followed: Whether the drafter has run them, and nothing was skipped before them. Behind
+                what it skipped nothing is taken over then.
         """
         # The token after a block is part of its key.
         end = min(positions, request.length - 1) // BLOCK * BLOCK
         if not self.enabled or end <= request.shared:
             return
         held = self._held.setdefault(request.number, [])
-        if held and held[-1].followed != followed:
+        if followed and held and not held[-1].followed:
             return
         tokens = request.tokens_from(0)
-        parent = held[-1].number if held else _root(followed=followed)
+        parent = held[-1].number if held else _ROOT
         slots = [request.slots[: request.shared]]
         for start in range(request.shared, end, BLOCK):
-            key = _key(parent, tokens, start)
+            key = _key(parent, tokens, start, followed=followed)
             own = request.slots[start : start + BLOCK]
             block = self._blocks.get(key)
             if block is None:
-                block = Block(key, next(self._numbers), own.clone(), followed, users=1)
+                block = Block(key, next(self._numbers), own.clone(), users=1)
                 self._blocks[key] = block
                 self.counts.stored += 1
             else:
@@ -234,9 +243,5 @@ def idle_slots(blocks: Sequence[Block]) -> int:
     return BLOCK * sum(block.users == 0 for block in blocks)
 
 
-def _root(*, followed: bool) -> int:
-    return _BOTH if followed else _TARGET
-
-
-def _key(parent: int, tokens: Sequence[int], start: int) -> Key:
-    return parent, tuple(tokens[start : start + BLOCK + 1])
+def _key(parent: int, tokens: Sequence[int], start: int, *, followed: bool) -> Key:
+    return parent, followed, tuple(tokens[start : start + BLOCK + 1])

@@ -25,7 +25,7 @@ from eaglegbv.graphs import GraphMode
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
-from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler.planner import Planner, _Reading
 from eaglegbv.tree import DraftTree
 from eaglegbv.uniforms import Purpose
 
@@ -347,6 +347,11 @@ def test_what_waits_for_the_drafter_is_shared_by_those_that_may_skip_it(
         assert [first.token_ids] == expected
         third = answer(AUTO)
         assert third.metrics.cached_tokens == 144
+        # The next turn of a conversation finds the answer too.
+        turn = engine.add([*prompt, *expected[0], 1], params, AUTO)
+        engine.step()
+        assert turn.shared == (150 + 39) // 16 * 16
+        engine.cancel(turn)
     # Whoever has a plan of its own reads all of it, and drafts as if alone.
     fixed = answer(Plan(paths=2, depth=2))
     assert fixed.metrics.cached_tokens == 0
@@ -485,6 +490,35 @@ def test_a_long_prompt_is_worth_reading_for_a_long_answer() -> None:
     assert most(128) == pytest.approx(2 * most(64), rel=0.1)
     assert most(64, batch=8) < most(64) < most(64, batch=2)
     assert most(100_000) == most(256)
+
+
+def test_a_hiccup_while_one_prompt_is_read_does_not_set_the_price() -> None:
+    reading = _Reading()
+    reading.observe(100, 10.0)
+    assert reading.seconds == 0.0  # nothing is known by one
+    reading.observe(100, 0.01)
+    assert reading.seconds == pytest.approx(1e-4)
+    reading.observe(100, 5.0)
+    assert reading.seconds == pytest.approx(1e-4)
+    for _ in range(5):
+        reading.observe(100, 0.02)
+    assert reading.seconds == pytest.approx(2e-4)
+
+
+def test_a_long_prompt_is_skipped_whole_once_its_beginning_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefill_tokens=50)
+    monkeypatch.setattr(Planner, "worth_reading", lambda self, request, *, rows, batch: rows < 90)
+    monkeypatch.setattr("eaglegbv.engine._KEPT", 10)
+    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 20)
+    request = tiny.engine.add(PROMPT * 40, SamplingParams(), AUTO)
+    behind = []
+    while not request.prefilled:
+        tiny.engine.step()
+        behind.append(tiny.engine._behind(request))
+    # What waited is read at the end, with what is left: an end is enough.
+    assert behind == [10, 10, 10, 0]
 
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:

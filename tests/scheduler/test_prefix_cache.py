@@ -161,7 +161,7 @@ def test_later_blocks_of_a_text_are_forgotten_before_earlier_ones():
     shop.close(r)
     r.token_ids = []
     shop.allocator.allocate(128 - 80 + BLOCK)
-    assert [block.key[1][0] for block in shop.cache.match(r)] == [0, 16, 32, 48]
+    assert [block.key[2][0] for block in shop.cache.match(r)] == [0, 16, 32, 48]
 
 
 def test_slots_in_use_are_never_forgotten():
@@ -217,33 +217,44 @@ def test_counts():
 
 
 def test_a_drafter_that_skips_begins_behind_what_it_finds_of_the_target_alone():
-    shop = Shop()
-    plain = shop.read(TEXT[:60])
+    shop = Shop(slots=2048)
+    text = tuple(range(200))
+    plain = shop.read(text)
     shop.share(plain)
     assert plain.skipped == 0
-    late = shop.read(TEXT[:60], drafted=True, skips=True)
-    assert (late.shared, late.skipped) == (48, 48)
-    assert late.slots[:48].tolist() == plain.slots[:48].tolist()
-    # One that must not skip reads everything, and a shorter text with the drafter's rows is less.
-    fixed = shop.read(TEXT[:60], drafted=True)
+    late = shop.read(text, drafted=True, skips=True)
+    assert (late.shared, late.skipped) == (192, 192)
+    assert late.slots[:192].tolist() == plain.slots[:192].tolist()
+    # One that must not skip reads everything.
+    fixed = shop.read(text, drafted=True)
     assert (fixed.shared, fixed.skipped) == (0, 0)
-    shop.share(fixed, 32)
-    other = shop.read(TEXT[:60], drafted=True, skips=True)
-    assert (other.shared, other.skipped) == (48, 48)
-    shop.share(fixed)
-    followed = shop.read(TEXT[:60], drafted=True, skips=True)
-    assert (followed.shared, followed.skipped) == (48, 0)
-    assert followed.slots[:48].tolist() == fixed.slots[:48].tolist()
+    shop.share(fixed, 112)
+    other = shop.read(text, drafted=True, skips=True)
+    assert (other.shared, other.skipped) == (192, 192)
+    # Little more to read of the target is less than all of the drafter's rows.
+    shop.share(fixed, 128)
+    followed = shop.read(text, drafted=True, skips=True)
+    assert (followed.shared, followed.skipped) == (128, 0)
+    assert followed.slots[:128].tolist() == fixed.slots[:128].tolist()
 
 
-def test_blocks_go_on_as_they_began():
-    shop = Shop()
-    first = shop.read(TEXT[:40], drafted=True)
-    shop.share(first, 16)
-    assert first.shared == 16
-    # Its drafter skipped some of what followed: nobody else may rely on that.
-    shop.cache.store(first, 32, followed=False)
-    assert first.shared == 16
-    assert shop.read(TEXT[:40], drafted=True).shared == 16
-    assert shop.read(TEXT[:40]).shared == 0
+def test_what_was_skipped_is_found_behind_what_was_not():
+    shop = Shop(slots=2048)
+    text = tuple(range(200))
+    first = shop.read(text, drafted=True, skips=True)
+    shop.share(first, 64)
+    first.skipped = 160
+    shop.cache.store(first, 160, followed=False)
     shop.check()
+    assert first.shared == 160
+    # Nobody may rely on the drafter's rows behind what it skipped.
+    shop.cache.store(first, 200, followed=True)
+    assert first.shared == 160
+    assert (shop.read(text, drafted=True).shared, shop.read(text).shared) == (64, 0)
+    again = shop.read(text, drafted=True, skips=True)
+    assert (again.shared, again.skipped) == (160, 160)
+    shorter = shop.read(text[:70], drafted=True, skips=True)
+    assert (shorter.shared, shorter.skipped) == (64, 0)
+    for request in list(shop.open):
+        shop.close(request)
+    assert shop.read(text, drafted=True, skips=True).shared == 160

@@ -97,7 +97,8 @@ class Simulation:
         """
         requests = [make_request(self.added + n, auto, temperature) for n in range(batch)]
         behind = {request.number: prompt for request in requests}
-        self.planner.observe_reading(100, 100 * self.world.reading / 1000)  # of another prompt
+        for _ in range(2):  # of other prompts
+            self.planner.observe_reading(100, 100 * self.world.reading / 1000)
         self.added += batch
         tokens = time = 0.0
         for step in range(steps):
