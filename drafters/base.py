@@ -105,12 +105,12 @@ class Drafter(ABC):
         """
         return 0
 
-    def behind(self, request: Request) -> int:  # noqa: ARG002
+    def behind(self, request: Request) -> int:
         """Return how many committed positions :meth:`catch_up` would run.
 
-        Automatic plans weigh what that costs; 0 says that it costs nothing.
+        Automatic plans weigh what that costs.
         """
-        return 0
+        return request.context - self.shareable(request)
 
     def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027
         """Forget what has not been run yet but the last ``keep`` positions, 1 or more.

@@ -110,10 +110,6 @@ class StandaloneDrafter(RecallingDrafter):
         """Return how many tokens were run at their own slots; see :meth:`Drafter.shareable`."""
         return _state(request).context
 
-    def behind(self, request: Request) -> int:
-        """Return how many tokens were not run yet; see :meth:`Drafter.behind`."""
-        return request.context - _state(request).context
-
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Run the committed tokens that have not been run, in one forward."""

@@ -112,10 +112,12 @@ class PrefixCache:
         tokens = request.tokens_from(0)[: request.length_to_read]
         if not request.drafted:
             return self._chain(tokens, [], followed=False)
-        found = self._chain(tokens, [], followed=True)
+        followed = self._chain(tokens, [], followed=True)
         if not request.skips:
+            return followed
+        found = self._chain(tokens, followed, followed=False)
+        if not followed:
             return found
-        found = self._chain(tokens, found, followed=False)
         alone = self._chain(tokens, [], followed=False)
         return alone if BLOCK * (len(alone) - len(found)) > _WORTH_SKIPPING else found
 
