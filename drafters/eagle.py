@@ -166,7 +166,9 @@ class EagleDrafter(RecallingDrafter):
         parts: list[Tensor] = []
         missing = min(keep, behind)
         while missing:
-            parts.append(state.pending.pop()[-missing:])
+            part = state.pending.pop()
+            # Most are single rows: to take a part of each would take longer than all else.
+            parts.append(part if len(part) <= missing else part[-missing:])
             missing -= len(parts[-1])
         # A copy: views would keep alive all that came with them.
         state.pending = [torch.cat(parts[::-1])] if parts else []

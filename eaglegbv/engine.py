@@ -548,16 +548,18 @@ class Engine:
         """Hand the drafter the features of what was committed, all gathered at once."""
         if self._drafter is None or features is None:
             return
-        rows = {
-            b: layout.committed_rows(b, outcome.nodes)
-            for b, outcome in enumerate(outcomes)
-            if requests[b].drafted and not outcome.fault
-        }
-        if not rows:
+        shown = [
+            b for b, outcome in enumerate(outcomes) if requests[b].drafted and not outcome.fault
+        ]
+        if not shown:
             return
-        places = upload(list(chain(*rows.values())), dtype=torch.int64, device=features.device)
-        parts = features.index_select(0, places).split([len(own) for own in rows.values()])
-        for b, part in zip(rows, parts, strict=True):
+        if len(features) == len(shown):  # all of them, a row each: as nobody drafted
+            parts = features.clone().split(1)
+        else:
+            rows = [layout.committed_rows(b, outcomes[b].nodes) for b in shown]
+            places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
+            parts = features.index_select(0, places).split([len(own) for own in rows])
+        for b, part in zip(shown, parts, strict=True):
             self._drafter.observe(requests[b], part)
 
     def _extend(self, request: Request, outcome: Outcome) -> Commit:

@@ -43,6 +43,7 @@ class Choice:
         each: ``[requests]`` float64, what they are expected to commit.
         weights: ``[requests]`` float64, what a token of each is worth, 1 on average.
         seconds: Expected time.
+        others: Further requests in the batch, whose plans are not chosen here.
         lookups: The plans of those whose drafts are looked up, by their places.
     """
 
@@ -52,6 +53,7 @@ class Choice:
     each: Array
     weights: Array
     seconds: float
+    others: int = 0
     lookups: Mapping[int, Plan] = field(default_factory=dict)
 
     @property
@@ -61,8 +63,8 @@ class Choice:
 
     @property
     def worth(self) -> float:
-        """What these tokens are worth."""
-        return float(self.each @ self.weights)
+        """What these tokens are worth, and those of the others: one each, for which all wait."""
+        return float(self.each @ self.weights) + self.others
 
     @property
     def rate(self) -> float:
@@ -74,11 +76,11 @@ class Choice:
         """Nodes of the drafts that are looked up."""
         return sum(plan.depth for plan in self.lookups.values())
 
-    def shape(self, *, batch: int, context: int) -> StepShape:
-        """Return the shape of the step, in a batch of that size attending to ``context`` slots."""
+    def shape(self, *, context: int) -> StepShape:
+        """Return the shape of the step, its requests attending to ``context`` slots."""
         return StepShape.of(
             self.plan,
-            requests=batch,
+            requests=len(self.each) + self.others,
             context=context,
             drafting=len(self.drafting),
             looked_up=self.looked_up,
@@ -95,8 +97,10 @@ class Outlook:
 
     Attributes:
         options: The plans, P of them.
+        batch: Requests of the step, at least those that choose.
         order: ``[requests, P]`` int64, requests by what they gain from a plan, most first.
-        worth: ``[requests, P]`` float64, of all tokens when the first 1, 2, ... of them draft.
+        worth: ``[requests, P]`` float64, of all tokens of the step when the first 1, 2, ... of them
+            draft.
         seconds: ``[requests, P]`` float64, more than 0.
         plain_seconds: Of a step in which nobody drafts, more than 0.
         each: ``[requests, P]`` float64, tokens of each request by each plan.
@@ -106,6 +110,7 @@ class Outlook:
     """
 
     options: Options
+    batch: int
     order: Ints
     worth: Array
     seconds: Array
@@ -150,6 +155,7 @@ class Outlook:
         return cls._ranked(
             options,
             tokens,
+            batch=batch,
             usual=np.maximum(1e-9, costs.linear(rows)) * np.array(factors),
             plain_seconds=costs.seconds(StepShape(batch, context, 0, 0, 0)),
             missed=np.zeros(requests) if missed is None else missed,
@@ -163,6 +169,7 @@ class Outlook:
         options: Options,
         each: Array,
         *,
+        batch: int,
         usual: Array,
         plain_seconds: float,
         missed: Array,
@@ -172,14 +179,15 @@ class Outlook:
         own = missed[:, None] * np.minimum(1.0, each / left[:, None])
         gains = weights[:, None] * (each - 1)
         # Seconds lost are tokens not decoded plainly.
-        net = gains - own * (len(each) / max(1e-9, plain_seconds))
+        net = gains - own * (batch / max(1e-9, plain_seconds))
         order = np.argsort(-net, axis=0, kind="stable")
         gains = np.take_along_axis(gains, order, axis=0)
         reading = np.take_along_axis(own, order, axis=0)
         return cls(
             options=options,
+            batch=batch,
             order=order,
-            worth=len(each) + np.cumsum(gains, axis=0),
+            worth=batch + np.cumsum(gains, axis=0),
             seconds=usual + np.cumsum(reading, axis=0),
             plain_seconds=plain_seconds,
             each=each,
@@ -193,6 +201,7 @@ class Outlook:
         return self._ranked(
             self.options,
             self.each,
+            batch=self.batch,
             usual=self.usual,
             plain_seconds=self.plain_seconds,
             missed=self.missed,
@@ -205,10 +214,22 @@ class Outlook:
         """Number of requests that choose."""
         return len(self.each)
 
+    @property
+    def others(self) -> int:
+        """Number of requests in the batch that do not."""
+        return self.batch - self.requests
+
     def plain(self, reason: PlanReason) -> Choice:
         """Nobody drafts."""
-        each = np.ones(self.requests)
-        return Choice(PLAIN, frozenset(), reason, each, self.weights, self.plain_seconds)
+        return Choice(
+            plan=PLAIN,
+            drafting=frozenset(),
+            reason=reason,
+            each=np.ones(self.requests),
+            weights=self.weights,
+            seconds=self.plain_seconds,
+            others=self.others,
+        )
 
     def best_drafting(self) -> Choice:
         """Return the choice with the highest rate of those in which somebody drafts."""
@@ -246,4 +267,5 @@ class Outlook:
             each=each,
             weights=self.weights,
             seconds=float(self.seconds[row, column]),
+            others=self.others,
         )

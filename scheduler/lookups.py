@@ -82,7 +82,6 @@ def look_up(
     tokens: Array,
     costs: StepCosts,
     *,
-    batch: int,
     context: int,
 ) -> Choice:
     """Return the choice with lookups where they promise more, or without; timed as of now.
@@ -92,17 +91,16 @@ def look_up(
         plans: The lookups, D of them, of one path each.
         tokens: ``[requests, D]`` float64, expected of each; 1 where nothing was found.
         costs: Of steps.
-        batch: Requests of the step, at least those that choose.
         context: KV slots they attend to.
     """
 
     def timed(option: Choice) -> Choice:
-        seconds = costs.seconds(option.shape(batch=batch, context=context))
+        seconds = costs.seconds(option.shape(context=context))
         return replace(option, seconds=max(1e-9, seconds))
 
     choice = timed(choice)
     # Others in the batch commit at least a token each, and wait for the lookups too.
-    rate = (choice.tokens + batch - len(tokens)) / choice.seconds
+    rate = (choice.tokens + choice.others) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
     worth = tokens - rate * costs.node_seconds * depths
     best = worth.argmax(axis=1)

@@ -114,12 +114,14 @@ class _Held:
 
     Attributes:
         numbers: The requests it was made for.
+        batch: Requests of the steps, at least those.
         choice: It.
         length: How many steps it holds.
         steps: How many of them are left.
     """
 
     numbers: list[int]
+    batch: int
     choice: Choice
     length: int
     steps: int
@@ -252,7 +254,8 @@ class Planner:
 
         Args:
             requests: Those that decode next.
-            others: Requests that take part in the step without decoding.
+            others: Requests that take part in the step without decoding. Soon they will: a plan has
+                to pay in the batch that they make together.
             waiting: Requests that wait to be served.
             behind: For how many committed positions a request's drafter has not run yet.
             matched: How much of the end of a request's text stood before where a lookup finds it;
@@ -263,14 +266,15 @@ class Planner:
         for request in requests:
             if request.auto is not None:
                 groups.setdefault(request.auto, []).append(request)
+        batch = len(requests) + others
         for auto, members in groups.items():
             book = self._books[all(request.params.greedy for request in members)]
-            choice = self._go_on(auto, members) or self._choose_anew(
-                book, auto, members, batch=len(requests), behind=behind, waiting=waiting
+            choice = self._go_on(auto, members, batch=batch) or self._choose_anew(
+                book, auto, members, batch=batch, behind=behind, waiting=waiting
             )
             if choice.reason is PlanReason.BEST:
-                choice = self._look_up(book, auto, choice, members, matched, batch=len(requests))
-            shape = choice.shape(batch=len(requests), context=_context(members))
+                choice = self._look_up(book, auto, choice, members, matched)
+            shape = choice.shape(context=_context(members))
             for place, request in enumerate(members):
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
             self._note(book, choice, shape)
@@ -355,10 +359,12 @@ class Planner:
         choices.sort(key=lambda choice: -choice.rate)
         return [Estimate(plan_name(c.plan), c.tokens, c.seconds, c.rate) for c in choices]
 
-    def _go_on(self, auto: AutoPlan, members: list[Request]) -> Choice | None:
+    def _go_on(self, auto: AutoPlan, members: list[Request], *, batch: int) -> Choice | None:
         """Return the choice that still holds for these requests, or None."""
         held = self._held.get(auto)
-        if held is None or not held.steps or held.numbers != [r.number for r in members]:
+        if held is None or not held.steps or held.batch != batch:
+            return None
+        if held.numbers != [r.number for r in members]:
             return None
         held.steps -= 1
         return held.choice
@@ -388,7 +394,7 @@ class Planner:
         length = _hold(self._held.get(auto), numbers, choice)
         # What a probe shows is for the next choice: this one goes on behind it.
         left = length if probe else length - 1
-        self._held[auto] = _Held(numbers, choice, length, left)
+        self._held[auto] = _Held(numbers, batch, choice, length, left)
         for place, request in enumerate(members):
             if place not in choice.drafting:
                 _memory(request).drafts.age(length)
@@ -401,8 +407,6 @@ class Planner:
         choice: Choice,
         members: list[Request],
         matched: Callable[[Request], int],
-        *,
-        batch: int,
     ) -> Choice:
         """Let those of temperature 0 look their drafts up that gain by it."""
         found = [matched(request) if request.looks_up else 0 for request in members]
@@ -412,9 +416,7 @@ class Planner:
             _memory(request).matched = count
         depths = np.array([plan.depth for plan in auto.lookups])
         tokens = self._lookups.expected_tokens(np.array(found), _limits(members), depths)
-        return look_up(
-            choice, auto.lookups, tokens, book.costs, batch=batch, context=_context(members)
-        )
+        return look_up(choice, auto.lookups, tokens, book.costs, context=_context(members))
 
     def _outlook(
         self,

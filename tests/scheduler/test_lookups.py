@@ -1,5 +1,7 @@
 """Which requests look their drafts up, and what is learned of that."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,10 +47,7 @@ def drafting(each: list[float], places: set[int], seconds: float) -> Choice:
 
 
 def chosen(choice: Choice, tokens: list[list[float]], node: float) -> Choice:
-    requests = len(tokens)
-    return look_up(
-        choice, PLANS, np.array(tokens), learned(node), batch=requests, context=100 * requests
-    )
+    return look_up(choice, PLANS, np.array(tokens), learned(node), context=100 * len(tokens))
 
 
 def test_a_long_match_is_looked_up_instead_of_drafted() -> None:
@@ -81,8 +80,9 @@ def test_others_in_the_batch_wait_for_long_lookups() -> None:
     costs, choice = learned(1.0), drafting([1.0], set(), 0.013)
     tokens = np.array([[1.9, 2.6, 3.4, 4.0]])
     depths = []
-    for batch in (1, 16):
-        found = look_up(choice, PLANS, tokens, costs, batch=batch, context=100 * batch)
+    for others in (0, 15):
+        among = replace(choice, others=others)
+        found = look_up(among, PLANS, tokens, costs, context=100 * (1 + others))
         depths.append(max((plan.depth for plan in found.lookups.values()), default=0))
     assert depths[0] > depths[1]
 

@@ -98,6 +98,19 @@ def test_large_batches_decode_plainly_where_small_ones_draft() -> None:
     assert rate > 0.97 * simulation.rate(32, PLAIN)
 
 
+def test_while_others_read_a_plan_has_to_pay_in_the_batch_they_will_make() -> None:
+    # Drafting pays in a batch of 1 and does not in one of 32.
+    simulation = Simulation(World(step=(6.0, 0.4), draft=(1.0, 0.0, 0.3, 0.4), chance=chance(0.5)))
+    for batch in (1, 32, 1):
+        simulation.run(batch, 150)
+    request = make_request(-1, AUTO, 1.0)
+    drafts = []
+    for others in (31, 0, 31, 0):
+        simulation.planner.assign([request], others=others)
+        drafts.append(request.plan.speculative)
+    assert drafts == [False, True, False, True]
+
+
 def test_it_returns_when_the_drafter_gets_better() -> None:
     simulation = Simulation(World(chance=chance(0.05), draft=(3.0, 0.3, 0.6, 0.05)))
     simulation.run(2, 300)
