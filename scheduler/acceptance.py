@@ -11,7 +11,9 @@ chance of a single draft and n(K, d) the drafts that count as independent there,
 Drafts of a sure drafter are alike, and e is small; those of a vague one differ, and it is near 1.
 
 A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
-posteriori under a normal prior, in one Newton step from 0, its evidence fading too.
+posteriori under a normal prior, in one Newton step from 0, its evidence fading too. However long it
+is, one text says little about its kind: a trial counts the less there, the more is known of its own
+request.
 
 Plans are weighed by hopes: hazards whose prior is raised by a part of a standard error, so that
 depths of which little was seen look worth a try, and seen often are taken as they are.
@@ -89,6 +91,11 @@ class Evidence:
         """How far the request's log-odds are from its kind's."""
         return self.score / (self.information + 1 / _SHIFT_VARIANCE)
 
+    @property
+    def doubt(self) -> float:
+        """How far the shift may still be off: its standard deviation."""
+        return 1 / math.sqrt(self.information + 1 / _SHIFT_VARIANCE)
+
     def age(self, steps: int = 1) -> None:
         """Let evidence fade, also while nothing is drafted, so that a request is tried again."""
         kept = _REQUEST_MEMORY**steps
@@ -109,7 +116,7 @@ class Acceptance:
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     _known: "_Chances | None" = None
-    _uncounted: list[tuple[int, int, int]] = field(default_factory=list)
+    _uncounted: list[tuple[int, int, int, float]] = field(default_factory=list)
 
     def hint(self) -> "Acceptance":
         """Return what these chances suggest about requests of another kind: soon outweighed."""
@@ -131,9 +138,10 @@ class Acceptance:
         known = self._known or self._chances()
         expected = known.listed[paths - 1][:tried]
         evidence.age()
+        weight = 1 / (1 + _SHIFT_VARIANCE * evidence.information)
         evidence.score += accepted - sum(expected)
         evidence.information += sum(h * (1 - h) for h in expected)
-        self._uncounted.append((paths - 1, tried, accepted))
+        self._uncounted.append((paths - 1, tried, accepted, weight))
 
     def fade(self, kept: float) -> None:
         """Let go of what was learned but for a share ``kept`` of it."""
@@ -178,11 +186,12 @@ class Acceptance:
         """Count what was observed since the last time: several at once take half as long."""
         if self._uncounted:
             self._known = None
-        for row, tried, accepted in self._uncounted:
-            self.trials[row, :tried] *= _MEMORY
-            self.successes[row, :tried] *= _MEMORY
-            self.trials[row, :tried] += 1
-            self.successes[row, :accepted] += 1
+        for row, tried, accepted, weight in self._uncounted:
+            kept = _MEMORY**weight
+            self.trials[row, :tried] *= kept
+            self.successes[row, :tried] *= kept
+            self.trials[row, :tried] += weight
+            self.successes[row, :accepted] += weight
         self._uncounted.clear()
 
     def _estimate(self) -> "_Chances":

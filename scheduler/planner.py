@@ -41,6 +41,14 @@ _HOLD, _LONGEST_HOLD = 8, 32
 _KNOWN = 2
 """Steps after which a plan counts as tried at a batch size."""
 
+_ALIKE = 2
+"""Steps alike in a row from which on their times are usual ones.
+
+The first of them finds caches full of what others needed, and takes up to a third longer. Where
+its shapes are new, memory is fetched and kernels are prepared for it besides. So probes are as many
+steps, too.
+"""
+
 _PLAINLY = 5
 """Steps of plain decoding before others are chosen: what all else is measured against.
 
@@ -68,7 +76,7 @@ _BEGIN = 1.07
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
 
-_SAVED_STEPS = 512
+_SAVED_STEPS = 1024
 """Steps like the present one whose share probes may save up, and no more than that."""
 
 _PROBE_EVERY, _PLAINLY_EVERY = 40, 120
@@ -86,6 +94,13 @@ _WORTH_A_PROBE = 0.8
 _OFTEN, _SAMPLE_EVERY = 64, 4
 """After so many steps of one kind, the time of one in four is enough."""
 
+
+_HOPE = 0.5
+"""Standard errors by which what is known of a request is raised, where it decodes alone.
+
+A text of which little is known may be an easy one, and a few steps tell. Without that, one hard
+text in the beginning could keep drafting off for the next twenty (simulated).
+"""
 
 _HORIZON = 256
 """Tokens that a request is expected to go on for at most, whatever its limit.
@@ -118,6 +133,8 @@ class _Held:
         choice: It.
         length: How many steps it holds.
         steps: How many of them are left.
+        probe: What runs before it goes on.
+        probes: How many steps of that are left.
     """
 
     numbers: list[int]
@@ -125,6 +142,8 @@ class _Held:
     choice: Choice
     length: int
     steps: int
+    probe: Choice
+    probes: int
 
 
 @dataclass(slots=True)
@@ -134,6 +153,8 @@ class _Book:
     Attributes:
         costs: What they cost.
         tried: Steps of each plan at each class of batch sizes.
+        cell: Where the cost of the latest step belongs.
+        alike: Steps of its kind up to that one, and of nothing else, in a row.
         latest: Number of the latest step of each plan.
         step: Steps so far.
         credit: Seconds that probes may lose.
@@ -144,6 +165,8 @@ class _Book:
 
     costs: StepCosts = field(default_factory=StepCosts)
     tried: Counter[Cell] = field(default_factory=Counter)
+    cell: Cell | None = None
+    alike: int = 0
     latest: dict[Plan, int] = field(default_factory=dict)
     step: int = 0
     credit: float = 0.0
@@ -279,8 +302,10 @@ class Planner:
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
             self._note(book, choice, shape)
             late = any(_missed(members[place], auto, behind) for place in choice.drafting)
-            if not others and len(members) == len(requests) and not late:
-                self._time(book, shape)
+            if len(members) < batch:  # there is more to the step
+                book.alike = 0
+            elif book.alike >= _ALIKE and not late:
+                self._timed = book, shape
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
@@ -366,6 +391,9 @@ class Planner:
             return None
         if held.numbers != [r.number for r in members]:
             return None
+        if held.probes:
+            held.probes -= 1
+            return held.probe
         held.steps -= 1
         return held.choice
 
@@ -393,8 +421,8 @@ class Planner:
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)
         # What a probe shows is for the next choice: this one goes on behind it.
-        left = length if probe else length - 1
-        self._held[auto] = _Held(numbers, batch, choice, length, left)
+        left, probes = (length, _ALIKE - 1) if probe else (length - 1, 0)
+        self._held[auto] = _Held(numbers, batch, choice, length, left, probe or choice, probes)
         for place, request in enumerate(members):
             if place not in choice.drafting:
                 _memory(request).drafts.age(length)
@@ -448,7 +476,10 @@ class Planner:
         tokens = np.ones((len(members), len(options.plans)))
         temperatures = np.array([plan.draft_temperature for plan in options.plans])
         kinds = np.array([kind_of(request.params.temperature) for request in members])
-        shifts = np.array([_memory(request).drafts.shift for request in members])
+        drafts = [_memory(request).drafts for request in members]
+        # To learn that a text is easy does good to itself, and all wait for it.
+        hope = _HOPE / len(members)
+        shifts = np.array([own.shift + hope * own.doubt for own in drafts])
         limits = _limits(members)
         for kind in set(kinds.tolist()):
             rows = np.flatnonzero(kinds == kind)
@@ -475,21 +506,13 @@ class Planner:
     def _note(self, book: _Book, choice: Choice, shape: StepShape) -> None:
         """Remember what is about to run."""
         book.step += 1
-        if len(choice.drafting) + len(choice.lookups) < len(choice.each):
-            book.latest[PLAIN] = book.step
-        if choice.drafting:
+        if choice.drafting or not choice.lookups:
             book.latest[choice.plan] = book.step
         book.tried[shape.cell] += 1
+        book.alike = book.alike + 1 if shape.cell == book.cell else 1
+        book.cell = shape.cell
         most = _BUDGET * choice.seconds * _SAVED_STEPS
         book.credit = min(book.credit + _BUDGET * choice.seconds, max(book.credit, most))
-
-    def _time(self, book: _Book, shape: StepShape) -> None:
-        """Have the time of the step taken, if it will be a usual one.
-
-        It is not where shapes are new: memory is fetched and kernels are prepared for them.
-        """
-        if book.tried[shape.cell] >= _KNOWN:
-            self._timed = book, shape
 
 
 def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) -> int:
@@ -541,7 +564,10 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     """Choose by what the book knows; probes come on top."""
     lessons = () if book.taught else _lessons(outlook.options.plans)
     if book.step < len(lessons) or not book.costs.steps:
-        return outlook.everybody(lessons[book.step % len(lessons)], PlanReason.LEARNING)
+        place = book.step % len(lessons)
+        # Half of them in the second of every three: else nothing tells levels from requests.
+        among = outlook.half if place % 3 == 1 else outlook.everybody
+        return among(lessons[place], PlanReason.LEARNING)
     drafting, plain = outlook.best_drafting(), outlook.plain(PlanReason.BEST)
     for plan in (plain.plan, drafting.plan):
         if not _unknown(book, plan, size):
@@ -572,9 +598,10 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
     """Return another choice that is worth a look and within the budget, or None."""
     if book.step - book.probed < (_PROBE_EVERY if best.drafting else _PLAINLY_EVERY):
         return None
+    plan = _least_recent(book, outlook, best)
     # What drafters read for a probe may be read in vain: all of it counts.
-    probe = outlook.at_once().by(_least_recent(book, outlook, best), PlanReason.PROBE)
-    loss = probe.seconds - probe.worth / best.rate
+    probe, again = (look.by(plan, PlanReason.PROBE) for look in (outlook.at_once(), outlook))
+    loss = sum(c.seconds - c.worth / best.rate for c in (probe, *[again] * (_ALIKE - 1)))
     if loss > book.credit:
         return None
     book.credit -= max(0.0, loss)
@@ -607,7 +634,7 @@ def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
 
     middle = plan(len(paths) // 2, len(depths) // 2)
     small, deep = plan(0, len(depths) // 4), plan(len(paths) // 4, len(depths) - 2)
-    return (middle, middle, small, small, deep, deep, middle, small, PLAIN, PLAIN, PLAIN)
+    return (*[middle] * 3, *[small] * 3, *[deep] * 2, *[PLAIN] * 3)
 
 
 def _distance(a: tuple[int, float], b: tuple[int, float]) -> float:

@@ -106,8 +106,9 @@ def test_nothing_is_expected_beyond_the_last_token() -> None:
 
 def test_old_counts_fade_when_things_change() -> None:
     acceptance = Acceptance()
-    feed(acceptance, Evidence(), [0.9], paths=1, steps=1000)
-    feed(acceptance, Evidence(), [0.1], paths=1, steps=1500)
+    for chance in (0.9, 0.1):
+        for _ in range(100):
+            feed(acceptance, Evidence(), [chance], paths=1, steps=30)
     assert acceptance.hazards[0, 0] == pytest.approx(0.1, abs=0.07)
 
 
