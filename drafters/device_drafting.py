@@ -41,7 +41,8 @@ class _Kind:
         plan: Their plan.
         law: How children arise.
         greedy: Whether any warping has temperature 0.
-        limits: The finite top-k limits.
+        limit: The least power of two that no top-k limit exceeds, less than the candidates of a
+            row; None where nothing is limited.
         top_p: Whether any warping has one.
         min_p: Whether any warping has one.
     """
@@ -50,7 +51,7 @@ class _Kind:
     plan: Plan
     law: Law
     greedy: bool
-    limits: frozenset[int]
+    limit: int | None
     top_p: bool
     min_p: bool
 
@@ -79,7 +80,7 @@ class DeviceDrafting:
         self._recorder = recorder
         self._max_context = max_context
         self._recorded: dict[_Kind, _Drafting] = {}
-        self._refused: str | None = None
+        self._refused: dict[_Kind, str] = {}
 
     def draft(
         self,
@@ -89,8 +90,6 @@ class DeviceDrafting:
         roots: Roots,
     ) -> DraftTree | None:
         """Draft one tree per request; None where that has to be done on the host.
-
-        The result is overwritten by the next draft of the same kind.
 
         Args:
             requests: The requests.
@@ -106,13 +105,10 @@ class DeviceDrafting:
             self.counts["shape"] += 1
         elif padded * branches > MAX_ROWS:
             self.counts["too many rows"] += 1
-        elif self._refused is not None:
-            self.counts[self._refused] += 1
         else:
             try:
                 tree = self._replay(padded, requests, plan, law, roots)
             except NotRecordable as obstacle:
-                self._refused = obstacle.reason
                 self.counts[obstacle.reason] += 1
                 return None
             self.counts["too many keys" if tree is None else REPLAYED] += 1
@@ -127,7 +123,11 @@ class DeviceDrafting:
         law: Law,
         roots: Roots,
     ) -> DraftTree | None:
-        """Draft; None where the texts are too long."""
+        """Draft; None where the texts are too long.
+
+        Raises:
+            NotRecordable: Drafts of this kind are not, as it turned out now or before.
+        """
         params = [draft_params(request.params, plan) for request in requests]
         params += params[-1:] * (padded - len(requests))
         settings = WarpSettings.of(params, [1] * padded)
@@ -136,20 +136,27 @@ class DeviceDrafting:
             plan,
             law,
             settings.greedy is not None,
-            settings.limits,
+            _limit(settings.limits, support(plan, law, len(self._head.draft_to_target))),
             settings.top_p is not None,
             settings.min_p is not None,
         )
+        if kind in self._refused:
+            raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
         drafting = known or _Drafting(kind, self._head, self._attention, self._max_context)
         if not drafting.holds(roots.contexts):
             return None
         drafting.load(requests, settings, roots)
         if known is None:
-            drafting.replay = self._recorder.record(drafting.work)
+            try:
+                drafting.replay = self._recorder.record(drafting.work)
+            except NotRecordable as obstacle:
+                self._refused[kind] = obstacle.reason
+                raise
             self._recorded[kind] = drafting
         trees = DraftTree(law, *drafting.replay())
-        return trees.mapped(lambda tensor: tensor[: len(requests)])
+        # Trees of another plan in this step would be drawn over these.
+        return trees.mapped(lambda tensor: tensor[: len(requests)].clone())
 
 
 class _Drafting:
@@ -191,8 +198,8 @@ class _Drafting:
             self._settings = WarpSettings(
                 temperature=room(batch, dtype=torch.float32),
                 greedy=room(batch, dtype=torch.bool) if kind.greedy else None,
-                top_k=room(batch) if kind.limits else None,
-                limits=kind.limits,
+                top_k=room(batch) if kind.limit else None,
+                limits=frozenset(() if kind.limit is None else (kind.limit,)),
                 top_p=room(batch, dtype=torch.float64) if kind.top_p else None,
                 min_p=room(batch, dtype=torch.float64) if kind.min_p else None,
             )
@@ -283,6 +290,14 @@ class _Drafting:
             min_p=each(own.min_p),
         )
         return draft_laws(logits, settings, width=width, draft_to_target=ids)
+
+
+def _limit(limits: frozenset[int], candidates: int) -> int | None:
+    """Return one limit for all, so that not every mixture of them is recorded on its own."""
+    largest = max((limit for limit in limits if limit < candidates), default=None)
+    if largest is None:
+        return None
+    return min(1 << (largest - 1).bit_length(), candidates - 1)
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:

@@ -12,7 +12,8 @@ again over the same padded buffers.
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self, TypeAlias
@@ -23,7 +24,10 @@ from torch import Tensor
 from eaglegbv.errors import InvalidArgument
 
 Work: TypeAlias = Callable[[], tuple[Tensor, ...]]
-"""Reads static buffers and returns tensors; a replay returns the same tensors, computed anew."""
+"""Reads static buffers and returns tensors; a replay returns the same tensors, computed anew.
+
+They are good until anything else by the same recorder is replayed: recordings share their memory.
+"""
 
 MAX_ROWS = 256
 """Packed rows of the largest bucket: beyond it a forward takes longer to run than to launch."""
@@ -31,7 +35,6 @@ MAX_ROWS = 256
 _log = logging.getLogger(__name__)
 
 _ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, MAX_ROWS)
-_WARM_UPS = 2
 
 
 class GraphMode(StrEnum):
@@ -90,6 +93,8 @@ class CudaRecorder(Recorder):
 
     def __init__(self) -> None:
         self._pool: Any = None
+        # Libraries keep a workspace for every stream they see.
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Work) -> Work:
         """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
@@ -104,14 +109,17 @@ class CudaRecorder(Recorder):
             raise NotRecordable("not recordable") from error
 
     def _record(self, work: Work) -> Work:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        self._stream = stream = self._stream or torch.cuda.Stream()
+        present = torch.cuda.current_stream()
+        stream.wait_stream(present)
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):  # kernels are compiled and tuned outside the graph
+            work()  # kernels are compiled and tuned outside the graph
+            with _never_waiting():
                 work()
-        torch.cuda.current_stream().wait_stream(stream)
+        present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # A capture that fails leaves its own stream the present one.
+        with torch.cuda.stream(present), torch.cuda.graph(graph, pool=self._pool):
             results = work()
         self._pool = graph.pool()
 
@@ -120,6 +128,20 @@ class CudaRecorder(Recorder):
             return results
 
         return replay
+
+
+@contextmanager
+def _never_waiting() -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the device: in a capture, it is too late for it.
+
+    A capture that breaks off leaves PyTorch's allocator believing that it goes on.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:

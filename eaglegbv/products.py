@@ -95,13 +95,14 @@ def prepare(
     Returns:
         What was packed, in order; what was quantised is not.
     """
-    groups = _groups(module, run)
+    groups = _groups(module, run)[::-1]
+    places = _places(module)
     as_they_are = set() if generated is None else set(generated.modules())
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     packed: list[PackedProduct] = []
-    made: dict[nn.Linear, _Prepared] = {}
     computed = Computed()
-    for group in groups:
+    while groups:  # each is let go before the next is made: no model fits into memory twice
+        group = groups.pop()
         weights = [layer.weight.data for layer in group]
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
@@ -112,17 +113,26 @@ def prepare(
             packed.append(product)
         elif isinstance(product, DenseProduct) and len(group) == 1:
             continue
-        kept = group[0].weight in looked_up or group is groups[-1]
+        kept = group[0].weight in looked_up or not groups
         sizes = [len(weight) for weight in weights]
         parts = [product] if len(group) == 1 else Joint(product, sizes, computed).parts
         for layer, own in zip(group, parts, strict=True):
             weight = layer.weight.data if kept else layer.weight.data.to("meta")
-            made[layer] = _Prepared(layer, own, weight)
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child in made:
-                setattr(parent, name, made[child])
+            prepared = _Prepared(layer, own, weight)
+            for parent, name in places.pop(layer):
+                setattr(parent, name, prepared)
+        del layer, weights, joint
     return packed
+
+
+def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
+    """Return under which names of which modules each linear layer stands."""
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                places.setdefault(child, []).append((parent, name))
+    return places
 
 
 def _constant(weight: Tensor) -> nn.Parameter:

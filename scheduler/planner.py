@@ -79,7 +79,7 @@ _BUDGET = 0.006
 _SAVED_STEPS = 1024
 """Steps like the present one whose share probes may save up, and no more than that."""
 
-_PROBE_EVERY, _PLAINLY_EVERY = 40, 120
+_PROBE_EVERY, _PLAINLY_EVERY = 64, 120
 """Least number of steps from one probe to the next, and where nobody drafts.
 
 There a probe has to read what drafters missed, and its time says nothing about usual steps.

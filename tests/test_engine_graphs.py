@@ -1,6 +1,7 @@
 """Recorded and padded steps commit what plain ones do, token for token."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from eaglegbv.tree import Law
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 
 
-def sampling(**settings: float) -> SamplingParams:
+def sampling(**settings: Any) -> SamplingParams:
     return SamplingParams(max_tokens=14, seed=3, ignore_eos=True, **settings)
 
 
@@ -87,6 +88,60 @@ def test_recorded_steps_commit_what_plain_ones_do(
     assert drafts > recorder.recorded
 
 
+def test_trees_of_one_plan_outlive_the_drawing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings share their memory, and a step may replay several before it looks at a tree."""
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    plans = [SETTINGS[name][0] for name in ("iid", "fixed", "wor")]
+
+    def texts(tiny: TinyEngine) -> list[list[int]]:
+        requests = [
+            tiny.engine.add(prompt, sampling(), plan)
+            for order in (plans, plans[::-1])  # drawn in this order, and then in that
+            for prompt, plan in zip(PROMPTS, order, strict=True)
+        ]
+        tiny.run(requests)
+        return [request.token_ids for request in requests]
+
+    taped = tiny_engine(slots=512, max_batch=3, graphs=TapeRecorder(), attention=StandAttention)
+    assert texts(taped) == texts(tiny_engine(max_batch=3))
+    assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 12
+
+
+@pytest.mark.parametrize("limits", [(2, 5, 16), (3, 7, 40), (1, 1, 1)])
+def test_one_recording_serves_many_top_k(
+    limits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    plan = Plan(paths=2, depth=3)
+
+    def texts(tiny: TinyEngine) -> list[list[int]]:
+        requests = [
+            tiny.engine.add(prompt, sampling(top_k=k), plan)
+            for prompt, k in zip(PROMPTS, limits, strict=True)
+        ]
+        tiny.run(requests)
+        return [request.token_ids for request in requests]
+
+    taped = tiny_engine(slots=512, graphs=TapeRecorder(), attention=StandAttention)
+    assert texts(taped) == texts(tiny_engine())
+    assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 4
+
+
+def test_mixtures_of_top_k_are_not_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    plan, recorder = Plan(paths=2, depth=2), TapeRecorder()
+    taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
+    counts = []
+    for limits in ((5, 8), (8, 5), (6, 7), (6, 6), (None, 5)):
+        requests = [
+            taped.engine.add(prompt, sampling(top_k=k), plan)
+            for prompt, k in zip(PROMPTS, limits, strict=False)
+        ]
+        taped.run(requests)
+        counts.append(sum(bool(trees) for _, trees in recorder.made))  # forwards return none
+    assert counts == [2] * 5  # for two requests, and for the last of them
+
+
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
@@ -116,6 +171,32 @@ def test_what_cannot_be_recorded_is_counted_and_done_as_it_is() -> None:
     for metric in (GRAPH_FORWARDS, GRAPH_DRAFTS):
         assert metrics.value(metric, "not recordable") > 1
         assert metrics.value(metric, "replayed") == 0
+
+
+class ShortOfMemory(TapeRecorder):
+    """Records nothing after the first time."""
+
+    def record(self, work: Work) -> Work:
+        if self.recorded == 2:  # a draft and a forward
+            raise NotRecordable("not recordable")
+        return super().record(work)
+
+
+def test_what_was_recorded_is_replayed_though_something_else_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    plan = Plan(paths=2, depth=2)
+    taped = tiny_engine(slots=512, graphs=ShortOfMemory(), attention=StandAttention)
+    plain = tiny_engine()
+    metrics, seen = taped.engine.metrics, []
+    for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS[:1]):
+        assert taped.tokens(prompts, sampling(), plan) == plain.tokens(prompts, sampling(), plan)
+        seen.append([metrics.value(GRAPH_DRAFTS, o) for o in ("replayed", "not recordable")])
+    (first, none), (_, refused), (replayed, still) = seen
+    assert none == 0
+    assert refused == still > 1  # of two requests
+    assert replayed - first > first > 2
 
 
 @pytest.fixture
@@ -177,5 +258,8 @@ def test_graphs_commit_what_eager_steps_do(name: str) -> None:
         while rig.engine.has_work:
             rig.engine.step()
         texts.append([request.token_ids for request in requests])
+        assert [request.error for request in requests] == [None] * len(PROMPTS)
         assert rig.target.graph_counts["replayed"] > 0
+        drafts = {"replayed": rig.target.graph_counts["replayed"]} if plan.speculative else {}
+        assert rig.drafter.graph_counts == drafts
     assert texts[0] == texts[1]

@@ -1,6 +1,8 @@
 """Products with weights, joined and packed: the same numbers, from the same names."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,24 @@ def test_layers_that_run_twice_and_shared_weights_stay() -> None:
     assert module[1] is twice
     assert module[2].weight.data_ptr() == module[0].weight.data_ptr()
     torch.testing.assert_close(run(), expected)
+
+
+@torch.no_grad()
+def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights leave as they are joined: no model has to fit into memory twice."""
+    module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
+    joined = [weakref.ref(m.q.weight) for m in module]
+    there = []
+
+    def counted(weight: Tensor, *arguments: Any, **named: Any) -> Product:
+        if len(weight) == 16:  # q, k and v
+            there.append(sum(ref() is not None for ref in joined))
+        return product_of(weight, *arguments, **named)
+
+    monkeypatch.setattr(products, "product_of", counted)
+    prepare(module, lambda: [part(TOKENS) for part in module])
+    assert there == [4, 3, 2, 1]
+    assert not any(ref() for ref in joined)
 
 
 def test_preparing_draws_no_random_numbers() -> None:

@@ -102,36 +102,44 @@ class Segment:
             return self.tree_slots
         return torch.cat((self.context_slots, self.tree_slots))
 
-    def pending_mask(self) -> Tensor | None:
+    def pending_mask(self, device: torch.device | str | None = None) -> Tensor | None:
         """Return ``[q, m]`` bool, the pending tokens each new one sees; None where it sees all.
 
         A lone new token does, in causal order or alone in its tree.
+
+        Args:
+            device: Where a causal mask is made; None for where the segment is.
         """
         q, m = self.num_new, self.num_pending
         if q == 1 and (self.visible is None or m == 1):
             return None
         if self.visible is not None:
             return self.visible
-        return torch.ones((q, m), dtype=torch.bool, device=self.token_ids.device).tril(m - q)
+        device = self.token_ids.device if device is None else device
+        return torch.ones((q, m), dtype=torch.bool, device=device).tril(m - q)
 
-    def key_mask(self, window: int | None) -> Tensor | None:
+    def key_mask(
+        self, window: int | None, device: torch.device | str | None = None
+    ) -> Tensor | None:
         """Return ``[q, c + m]`` bool, the keys each new token sees; None where it sees all.
 
         Args:
             window: A key is seen if it is less than ``window`` positions back; None for no limit.
+            device: Where the mask is made; None for where the segment is.
         """
         q, c, m = self.num_new, self.num_context, self.num_pending
-        pending = self.pending_mask()
+        device = self.token_ids.device if device is None else device
+        pending = self.pending_mask(device)
         # With a short text a window changes nothing.
         if pending is None and (window is None or c + m <= window):
             return None
-        device = self.token_ids.device
         mask = torch.ones((q, c + m), dtype=torch.bool, device=device)
         if pending is not None:
-            mask[:, c:] = pending
+            mask[:, c:] = send(pending, device)
         if window is not None:
-            key_positions = torch.cat((torch.arange(c, device=device), self.tree_positions))
-            mask &= self.positions.unsqueeze(1) - key_positions < window
+            own, others = send(self.positions, device), send(self.tree_positions, device)
+            key_positions = torch.cat((torch.arange(c, device=device), others))
+            mask &= own.unsqueeze(1) - key_positions < window
         return mask
 
 

@@ -44,7 +44,17 @@ HEAD_DIMS = frozenset({64, 128, 256})
 
 DTYPES = frozenset({torch.float16, torch.bfloat16})
 
-_WORKSPACE_BYTES = 256 << 20
+_WORKSPACE_BYTES = 128 << 20
+"""Least of what wrappers are given for partial results."""
+
+_WORKSPACE_SLACK = 8 << 20
+"""More than the least that they were found to need: they align parts of it."""
+
+_WAVES, _TILE, _ROW_TILE = 2, 128, 16
+"""Blocks a multiprocessor runs at once by FlashInfer's count, and the query rows of one: at most,
+and where requests have one query each.
+"""
+
 _TENSOR_CORE_GROUP = 4
 _MOST_ROW_KEYS = 1 << 22
 """Keys of all drafted rows of a level together: 16 MiB of slots."""
@@ -197,7 +207,7 @@ class PackedMasks:
         """Pack what each new token sees, for ``device``; nothing is read from there."""
         sizes = [segment.num_new * segment.num_keys for segment in segments]
         offsets = list(accumulate(((size + 7) // 8 for size in sizes), initial=0))
-        packed = [pack_bits(_mask(segment, window).flatten()) for segment in segments]
+        packed = [pack_bits(_mask(segment, window, device).flatten()) for segment in segments]
         return cls(joined(packed, device), torch.tensor(offsets, dtype=torch.int32))
 
 
@@ -209,8 +219,9 @@ def pack_bits(bits: Tensor) -> Tensor:
     return (octets * weights).sum(dim=1, dtype=torch.uint8)
 
 
-def _mask(segment: Segment, window: int | None) -> Tensor:
-    mask = segment.key_mask(window)
+def _mask(segment: Segment, window: int | None, device: torch.device | str) -> Tensor:
+    # A prompt's is large, and quickly made where it is needed; those of trees are small and many.
+    mask = segment.key_mask(window, device if segment.visible is None else None)
     if mask is None:
         shape = (segment.num_new, segment.num_keys)
         return torch.ones(shape, dtype=torch.bool, device=segment.token_ids.device)
@@ -281,11 +292,7 @@ class FlashInferPagedAttention(PagedAttention):
         self.pool = pool
         self._fallbacks: Counter[str] = Counter()
         self._kernels = FlashInferKernels() if kernels is None else kernels
-        self._workspace = torch.empty(
-            _WORKSPACE_BYTES if pool.keys.is_cuda else 1,
-            dtype=torch.uint8,
-            device=pool.keys.device,
-        )
+        self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)
         self._torch = TorchPagedAttention(pool)
         self._wrappers: dict[tuple[str, _LayerKind], _Planned] = {}
         self._planned: PackedBatch | None = None
@@ -315,10 +322,7 @@ class FlashInferPagedAttention(PagedAttention):
         keys.index_copy_(0, batch.slots, k)
         values.index_copy_(0, batch.slots, v)
         wrapper = self._plan(batch, _LayerKind(window, scale, softcap, q.shape[1]))
-        # Without ``out`` it would clear fresh memory in every layer.
-        return wrapper.run(
-            q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1)), out=torch.empty_like(q)
-        )
+        return _attend(wrapper, q, keys, values)
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -372,9 +376,10 @@ class FlashInferPagedAttention(PagedAttention):
         self._plan_prefill(wrapper, batch, kind, masks.bits)
         return masks
 
-    def static_wrapper(self, buffers: TreeBuffers) -> "_Planned":
-        """Return a new wrapper that is planned into ``buffers``."""
-        return self._planned_by(self._kernels.static_prefill(self._workspace, buffers))
+    def static_wrapper(self, buffers: TreeBuffers, bucket: Bucket, heads: int) -> "_Planned":
+        """Return a new wrapper for a bucket that is planned into ``buffers``."""
+        room = self._room(heads, rows=bucket.rows, requests=bucket.requests + 1)
+        return self._planned_by(self._kernels.static_prefill(room, buffers))
 
     def row_wrapper(self, shape: BranchShape, level: int) -> tuple[RowBuffers, "_Planned"]:
         """Return the wrapper of drafted rows at a level, and what it is planned into.
@@ -391,8 +396,9 @@ class FlashInferPagedAttention(PagedAttention):
                         self.most_row_keys(shape), dtype=torch.int32, device=self.pool.keys.device
                     )
                 buffers = RowBuffers.of(rows, level, self._row_keys[level])
-            cores = shape.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
-            wrapper = self._kernels.static_decode(self._workspace, buffers, tensor_cores=cores)
+                cores = shape.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
+                room = self._room(shape.heads, rows=rows, requests=rows, tile=_ROW_TILE)
+                wrapper = self._kernels.static_decode(room, buffers, tensor_cores=cores)
             found = buffers, self._planned_by(wrapper)
             self._row_wrappers[rows, level, shape.heads] = found
         return found
@@ -438,14 +444,39 @@ class FlashInferPagedAttention(PagedAttention):
         """Return the wrapper of a kernel and kind of layer, ready to be planned."""
         planned = self._wrappers.get((name, kind))
         if planned is None:
-            if name == "decode":
-                cores = kind.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
-                wrapper = self._kernels.decode(self._workspace, tensor_cores=cores)
-            else:
-                wrapper = self._kernels.prefill(self._workspace)
+            room = self._room(kind.heads)
+            with torch.inference_mode(mode=False):  # what it makes, later plans write to
+                if name == "decode":
+                    cores = kind.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
+                    wrapper = self._kernels.decode(room, tensor_cores=cores)
+                else:
+                    wrapper = self._kernels.prefill(room)
             planned = self._wrappers[name, kind] = self._planned_by(wrapper)
         planned.wait()
         return planned
+
+    def _room(self, heads: int, *, rows: int = 0, requests: int = 0, tile: int = _TILE) -> Tensor:
+        """Return memory for a new wrapper's partial results; wrappers run one after another.
+
+        Where more is needed than before, earlier wrappers keep what they were given.
+        """
+        device = self.pool.keys.device
+        if not self.pool.keys.is_cuda:  # stand-ins need none
+            return self._workspace
+        kv_heads, head_dim, _ = self._sizes
+        needed = workspace_bytes(
+            heads,
+            kv_heads,
+            head_dim,
+            processors=torch.cuda.get_device_properties(device).multi_processor_count,
+            rows=rows,
+            requests=requests,
+            tile=tile,
+        )
+        if needed > len(self._workspace):
+            with torch.inference_mode(mode=False):
+                self._workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        return self._workspace
 
     def _planned_by(self, wrapper: Wrapper) -> "_Planned":
         return _Planned(wrapper, torch.cuda.Event() if self.pool.keys.is_cuda else None)
@@ -536,9 +567,7 @@ class StaticTreeAttention(StaticAttention):
         if window is not None and window >= self._max_context:
             window = None
         wrapper = self._wrapper(_LayerKind(window, scale, softcap, q.shape[1]))
-        return wrapper.run(
-            q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1)), out=torch.empty_like(q)
-        )
+        return _attend(wrapper, q, keys, values)
 
     def _wrapper(self, kind: _LayerKind) -> Wrapper:
         known = self._wrappers.get(kind)
@@ -547,8 +576,8 @@ class StaticTreeAttention(StaticAttention):
             with torch.inference_mode(mode=False):
                 sizes = (self._bucket.requests + 1, self._bucket.rows, self._keys)
                 buffers = TreeBuffers.of(*sizes, self._key_slots)
-            known = self._owner.static_wrapper(buffers), buffers
-            self._wrappers[kind] = known
+                planned = self._owner.static_wrapper(buffers, self._bucket, kind.heads)
+            known = self._wrappers[kind] = planned, buffers
             self._plan_kind(self._batch, kind, *known)
         return known[0].wrapper
 
@@ -600,9 +629,15 @@ class FlashInferBranches(BranchAttention):
         buffers, planned = self._levels[tails.shape[1] - 1]
         buffers.key_slots.index_copy_(0, buffers.tails.flatten(), tails.flatten().to(torch.int32))
         keys, values = self._write(k, v, tails)
-        return planned.wrapper.run(
-            q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1)), out=torch.empty_like(q)
-        )
+        return _attend(planned.wrapper, q, keys, values)
+
+
+def _attend(wrapper: Wrapper, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend from ``[rows, heads, head_dim]`` to a layer of the pool."""
+    # Kernels read and write rows in order, though some models hand their heads over in another. And
+    # without ``out`` a wrapper would clear fresh memory in every layer.
+    q = q.contiguous()
+    return wrapper.run(q, (keys.unsqueeze(1), values.unsqueeze(1)), out=torch.empty_like(q))
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,6 +659,38 @@ class _Planned:
         """Wait for the copy of the plan before."""
         if self.copied is not None:
             self.copied.synchronize()
+
+
+def workspace_bytes(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    processors: int,
+    rows: int = 0,
+    requests: int = 0,
+    tile: int = _TILE,
+) -> int:
+    """Return what a wrapper needs at most for partial results (``scheduler.cuh`` of 0.6.18).
+
+    Keys are split among blocks, a tile of query rows each, the query heads of a key head being
+    rows. There are as many blocks as run at once, or what a recorded batch may have: every request
+    may begin a tile. A block keeps a vector, and the sum of its weights, for every query head.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key heads.
+        head_dim: Their size.
+        processors: Multiprocessors of the device.
+        rows: Packed rows of a recorded batch; 0 for one that is not recorded.
+        requests: Its requests.
+        tile: Query rows of a block.
+    """
+    at_once = _WAVES * processors // kv_heads * tile
+    recorded = rows * (heads // kv_heads) + requests * tile
+    return max(
+        _WORKSPACE_BYTES, heads * max(at_once, recorded) * (head_dim + 1) * 4 + _WORKSPACE_SLACK
+    )
 
 
 def check_pool(pool: KVPool) -> None:

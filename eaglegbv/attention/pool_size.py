@@ -72,6 +72,7 @@ class PoolSize:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on ``device``."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch keeps for later is free too
         return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([pages, *_limits()])

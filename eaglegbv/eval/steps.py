@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,6 +25,7 @@ from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_head import (
     Arch,
     Eagle3Head,
+    EagleHead,
     EagleHeadConfig,
     default_feature_layers,
 )
@@ -276,11 +278,8 @@ def build(
     target = HFTarget(
         model, features=features, max_slots=slots, compile_backend=compile_backend, graphs=graphs
     )
-    chosen = torch.arange(shape.draft_vocab, device=device)
-    with device, _default_dtype(dtype):
-        head = Eagle3Head(head_config, target.input_embeddings, chosen)
     drafter = head_drafter(
-        head.train(mode=False),
+        random_head(head_config, target.input_embeddings),
         slots=slots,
         graphs=graphs,
         max_context=target.max_context,
@@ -296,6 +295,15 @@ def build(
         target, drafter, sizes, barrier=barrier_of(device), compile_backend=compile_backend
     )
     return Rig(engine, target, drafter, shape)
+
+
+def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
+    """Return a head of random weights, where a target's embedding is, and of its type."""
+    device = embedding.device
+    with device, _default_dtype(embedding.dtype):
+        head = Eagle3Head(config, embedding, torch.arange(config.draft_vocab_size))
+    # What a head computes for itself, its rotations say, begins on the host.
+    return head.to(device).train(mode=False)
 
 
 @roomy
@@ -314,7 +322,9 @@ def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     collector = Collector()
     rig.engine.observe(collector)
     while len(collector.records) < WARM_UP_STEPS + setting.steps:
-        rig.engine.step()
+        for commit in rig.engine.step():
+            if commit.request.error is not None:  # else there might be no further step to wait for
+                raise commit.request.error
     with OperationCounter() as counter:
         rig.engine.step()
     timed = collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]

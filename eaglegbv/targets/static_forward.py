@@ -60,7 +60,7 @@ class StaticForward:
         self._device = device
         self._recorded: dict[Bucket, _Recorded] = {}
         self._results: _Results | None = None
-        self._refused: str | None = None
+        self._refused: dict[Bucket, str] = {}
 
     def forward(self, segments: Sequence[Segment]) -> TargetOutput | None:
         """Score the segments' new tokens; None where they have to run as they are.
@@ -73,13 +73,13 @@ class StaticForward:
             self.counts["prefill"] += 1
         elif bucket is None:
             self.counts["too many rows"] += 1
-        elif self._refused is not None:
-            self.counts[self._refused] += 1
+        elif bucket in self._refused:
+            self.counts[self._refused[bucket]] += 1
         else:
             try:
                 found = self._replay(bucket, segments)
             except NotRecordable as obstacle:
-                self._refused = obstacle.reason
+                self._refused[bucket] = obstacle.reason
                 self.counts[obstacle.reason] += 1
                 return None
             self.counts[REPLAYED] += 1

@@ -19,6 +19,7 @@ from eaglegbv.attention.flashinfer_paged import (
     check_pool,
     pack_bits,
     paged_attention,
+    workspace_bytes,
 )
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
@@ -92,6 +93,8 @@ class Stand:
         self._mask_indptr_buf = torch.cat((torch.zeros(1), sizes.cumsum(0))).to(torch.int32)
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        assert q.is_contiguous()  # kernels look at no strides of these
+        assert out.is_contiguous()
         keys, values = (part.squeeze(1).float() for part in kv)
         for b in range(len(self.indptr) - 1):
             own = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
@@ -217,6 +220,42 @@ def test_plans_mean_what_pytorchs_attention_does(
     # Planned once for both layers.
     assert [stand.plans for stand in kernels.made] == [1]
     assert not attention.fallbacks
+
+
+def test_heads_may_come_in_another_order_in_memory() -> None:
+    """As from models that turn queries by joining halves; kernels look at no strides of them."""
+    ours, reference = pools()
+    batch = pack(BATCHES["ragged trees"])
+    q, k, v = new_rows(batch.rows)
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    found = FlashInferPagedAttention(ours, StandKernels()).attend(
+        0, turned, k, v, batch, scale=SCALE
+    )
+    expected = TorchPagedAttention(reference).attend(0, q, k, v, batch, scale=SCALE)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_masks_of_prompts_are_made_where_they_are_read(window: int | None) -> None:
+    expected = PackedMasks.of(BATCHES["trees and a prompt"], window).bits
+    with PretendDevice() as device:
+        # The bits of a prompt alone: nothing of its size is copied there.
+        found = PackedMasks.of(BATCHES["trees and a prompt"], window, "cuda")
+        assert found.bits.device.type == "cuda"
+        assert not device.reads
+        assert not device.blocking
+        assert torch.equal(found.bits.cpu(), expected)
+
+
+def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
+    """Sizes by FlashInfer's own plan, for the 132 multiprocessors of an H100."""
+    few = workspace_bytes(32, 8, 128, processors=132, rows=64, requests=17)
+    assert few == 128 << 20
+    # 16 query heads a key head; many requests that are recorded together.
+    assert workspace_bytes(32, 2, 128, processors=132) >= 266 << 20
+    assert workspace_bytes(32, 2, 128, processors=132, rows=8, requests=2) >= 266 << 20
+    assert workspace_bytes(32, 8, 128, processors=132, rows=160, requests=129) >= 268 << 20
+    assert workspace_bytes(64, 8, 128, processors=132, rows=80, requests=65) >= 278 << 20
 
 
 def test_each_work_has_its_kernel() -> None:

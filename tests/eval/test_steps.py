@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.steps import (
     SHAPES,
     Machine,
@@ -15,6 +16,7 @@ from eaglegbv.eval.steps import (
     StepSetting,
     build,
     measure_machine,
+    random_head,
     run,
     table,
 )
@@ -59,6 +61,38 @@ def test_plain_decoding_has_no_draft() -> None:
     assert [line[0] for line in lines] == ["phase", "draft", "forward", "verify", "commit", "step"]
     assert lines[1][2:] == ["-", "-"]
     assert lines[2][2] != "-"
+
+
+def test_all_of_a_random_head_is_on_the_device() -> None:
+    config = EagleHeadConfig(
+        arch=Arch.EAGLE3,
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=64,
+        draft_vocab_size=24,
+        feature_layers=(1, 2, 3),
+    )
+    embedding = torch.zeros(64, 32, device="meta", dtype=torch.bfloat16)
+    head = random_head(config, embedding)
+    state = [*head.parameters(), *head.buffers()]
+    assert {part.device.type for part in state} == {"meta"}
+    assert {part.dtype for part in head.parameters()} == {torch.bfloat16}
+
+
+def test_a_step_that_breaks_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = StepSetting(plan=PLAIN, context=8, steps=2)
+    rig = build(SMALL, setting, dtype=torch.float32, device=CPU)
+
+    def forward(*arguments: object, **named: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rig.target, "forward", forward)
+    with pytest.raises(StepFailed, match="no memory"):
+        run(rig, setting, MACHINE)
 
 
 def test_operations_are_counted() -> None:

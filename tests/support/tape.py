@@ -4,6 +4,9 @@ Operations are noted with the very tensors they were given. A replay runs them a
 tensors and writes the results where the first run left them; no Python of the recorded work runs.
 So numbers that were read on the host, shapes that depended on them, and tensors that were made
 outside stay what they were when the work was recorded.
+
+Graphs share the memory of what they compute: a replay may leave anything in the results of others.
+Here it leaves nonsense.
 """
 
 from collections.abc import Callable
@@ -47,6 +50,13 @@ class Tape(TorchDispatchMode):
             self._steps.append((func, args, kwargs, fresh))
         return result
 
+    def spoil(self, results: tuple[Tensor, ...]) -> None:
+        """Overwrite those of ``results`` that were computed on the tape."""
+        made = {out.untyped_storage()._cdata for step in self._steps for out in step[3]}
+        for result in results:
+            if result.untyped_storage()._cdata in made:
+                result.fill_(result.dtype.is_floating_point and torch.nan)
+
     def replay(self) -> None:
         for func, args, kwargs, fresh in self._steps:
             result = func(*args, **kwargs)
@@ -67,6 +77,7 @@ class TapeRecorder(Recorder):
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.made: list[tuple[Tape, tuple[Tensor, ...]]] = []
 
     def record(self, work: Work) -> Work:
         work()  # as with a graph: what is prepared once is prepared outside
@@ -74,9 +85,13 @@ class TapeRecorder(Recorder):
         tape = Tape()
         with torch.no_grad(), tape:
             results = work()
+        self.made.append((tape, results))
 
         def replay() -> tuple[Tensor, ...]:
             with torch.no_grad():
+                for other, others in self.made:
+                    if other is not tape:
+                        other.spoil(others)
                 tape.replay()
             return results
 
