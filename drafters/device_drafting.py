@@ -41,8 +41,8 @@ class _Kind:
         plan: Their plan.
         law: How children arise.
         greedy: Whether any warping has temperature 0.
-        limit: The least power of two that no top-k limit exceeds, less than the candidates of a
-            row; None where nothing is limited.
+        limit: What no top-k limit exceeds: a power of two, or all candidates of a row but one; None
+            where nothing is limited.
         top_p: Whether any warping has one.
         min_p: Whether any warping has one.
     """

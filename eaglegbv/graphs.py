@@ -10,6 +10,7 @@ again over the same padded buffers.
 """
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -95,6 +96,7 @@ class CudaRecorder(Recorder):
         self._pool: Any = None
         # Libraries keep a workspace for every stream they see.
         self._stream: torch.cuda.Stream | None = None
+        self._told: set[str] = set()
 
     def record(self, work: Work) -> Work:
         """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
@@ -105,18 +107,22 @@ class CudaRecorder(Recorder):
         try:
             return self._record(work)
         except RuntimeError as error:
-            _log.warning("what cannot be recorded runs as it is: %s", error)
+            if str(error) not in self._told:
+                _log.warning("what cannot be recorded runs as it is: %s", error)
+            self._told.add(str(error))
             raise NotRecordable("not recordable") from error
 
     def _record(self, work: Work) -> Work:
         self._stream = stream = self._stream or torch.cuda.Stream()
         present = torch.cuda.current_stream()
         stream.wait_stream(present)
-        with torch.cuda.stream(stream):
-            work()  # kernels are compiled and tuned outside the graph
-            with _never_waiting():
-                work()
-        present.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                work()  # kernels are compiled and tuned outside the graph
+                with _never_waiting():
+                    work()
+        finally:
+            present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # A capture that fails leaves its own stream the present one.
         with torch.cuda.stream(present), torch.cuda.graph(graph, pool=self._pool):
@@ -137,7 +143,9 @@ def _never_waiting() -> Iterator[None]:
     A capture that breaks off leaves PyTorch's allocator believing that it goes on.
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

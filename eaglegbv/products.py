@@ -97,7 +97,8 @@ def prepare(
     """
     groups = _groups(module, run)[::-1]
     places = _places(module)
-    as_they_are = set() if generated is None else set(generated.modules())
+    # By their numbers, so that nothing keeps the layers themselves.
+    as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     packed: list[PackedProduct] = []
     computed = Computed()
@@ -107,7 +108,7 @@ def prepare(
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        ours = group[0] in as_they_are
+        ours = id(group[0]) in as_they_are
         product = product_of(joint, bias, quantization, generated=ours, index=len(packed))
         if isinstance(product, PackedProduct):
             packed.append(product)

@@ -12,8 +12,8 @@ Drafts of a sure drafter are alike, and e is small; those of a vague one differ,
 
 A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
 posteriori under a normal prior, in one Newton step from 0, its evidence fading too. However long it
-is, one text says little about its kind: a trial counts the less there, the more is known of its own
-request.
+is, one text says little about its kind: the more is known of a request, the less a further trial of
+it counts for its kind.
 
 Plans are weighed by hopes: hazards whose prior is raised by a part of a standard error, so that
 depths of which little was seen look worth a try, and seen often are taken as they are.

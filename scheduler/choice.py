@@ -245,24 +245,16 @@ class Outlook:
         rates = self.worth[:, column] / self.seconds[:, column]
         return self._at(int(rates.argmax()), column, reason)
 
-    def everybody(self, plan: Plan, reason: PlanReason) -> Choice:
-        """All draft by one plan, or plainly."""
-        return self._first(self.requests, plan, reason)
-
-    def half(self, plan: Plan, reason: PlanReason) -> Choice:
-        """Half of them draft by one plan, or none."""
-        return self._first((self.requests + 1) // 2, plan, reason)
+    def first(self, count: int, plan: Plan, reason: PlanReason) -> Choice:
+        """Those with most to gain draft by one plan, 1 or more of them; or all decode plainly."""
+        if not plan.speculative:
+            return self.plain(reason)
+        return self._at(count - 1, self.options.plans.index(plan), reason)
 
     def rates(self) -> Array:
         """Return ``[P]`` float64: each plan's rate when the best number of requests draft by it."""
         result: Array = (self.worth / self.seconds).max(axis=0)
         return result
-
-    def _first(self, count: int, plan: Plan, reason: PlanReason) -> Choice:
-        """Those with most to gain draft by one plan, or plainly."""
-        if not plan.speculative:
-            return self.plain(reason)
-        return self._at(count - 1, self.options.plans.index(plan), reason)
 
     def _at(self, row: int, column: int, reason: PlanReason) -> Choice:
         drafting = self.order[: row + 1, column]

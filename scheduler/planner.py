@@ -49,7 +49,7 @@ its shapes are new, memory is fetched and kernels are prepared for it besides. S
 steps, too.
 """
 
-_PLAINLY = 5
+_PLAINLY = 6
 """Steps of plain decoding before others are chosen: what all else is measured against.
 
 Costs measured before the first request are of made-up texts.
@@ -82,11 +82,8 @@ _SAVED_STEPS = 1024
 _PROBE_EVERY, _PLAINLY_EVERY = 64, 120
 """Least number of steps from one probe to the next, and where nobody drafts.
 
-There a probe has to read what drafters missed, and its time says nothing about usual steps.
+There a probe has to read what drafters missed.
 """
-
-_PLAIN_EVERY = 48
-"""Steps without plain decoding after which it is the next to be probed."""
 
 _WORTH_A_PROBE = 0.8
 """A plan is probed if it looks at least this good beside the best."""
@@ -95,11 +92,11 @@ _OFTEN, _SAMPLE_EVERY = 64, 4
 """After so many steps of one kind, the time of one in four is enough."""
 
 
-_HOPE = 0.5
+_REQUEST_HOPE = 0.5
 """Standard errors by which what is known of a request is raised, where it decodes alone.
 
 A text of which little is known may be an easy one, and a few steps tell. Without that, one hard
-text in the beginning could keep drafting off for the next twenty (simulated).
+text in the beginning could keep drafting off for the next twenty texts (simulated).
 """
 
 _HORIZON = 256
@@ -132,18 +129,14 @@ class _Held:
         batch: Requests of the steps, at least those.
         choice: It.
         length: How many steps it holds.
-        steps: How many of them are left.
-        probe: What runs before it goes on.
-        probes: How many steps of that are left.
+        left: What runs in the next steps: the rest of a probe, then the choice.
     """
 
     numbers: list[int]
     batch: int
     choice: Choice
     length: int
-    steps: int
-    probe: Choice
-    probes: int
+    left: deque[Choice]
 
 
 @dataclass(slots=True)
@@ -153,10 +146,9 @@ class _Book:
     Attributes:
         costs: What they cost.
         tried: Steps of each plan at each class of batch sizes.
-        cell: Where the cost of the latest step belongs.
-        alike: Steps of its kind up to that one, and of nothing else, in a row.
         latest: Number of the latest step of each plan.
         step: Steps so far.
+        whole: Those of them in which nobody else took part.
         credit: Seconds that probes may lose.
         probed: Number of the step of the latest probe.
         present: What looked best last, by class of batch sizes.
@@ -165,10 +157,9 @@ class _Book:
 
     costs: StepCosts = field(default_factory=StepCosts)
     tried: Counter[Cell] = field(default_factory=Counter)
-    cell: Cell | None = None
-    alike: int = 0
     latest: dict[Plan, int] = field(default_factory=dict)
     step: int = 0
+    whole: int = 0
     credit: float = 0.0
     probed: int = 0
     present: dict[int, Plan] = field(default_factory=dict)
@@ -178,6 +169,15 @@ class _Book:
         """Return what looked best last in a class of sizes, or in the nearest; None at first."""
         nearest = min(self.present, key=lambda known: (abs(known - size), known), default=None)
         return None if nearest is None else self.present[nearest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A step whose time is a usual one, and where it belongs."""
+
+    book: _Book
+    shape: StepShape
+    reason: PlanReason
 
 
 @dataclass(slots=True)
@@ -260,7 +260,10 @@ class Planner:
         self._acceptance: dict[tuple[int, float], Acceptance] = {}
         self._options: dict[AutoPlan, Options] = {}
         self._held: dict[AutoPlan, _Held] = {}
-        self._timed: tuple[_Book, StepShape] | None = None
+        self._timed: _Timed | None = None
+        # What the latest step did and nothing else, and how many did in a row.
+        self._kind: tuple[bool, Cell] | None = None
+        self._alike = 0
         self._reading = _Reading()
         self._lookups = Lookups()
 
@@ -285,13 +288,15 @@ class Planner:
                 0 where none does.
         """
         self._timed = None
+        kind: tuple[bool, Cell] | None = None
         groups: dict[AutoPlan, list[Request]] = {}
         for request in requests:
             if request.auto is not None:
                 groups.setdefault(request.auto, []).append(request)
         batch = len(requests) + others
         for auto, members in groups.items():
-            book = self._books[all(request.params.greedy for request in members)]
+            greedy = all(request.params.greedy for request in members)
+            book, whole = self._books[greedy], len(members) == batch
             choice = self._go_on(auto, members, batch=batch) or self._choose_anew(
                 book, auto, members, batch=batch, behind=behind, waiting=waiting
             )
@@ -300,12 +305,14 @@ class Planner:
             shape = choice.shape(context=_context(members))
             for place, request in enumerate(members):
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
-            self._note(book, choice, shape)
-            late = any(_missed(members[place], auto, behind) for place in choice.drafting)
-            if len(members) < batch:  # there is more to the step
-                book.alike = 0
-            elif book.alike >= _ALIKE and not late:
-                self._timed = book, shape
+            self._note(book, choice, shape, whole=whole)
+            if whole:
+                kind = greedy, shape.cell
+                late = any(_missed(members[place], auto, behind) for place in choice.drafting)
+                if kind == self._kind and self._alike + 1 >= _ALIKE and not late:
+                    self._timed = _Timed(book, shape, choice.reason)
+        self._alike = self._alike + 1 if kind is not None and kind == self._kind else 1
+        self._kind = kind
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
@@ -323,9 +330,9 @@ class Planner:
         """Learn what the step took whose plans were assigned last."""
         if self._timed is None:
             return
-        book, shape = self._timed
-        known = book.costs.steps_in(shape.cell)
-        if known < _OFTEN or book.step % _SAMPLE_EVERY == 0:
+        book, shape = self._timed.book, self._timed.shape
+        often = book.costs.steps_in(shape.cell) >= _OFTEN
+        if self._timed.reason is PlanReason.PROBE or not often or book.step % _SAMPLE_EVERY == 0:
             book.costs.observe(shape, seconds)
 
     def observe_reading(self, rows: int, seconds: float) -> None:
@@ -355,7 +362,7 @@ class Planner:
 
     def _saved(self, book: _Book, request: Request, plan: Plan, *, batch: int) -> float:
         """Return the seconds that ``batch`` requests like this one are spared by drafts to come."""
-        tokens = self._expected_tokens([request], Options.of((plan,))).item()
+        tokens = self._expected_tokens([request], Options.of((plan,)), batch=batch).item()
         plain, drafting = (
             book.costs.seconds(
                 StepShape.of(
@@ -387,15 +394,11 @@ class Planner:
     def _go_on(self, auto: AutoPlan, members: list[Request], *, batch: int) -> Choice | None:
         """Return the choice that still holds for these requests, or None."""
         held = self._held.get(auto)
-        if held is None or not held.steps or held.batch != batch:
+        if held is None or not held.left or held.batch != batch:
             return None
         if held.numbers != [r.number for r in members]:
             return None
-        if held.probes:
-            held.probes -= 1
-            return held.probe
-        held.steps -= 1
-        return held.choice
+        return held.left.popleft()
 
     def _choose_anew(
         self,
@@ -421,12 +424,15 @@ class Planner:
         numbers = [request.number for request in members]
         length = _hold(self._held.get(auto), numbers, choice)
         # What a probe shows is for the next choice: this one goes on behind it.
-        left, probes = (length, _ALIKE - 1) if probe else (length - 1, 0)
-        self._held[auto] = _Held(numbers, batch, choice, length, left, probe or choice, probes)
+        left = deque([choice] * length)
+        if probe is not None:
+            left.extendleft([probe] * _ALIKE)
+        first = left.popleft()
+        self._held[auto] = _Held(numbers, batch, choice, length, left)
         for place, request in enumerate(members):
             if place not in choice.drafting:
                 _memory(request).drafts.age(length)
-        return probe or choice
+        return first
 
     def _look_up(
         self,
@@ -459,7 +465,7 @@ class Planner:
         if auto not in self._options:
             self._options[auto] = Options.of(auto.candidates)
         options = self._options[auto]
-        tokens = self._expected_tokens(members, options)
+        tokens = self._expected_tokens(members, options, batch=batch)
         return Outlook.of(
             book.costs,
             options,
@@ -471,14 +477,17 @@ class Planner:
             weights=weights,
         )
 
-    def _expected_tokens(self, members: list[Request], options: Options) -> Array:
-        """Return ``[requests, plans]`` what each request is expected to commit by each plan."""
+    def _expected_tokens(self, members: list[Request], options: Options, *, batch: int) -> Array:
+        """Return ``[requests, plans]`` what each request is expected to commit by each plan.
+
+        They are some of a ``batch``, or all.
+        """
         tokens = np.ones((len(members), len(options.plans)))
         temperatures = np.array([plan.draft_temperature for plan in options.plans])
         kinds = np.array([kind_of(request.params.temperature) for request in members])
         drafts = [_memory(request).drafts for request in members]
-        # To learn that a text is easy does good to itself, and all wait for it.
-        hope = _HOPE / len(members)
+        # Only the request itself gains by what is learned of it, but the whole batch waits.
+        hope = _REQUEST_HOPE / batch
         shifts = np.array([own.shift + hope * own.doubt for own in drafts])
         limits = _limits(members)
         for kind in set(kinds.tolist()):
@@ -503,14 +512,14 @@ class Planner:
             self._acceptance[key] = Acceptance() if known is None else known.hint()
         return self._acceptance[key]
 
-    def _note(self, book: _Book, choice: Choice, shape: StepShape) -> None:
-        """Remember what is about to run."""
+    def _note(self, book: _Book, choice: Choice, shape: StepShape, *, whole: bool) -> None:
+        """Remember what is about to run, by itself or beside others."""
         book.step += 1
         if choice.drafting or not choice.lookups:
             book.latest[choice.plan] = book.step
-        book.tried[shape.cell] += 1
-        book.alike = book.alike + 1 if shape.cell == book.cell else 1
-        book.cell = shape.cell
+        if whole:  # else its time says nothing
+            book.whole += 1
+            book.tried[shape.cell] += 1
         most = _BUDGET * choice.seconds * _SAVED_STEPS
         book.credit = min(book.credit + _BUDGET * choice.seconds, max(book.credit, most))
 
@@ -552,7 +561,7 @@ def _weights(members: list[Request]) -> Array:
 def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
     """Return for how many steps a choice holds."""
     if choice.reason is not PlanReason.BEST:
-        return 1
+        return _ALIKE
     if before is None or before.numbers != numbers or before.choice.plan != choice.plan:
         return _HOLD
     # Several drift apart while they draft, and others of them are to.
@@ -562,19 +571,21 @@ def _hold(before: _Held | None, numbers: list[int], choice: Choice) -> int:
 
 def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
     """Choose by what the book knows; probes come on top."""
+    if not book.costs.steps and outlook.others:
+        return outlook.plain(PlanReason.LEARNING)  # what others share in teaches nothing
     lessons = () if book.taught else _lessons(outlook.options.plans)
-    if book.step < len(lessons) or not book.costs.steps:
-        place = book.step % len(lessons)
-        # Half of them in the second of every three: else nothing tells levels from requests.
-        among = outlook.half if place % 3 == 1 else outlook.everybody
-        return among(lessons[place], PlanReason.LEARNING)
+    if not outlook.others and (book.whole < _ALIKE * len(lessons) or not book.costs.steps):
+        lesson = lessons[book.whole // _ALIKE % len(lessons)]
+        # All, then half of them: else a step that drafts and a request that does cost the same.
+        count = outlook.requests if lesson.everybody else (outlook.requests + 1) // 2
+        return outlook.first(count, lesson.plan, PlanReason.LEARNING)
     drafting, plain = outlook.best_drafting(), outlook.plain(PlanReason.BEST)
     for plan in (plain.plan, drafting.plan):
-        if not _unknown(book, plan, size):
+        if outlook.others or not _unknown(book, plan, size):
             continue
-        lesson = outlook.at_once().everybody(plan, PlanReason.LEARNING)
-        if lesson.rate > _HOPELESS * max(plain.rate, drafting.rate):
-            return lesson
+        trial = outlook.at_once().first(outlook.requests, plan, PlanReason.LEARNING)
+        if trial.rate > _HOPELESS * max(plain.rate, drafting.rate):
+            return trial
     pays = _PAYS + _PAYS_BY_SIZE * size
     present = book.present_at(size)
     if present in outlook.options.plans:
@@ -599,9 +610,10 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
     if book.step - book.probed < (_PROBE_EVERY if best.drafting else _PLAINLY_EVERY):
         return None
     plan = _least_recent(book, outlook, best)
-    # What drafters read for a probe may be read in vain: all of it counts.
-    probe, again = (look.by(plan, PlanReason.PROBE) for look in (outlook.at_once(), outlook))
-    loss = sum(c.seconds - c.worth / best.rate for c in (probe, *[again] * (_ALIKE - 1)))
+    # What drafters read for a probe may be read in vain: all of it counts, in the first step.
+    probe, again = outlook.at_once().by(plan, PlanReason.PROBE), outlook.by(plan, PlanReason.PROBE)
+    loss = probe.seconds - probe.worth / best.rate
+    loss += (_ALIKE - 1) * (again.seconds - again.worth / best.rate)
     if loss > book.credit:
         return None
     book.credit -= max(0.0, loss)
@@ -610,7 +622,7 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
 
 
 def _least_recent(book: _Book, outlook: Outlook, best: Choice) -> Plan:
-    """Return what to probe: plain decoding in its turn, else a promising plan, not run for longest.
+    """Return what to probe: plain decoding every other time, else what was not run for longest.
 
     Plain decoding is what all else is measured against.
     """
@@ -619,13 +631,26 @@ def _least_recent(book: _Book, outlook: Outlook, best: Choice) -> Plan:
     near = [p for p, fit in zip(plans, promising.tolist(), strict=True) if fit and p != best.plan]
     if best.plan is PLAIN:
         near = near or [plans[int(rates.argmax())]]
-    elif not near or book.step - book.latest.get(PLAIN, 0) > _PLAIN_EVERY:
+    elif not near or book.latest.get(PLAIN, 0) <= book.probed:
         return PLAIN
     return min(near, key=lambda plan: book.latest.get(plan, 0))
 
 
-def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
-    """Return the first steps of all: drafts of different shapes, then none."""
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What the first steps do, so many of them that they are timed.
+
+    Attributes:
+        plan: By what they draft.
+        everybody: Whether all do, or half of them.
+    """
+
+    plan: Plan
+    everybody: bool = True
+
+
+def _lessons(plans: tuple[Plan, ...]) -> tuple[_Lesson, ...]:
+    """Return the first lessons: drafts of different shapes, then none."""
     paths, depths = sorted({p.paths for p in plans}), sorted({p.depth for p in plans})
 
     def plan(k: int, d: int) -> Plan:
@@ -634,7 +659,8 @@ def _lessons(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
 
     middle = plan(len(paths) // 2, len(depths) // 2)
     small, deep = plan(0, len(depths) // 4), plan(len(paths) // 4, len(depths) - 2)
-    return (*[middle] * 3, *[small] * 3, *[deep] * 2, *[PLAIN] * 3)
+    halves = (_Lesson(plan, everybody) for plan in (middle, small) for everybody in (False, True))
+    return (*halves, *(_Lesson(plan) for plan in (deep, PLAIN, PLAIN)))
 
 
 def _distance(a: tuple[int, float], b: tuple[int, float]) -> float:

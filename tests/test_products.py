@@ -116,8 +116,11 @@ def test_layers_that_run_twice_and_shared_weights_stay() -> None:
     torch.testing.assert_close(run(), expected)
 
 
+@pytest.mark.parametrize("generated", [False, True])
 @torch.no_grad()
-def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_one_product_is_held_twice(
+    generated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights leave as they are joined: no model has to fit into memory twice."""
     module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
     joined = [weakref.ref(m.q.weight) for m in module]
@@ -129,7 +132,8 @@ def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch)
         return product_of(weight, *arguments, **named)
 
     monkeypatch.setattr(products, "product_of", counted)
-    prepare(module, lambda: [part(TOKENS) for part in module])
+    part_generated = module if generated else None
+    prepare(module, lambda: [part(TOKENS) for part in module], generated=part_generated)
     assert there == [4, 3, 2, 1]
     assert not any(ref() for ref in joined)
 

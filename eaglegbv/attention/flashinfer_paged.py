@@ -397,7 +397,9 @@ class FlashInferPagedAttention(PagedAttention):
                     )
                 buffers = RowBuffers.of(rows, level, self._row_keys[level])
                 cores = shape.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
-                room = self._room(shape.heads, rows=rows, requests=rows, tile=_ROW_TILE)
+                # The query heads of a key head are the rows of a block.
+                tile = _ROW_TILE if shape.heads // self.pool.keys.shape[2] <= _ROW_TILE else _TILE
+                room = self._room(shape.heads, rows=rows, requests=rows, tile=tile)
                 wrapper = self._kernels.static_decode(room, buffers, tensor_cores=cores)
             found = buffers, self._planned_by(wrapper)
             self._row_wrappers[rows, level, shape.heads] = found
@@ -474,8 +476,10 @@ class FlashInferPagedAttention(PagedAttention):
             tile=tile,
         )
         if needed > len(self._workspace):
+            # By powers of two, so that those of earlier wrappers add up to no more than this one.
+            size = 1 << (needed - 1).bit_length()
             with torch.inference_mode(mode=False):
-                self._workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+                self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspace
 
     def _planned_by(self, wrapper: Wrapper) -> "_Planned":

@@ -165,12 +165,12 @@ def sometimes(place: int, step: int) -> int:
     return 16 if place % 2 == 0 and step % 40 >= 20 else 0
 
 
-@pytest.mark.parametrize("batch", [1, 6])
-def test_lookups_take_turns_with_drafts_as_texts_change(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "seed"), [(1, 1), (6, 2), (6, 3), (6, 4)])
+def test_lookups_take_turns_with_drafts_as_texts_change(batch: int, seed: int) -> None:
     world = World(matched=sometimes, looked_up=0.95)
     rates, simulations = [], []
     for auto in (AUTO, AutoPlan(lookup_depth=0)):
-        simulation = Simulation(world)
+        simulation = Simulation(world, generator=np.random.default_rng(seed))
         simulation.run(batch, 200, auto=auto, temperature=0.0)
         rates.append(simulation.run(batch, 400, auto=auto, temperature=0.0))
         simulations.append(simulation)
@@ -187,8 +187,8 @@ def test_lookups_take_turns_with_drafts_as_texts_change(batch: int) -> None:
 def test_lookups_that_are_not_accepted_are_left() -> None:
     simulation = Simulation(World(matched=lambda place, step: 1, looked_up=0.05))
     simulation.run(1, 300, temperature=0.0)
-    rate = simulation.run(1, 300, temperature=0.0)
-    assert simulation.share(is_lookup, 300) < 0.05
+    rate = simulation.run(1, 1200, temperature=0.0)
+    assert simulation.share(is_lookup, 1200) < 0.05
     assert rate > 0.93 * simulation.best(1)
 
 
@@ -251,6 +251,16 @@ def test_probes_are_as_many_steps_as_it_takes_to_time_them() -> None:
     assert set(runs) == {2}
 
 
+def test_other_plans_and_plain_decoding_are_probed_in_turn() -> None:
+    simulation = Simulation(World())
+    simulation.run(1, 2500)
+    probed = [step[0][0] for step in simulation.log[200:] if step[0][1] is PlanReason.PROBE]
+    plainly = sum(plan is PLAIN for plan in probed)
+    assert len(probed) > 40
+    assert 0.4 < plainly / len(probed) < 0.6
+    assert len(set(probed)) > 5
+
+
 def test_plain_decoding_is_probed_though_some_always_decode_plainly() -> None:
     def mixed(place: int, depth: int) -> float:
         return 0.9 if place < 7 else 0.03
@@ -261,6 +271,41 @@ def test_plain_decoding_is_probed_though_some_always_decode_plainly() -> None:
     steps = simulation.log[-600:]
     assert np.mean([any(p is PLAIN for p, _ in step) for step in steps]) > 0.5
     assert any(all(p is PLAIN and r is PlanReason.PROBE for p, r in step) for step in steps)
+
+
+def test_a_step_behind_a_prompt_is_no_usual_one() -> None:
+    simulation = Simulation(World())
+    simulation.run(1, 300)
+    planner, request = simulation.planner, make_request(-1, AUTO, 1.0)
+    before = {e.plan: e.seconds for e in planner.explain([request])}
+    for _ in range(200):
+        planner.assign([], others=1)
+        planner.assign([request])
+        planner.observe_step(1.0)
+    assert {e.plan: e.seconds for e in planner.explain([request])} == before
+
+
+def test_what_others_share_in_uses_up_no_trials() -> None:
+    simulation = Simulation(World())
+    simulation.run(1, 200)
+    members = [make_request(-n, AUTO, 1.0) for n in range(1, 9)]
+    for _ in range(30):
+        simulation.planner.assign(members[:1], others=7)
+        assert members[0].plan_reason is not PlanReason.LEARNING
+    simulation.planner.assign(members)
+    assert {request.plan_reason for request in members} == {PlanReason.LEARNING}
+
+
+def test_little_known_texts_are_hoped_of_where_they_decode_alone() -> None:
+    """A world in which drafts just fail to pay: a new text is given a chance, a batch is not."""
+    simulation = Simulation(World())
+    simulation.run(1, 300)
+    one = [make_request(-1, AUTO, 1.0)]
+    alone, among = (
+        {e.plan: e.tokens / count for e in simulation.planner.explain(one * count)}
+        for count in (1, 16)
+    )
+    assert all(alone[plan] > among[plan] for plan in alone if plan != "none")
 
 
 def test_times_count_from_the_second_step_alike_on() -> None:
