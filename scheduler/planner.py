@@ -308,10 +308,10 @@ class Planner:
             self._note(book, choice, shape, whole=whole)
             if whole:
                 kind = greedy, shape.cell
+                self._alike = self._alike + 1 if kind == self._kind else 1
                 late = any(_missed(members[place], auto, behind) for place in choice.drafting)
-                if kind == self._kind and self._alike + 1 >= _ALIKE and not late:
+                if self._alike >= _ALIKE and not late:
                     self._timed = _Timed(book, shape, choice.reason)
-        self._alike = self._alike + 1 if kind is not None and kind == self._kind else 1
         self._kind = kind
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:

@@ -1,6 +1,6 @@
 """Recorded and padded steps commit what plain ones do, token for token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +39,21 @@ SETTINGS = {
 }
 
 
+def texts(
+    tiny: TinyEngine, asked: Sequence[tuple[list[int], SamplingParams, Plan]]
+) -> list[list[int]]:
+    """Return what prompts are answered with, each by settings of its own."""
+    requests = [tiny.engine.add(*own) for own in asked]
+    tiny.run(requests)
+    return [request.token_ids for request in requests]
+
+
+@pytest.fixture
+def any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stand-ins serve pools whose sizes FlashInfer's kernels would not."""
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_padded_steps_commit_what_plain_ones_do(name: str) -> None:
     plan, params = SETTINGS[name]
@@ -71,12 +86,10 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     assert 'eaglegbv_graph_drafts_total{outcome="law hub"}' in metrics.exposition()
 
 
+@pytest.mark.usefixtures("any_pool")
 @pytest.mark.parametrize("name", ["iid, confident", "greedy", "fixed"])
-def test_recorded_steps_commit_what_plain_ones_do(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
     plan, params = SETTINGS[name]
     recorder = TapeRecorder()
     taped = tiny_engine(slots=256, graphs=recorder, attention=StandAttention)
@@ -88,63 +101,47 @@ def test_recorded_steps_commit_what_plain_ones_do(
     assert drafts > recorder.recorded
 
 
-def test_trees_of_one_plan_outlive_the_drawing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("any_pool")
+def test_trees_of_one_plan_outlive_the_drawing_of_others() -> None:
     """Recordings share their memory, and a step may replay several before it looks at a tree."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
     plans = [SETTINGS[name][0] for name in ("iid", "fixed", "wor")]
-
-    def texts(tiny: TinyEngine) -> list[list[int]]:
-        requests = [
-            tiny.engine.add(prompt, sampling(), plan)
-            for order in (plans, plans[::-1])  # drawn in this order, and then in that
-            for prompt, plan in zip(PROMPTS, order, strict=True)
-        ]
-        tiny.run(requests)
-        return [request.token_ids for request in requests]
-
+    asked = [
+        (prompt, sampling(), plan)
+        for order in (plans, plans[::-1])  # drawn in this order, and then in that
+        for prompt, plan in zip(PROMPTS, order, strict=True)
+    ]
     taped = tiny_engine(slots=512, max_batch=3, graphs=TapeRecorder(), attention=StandAttention)
-    assert texts(taped) == texts(tiny_engine(max_batch=3))
+    assert texts(taped, asked) == texts(tiny_engine(max_batch=3), asked)
     assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 12
 
 
+@pytest.mark.usefixtures("any_pool")
 @pytest.mark.parametrize("limits", [(2, 5, 16), (3, 7, 40), (1, 1, 1)])
-def test_one_recording_serves_many_top_k(
-    limits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+def test_one_recording_serves_many_top_k(limits: tuple[int, ...]) -> None:
     plan = Plan(paths=2, depth=3)
-
-    def texts(tiny: TinyEngine) -> list[list[int]]:
-        requests = [
-            tiny.engine.add(prompt, sampling(top_k=k), plan)
-            for prompt, k in zip(PROMPTS, limits, strict=True)
-        ]
-        tiny.run(requests)
-        return [request.token_ids for request in requests]
-
+    asked = [(p, sampling(top_k=k), plan) for p, k in zip(PROMPTS, limits, strict=True)]
     taped = tiny_engine(slots=512, graphs=TapeRecorder(), attention=StandAttention)
-    assert texts(taped) == texts(tiny_engine())
+    assert texts(taped, asked) == texts(tiny_engine(), asked)
     assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 4
 
 
-def test_mixtures_of_top_k_are_not_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+@pytest.mark.usefixtures("any_pool")
+def test_mixtures_of_top_k_are_not_recorded_anew() -> None:
     plan, recorder = Plan(paths=2, depth=2), TapeRecorder()
     taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
     counts = []
     for limits in ((5, 8), (8, 5), (6, 7), (6, 6), (None, 5)):
-        requests = [
-            taped.engine.add(prompt, sampling(top_k=k), plan)
-            for prompt, k in zip(PROMPTS, limits, strict=False)
-        ]
-        taped.run(requests)
+        texts(
+            taped,
+            [(p, sampling(top_k=k), plan) for p, k in zip(PROMPTS[:2], limits, strict=True)],
+        )
         counts.append(sum(bool(trees) for _, trees in recorder.made))  # forwards return none
     assert counts == [2] * 5  # for two requests, and for the last of them
 
 
+@pytest.mark.usefixtures("any_pool")
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
     monkeypatch.setattr("eaglegbv.attention.flashinfer_paged._MOST_ROW_KEYS", 120)
     plan, params = Plan(paths=2, depth=3), sampling()
     narrow = tiny_engine(slots=256, graphs=GraphMode.EAGER, attention=StandAttention)
@@ -182,10 +179,8 @@ class ShortOfMemory(TapeRecorder):
         return super().record(work)
 
 
-def test_what_was_recorded_is_replayed_though_something_else_cannot_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+@pytest.mark.usefixtures("any_pool")
+def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None:
     plan = Plan(paths=2, depth=2)
     taped = tiny_engine(slots=512, graphs=ShortOfMemory(), attention=StandAttention)
     plain = tiny_engine()

@@ -396,9 +396,9 @@ class FlashInferPagedAttention(PagedAttention):
                         self.most_row_keys(shape), dtype=torch.int32, device=self.pool.keys.device
                     )
                 buffers = RowBuffers.of(rows, level, self._row_keys[level])
-                cores = shape.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
-                # The query heads of a key head are the rows of a block.
-                tile = _ROW_TILE if shape.heads // self.pool.keys.shape[2] <= _ROW_TILE else _TILE
+                sharing = self._sharing(shape.heads)
+                cores = sharing >= _TENSOR_CORE_GROUP
+                tile = _ROW_TILE if sharing <= _ROW_TILE else _TILE  # they are rows of a block
                 room = self._room(shape.heads, rows=rows, requests=rows, tile=tile)
                 wrapper = self._kernels.static_decode(room, buffers, tensor_cores=cores)
             found = buffers, self._planned_by(wrapper)
@@ -449,13 +449,17 @@ class FlashInferPagedAttention(PagedAttention):
             room = self._room(kind.heads)
             with torch.inference_mode(mode=False):  # what it makes, later plans write to
                 if name == "decode":
-                    cores = kind.heads // self.pool.keys.shape[2] >= _TENSOR_CORE_GROUP
+                    cores = self._sharing(kind.heads) >= _TENSOR_CORE_GROUP
                     wrapper = self._kernels.decode(room, tensor_cores=cores)
                 else:
                     wrapper = self._kernels.prefill(room)
             planned = self._wrappers[name, kind] = self._planned_by(wrapper)
         planned.wait()
         return planned
+
+    def _sharing(self, heads: int) -> int:
+        """Return how many of the query heads read one key head."""
+        return heads // self.pool.keys.shape[2]
 
     def _room(self, heads: int, *, rows: int = 0, requests: int = 0, tile: int = _TILE) -> Tensor:
         """Return memory for a new wrapper's partial results; wrappers run one after another.

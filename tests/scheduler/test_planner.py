@@ -297,7 +297,7 @@ def test_what_others_share_in_uses_up_no_trials() -> None:
 
 
 def test_little_known_texts_are_hoped_of_where_they_decode_alone() -> None:
-    """A world in which drafts just fail to pay: a new text is given a chance, a batch is not."""
+    """More is expected of a new text than of the same text in a batch, which waits for it."""
     simulation = Simulation(World())
     simulation.run(1, 300)
     one = [make_request(-1, AUTO, 1.0)]
