@@ -15,7 +15,7 @@ from eaglegbv.scheduler.planner import KnownCosts
 FOLDER = "EAGLEGBV_CACHE"
 """Variable of the environment that names the folder; by default the user's cache."""
 
-_FORMAT = 9
+_FORMAT = 10
 
 _NAMES = ("_name_or_path", "transformers_version")
 """Entries of a configuration that say nothing about shapes."""

@@ -173,6 +173,10 @@ class Engine:
         """What the prefix cache did so far."""
         return self._cache.counts
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the texts in the prefix cache that no running request uses."""
+        self._cache.clear()
+
     def add(
         self,
         prompt_ids: Sequence[int],

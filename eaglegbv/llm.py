@@ -298,6 +298,10 @@ class LLM:
         """
         self._engine.observe(observer, trees=trees)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the texts that were read so far: the next prompt is read from its beginning."""
+        self._engine.reset_prefix_cache()
+
     def explain_plans(self) -> list[Estimate]:
         """Return what the engine expects of each plan for the running requests, best first."""
         return self._engine.explain_plans()

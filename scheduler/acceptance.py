@@ -39,7 +39,7 @@ _SHIFT_VARIANCE = 0.35
 """Prior variance of a request's shift of the log-odds."""
 
 _FIRST_CHANCE = 0.55
-"""Prior chance of a single draft at depth 1."""
+"""Prior chance of a drafter's single draft at depth 1."""
 
 _FIRST_TRIALS, _NEXT_TRIALS, _CELL_TRIALS = 4.0, 8.0, 12.0
 """Weights, in trials, of the priors: of a_1, of a_d from a_(d-1), of a cell from a_d."""
@@ -111,10 +111,12 @@ class Acceptance:
         trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent,
             but for the latest few.
         successes: Those of them that went on.
+        first: What the chance of a single draft at depth 1 is taken for while little is known.
     """
 
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
     successes: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
+    first: float = _FIRST_CHANCE
     _known: "_Chances | None" = None
     _uncounted: list[tuple[int, int, int, float]] = field(default_factory=list)
 
@@ -122,7 +124,7 @@ class Acceptance:
         """Return what these chances suggest about requests of another kind: soon outweighed."""
         self._count()
         weight = np.minimum(1.0, _HINT_TRIALS / np.maximum(self.trials, 1.0))
-        return Acceptance(self.trials * weight, self.successes * weight)
+        return Acceptance(self.trials * weight, self.successes * weight, self.first)
 
     def observe(self, evidence: Evidence, *, paths: int, offered: int, accepted: int) -> None:
         """Learn from a decided step of one request.
@@ -200,7 +202,7 @@ class Acceptance:
         singles = _single(self._rates(), independent)
         weights = self.trials.sum(axis=0)
         pooled = (self.trials * singles).sum(axis=0)
-        chances, hopes, chance, prior = [], [], _FIRST_CHANCE, _FIRST_TRIALS
+        chances, hopes, chance, prior = [], [], self.first, _FIRST_TRIALS
         for weight, total in zip(weights.tolist(), pooled.tolist(), strict=True):
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
@@ -222,7 +224,7 @@ class Acceptance:
         trials, successes = self.trials[:, 0], self.successes[:, 0]
         independent = _INDEPENDENT_DRAFTS[:, :, 0]
         singles = (trials * _single(self._rates()[:, 0], independent)).sum(axis=1)
-        chances = (singles + _FIRST_TRIALS * _FIRST_CHANCE) / (trials.sum() + _FIRST_TRIALS)
+        chances = (singles + _FIRST_TRIALS * self.first) / (trials.sum() + _FIRST_TRIALS)
         expected = _any(chances[:, None], independent)
         likelihood = successes * np.log(expected) + (trials - successes) * np.log1p(-expected)
         prior = -((_INDEPENDENCE - _USUAL_INDEPENDENCE) ** 2) / (2 * _INDEPENDENCE_VARIANCE)

@@ -4,7 +4,7 @@ Two layers. A linear law of the step's shape, with coefficients of at least 0, f
 errors by non-negative least squares over all steps seen, old ones fading:
 
     seconds ~ step + a request + a token of context + a step that drafts + a request that drafts
-              + a level of the trees + a node
+              + a level of the trees + a node + a node's look at a token of its request's context
 
 It extrapolates to what was never run. On top, a correction for each (batch size, plan) that was
 run, because a machine is not linear: caches, kernels that fit sizes, graphs for some of them. The
@@ -18,7 +18,7 @@ from typing import Self, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
 from eaglegbv.config import Plan
@@ -53,11 +53,14 @@ That one is taken whole: what the linear law said of a size that was never run m
 _REFIT = 8
 """Steps between two fits of the linear law, once it knows more than this many."""
 
-_RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0))
+_DRAFTING, _NODE, _LOOK = 4, 6, 7
+"""Places in the linear law of a request that drafts, a node, and a node's look at 1024 tokens."""
+
+_RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0, 20.0))
 """Doubts of the linear law's coefficients.
 
-What steps of one request, or of one path, cannot tell apart counts as a cost of the whole step or
-level: on most machines a further request or node costs little.
+What steps of one request, of one path, or of texts of one length cannot tell apart counts as a cost
+of the whole step, level or node: on most machines a further request or node costs little.
 """
 
 
@@ -91,20 +94,11 @@ class StepShape:
 
     @property
     def features(self) -> Array:
-        """``[7]`` float64, what the linear law multiplies; see :func:`features`."""
-        drafts = min(self.drafting, 1)
-        nodes = self.drafting * self.paths * self.depth + self.looked_up
-        return np.array(
-            (
-                1.0,
-                self.requests,
-                self.context / 1024,
-                drafts,
-                self.drafting,
-                drafts * self.depth,
-                nodes,
-            )
+        """``[8]`` float64, what the linear law multiplies; see :func:`features`."""
+        columns = _columns(
+            self.requests, self.context, self.drafting, self.paths, self.depth, self.looked_up
         )
+        return np.array(columns, dtype=np.float64)
 
     @property
     def cell(self) -> "Cell":
@@ -157,12 +151,28 @@ class _Correction:
 
 
 def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:
-    """Return ``[..., 7]`` what the linear law multiplies; arrays are broadcast together."""
-    drafts = np.minimum(drafting, 1)
-    columns = np.broadcast_arrays(
-        1.0, requests, context / 1024, drafts, drafting, drafts * depth, drafting * paths * depth
-    )
+    """Return ``[..., 8]`` what the linear law multiplies; arrays are broadcast together."""
+    columns = np.broadcast_arrays(*_columns(requests, context, drafting, paths, depth))
     return np.stack(columns, axis=-1).astype(np.float64)
+
+
+def _columns(
+    requests: int,
+    context: int,
+    drafting: int | Ints,
+    paths: int | Ints,
+    depth: int | Ints,
+    looked_up: int = 0,
+) -> tuple[ArrayLike, ...]:
+    """Return what the linear law multiplies, of numbers or arrays.
+
+    Contexts count in units of 1024 tokens; those of nodes are taken to be of mean length.
+    """
+    drafts = np.minimum(drafting, 1)
+    nodes = drafting * paths * depth + looked_up
+    texts = context / 1024
+    looks = nodes * (texts / requests)
+    return 1.0, requests, texts, drafts, drafting, drafts * depth, nodes, looks
 
 
 def size_class(requests: int) -> int:
@@ -185,9 +195,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     """What was learned about steps, to be kept on disk.
 
     Attributes:
-        gram: ``[7][7]``, weighted products of features.
-        moment: ``[7]``, of features with times.
-        law: ``[7]``, seconds a feature.
+        gram: ``[8][8]``, weighted products of features.
+        moment: ``[8]``, of features with times.
+        law: ``[8]``, seconds a feature.
         cells: Corrections.
         steps: Steps behind all of it.
     """
@@ -208,9 +218,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
 class StepCosts:
     """Learns what steps cost, from the steps themselves."""
 
-    _gram: Array = field(default_factory=lambda: np.zeros((7, 7)))
-    _moment: Array = field(default_factory=lambda: np.zeros(7))
-    _law: Array = field(default_factory=lambda: np.zeros(7))
+    _gram: Array = field(default_factory=lambda: np.zeros((8, 8)))
+    _moment: Array = field(default_factory=lambda: np.zeros(8))
+    _law: Array = field(default_factory=lambda: np.zeros(8))
     _pace: float = 0.0
     _corrections: dict[Cell, _Correction] = field(default_factory=dict)
     _steps: int = 0
@@ -309,18 +319,22 @@ class StepCosts:
             return 0.0
         return self._linear(shape.features) * self.factor(shape.cell)
 
-    @property
-    def node_seconds(self) -> float:
-        """What a further node is expected to take."""
-        return float(self._law[-1]) * math.exp(self._pace)
+    def node_seconds(self, context: float) -> float:
+        """Return what a further node of a request is expected to take.
+
+        Args:
+            context: KV slots that the request attends to.
+        """
+        law = self._law
+        return float(law[_NODE] + law[_LOOK] * context / 1024) * math.exp(self._pace)
 
     @property
     def request_seconds(self) -> float:
         """What a further request that drafts is expected to take, besides its nodes."""
-        return float(self._law[-3]) * math.exp(self._pace)
+        return float(self._law[_DRAFTING]) * math.exp(self._pace)
 
     def linear(self, rows: Array) -> Array:
-        """Return the linear law of ``[..., 7]`` rows, in seconds."""
+        """Return the linear law of ``[..., 8]`` rows, in seconds."""
         result: Array = rows @ self._law
         return result
 

@@ -68,7 +68,9 @@ class Lookups:
         return tokens
 
     def _acceptance(self, kind: int) -> Acceptance:
-        return self._by_match.setdefault(kind, Acceptance())
+        # What repeated m tokens is taken to end with one of the next m + 1.
+        matched = 1 << (kind - 1)
+        return self._by_match.setdefault(kind, Acceptance(first=matched / (matched + 1)))
 
 
 def _kind(matched: int) -> int:
@@ -102,13 +104,14 @@ def look_up(
     # Others in the batch commit at least a token each, and wait for the lookups too.
     rate = (choice.tokens + choice.others) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
-    worth = tokens - rate * costs.node_seconds * depths
+    node = costs.node_seconds(context / (len(tokens) + choice.others))
+    worth = tokens - rate * node * depths
     best = worth.argmax(axis=1)
     rows = np.arange(len(tokens))
     found, gained = tokens[rows, best], worth[rows, best]
     drafting = np.isin(rows, list(choice.drafting))
     nodes = choice.plan.paths * choice.plan.depth
-    saved = drafting * rate * (costs.request_seconds + nodes * costs.node_seconds)
+    saved = drafting * rate * (costs.request_seconds + nodes * node)
 
     def instead(where: Array, base: Choice) -> Choice:
         """Return ``base`` with lookups at some places."""

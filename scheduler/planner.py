@@ -302,7 +302,7 @@ class Planner:
             )
             if choice.reason is PlanReason.BEST:
                 choice = self._look_up(book, auto, choice, members, matched)
-            shape = choice.shape(context=_context(members))
+            shape = choice.shape(context=_context(members, batch))
             for place, request in enumerate(members):
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
             self._note(book, choice, shape, whole=whole)
@@ -449,8 +449,9 @@ class Planner:
         for request, count in zip(members, found, strict=True):
             _memory(request).matched = count
         depths = np.array([plan.depth for plan in auto.lookups])
+        context = _context(members, len(members) + choice.others)
         tokens = self._lookups.expected_tokens(np.array(found), _limits(members), depths)
-        return look_up(choice, auto.lookups, tokens, book.costs, context=_context(members))
+        return look_up(choice, auto.lookups, tokens, book.costs, context=context)
 
     def _outlook(
         self,
@@ -471,7 +472,7 @@ class Planner:
             options,
             tokens,
             batch=batch,
-            context=_context(members),
+            context=_context(members, batch),
             missed=missed,
             left=_tokens_to_come(members),
             weights=weights,
@@ -530,9 +531,9 @@ def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) 
     return rows if rows > 1 + auto.max_depth else 0
 
 
-def _context(members: list[Request]) -> int:
-    """Return how many KV slots they attend to, all together."""
-    return sum(request.context for request in members)
+def _context(members: list[Request], batch: int) -> int:
+    """Return how many KV slots a batch of them and others like them attends to, all together."""
+    return sum(request.context for request in members) * batch // len(members)
 
 
 def _limits(members: list[Request]) -> Ints:

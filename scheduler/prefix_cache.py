@@ -197,6 +197,10 @@ class PrefixCache:
         request.slots = request.slots[request.shared :]
         request.shared = 0
 
+    def clear(self) -> None:
+        """Forget all blocks that nobody uses at the moment."""
+        self._forget(BLOCK * len(self._idle))
+
     def owned(self) -> list[Tensor]:
         """Return the slots of the blocks in use, each block's once."""
         return [block.slots for block in self._blocks.values() if block.users]

@@ -28,11 +28,12 @@ def linear_seconds(step: StepShape) -> float:
 
 def test_features_of_one_shape_and_of_arrays_agree() -> None:
     one = StepShape(requests=5, context=2048, drafting=3, paths=2, depth=4)
-    assert one.features.tolist() == [1, 5, 2, 1, 3, 4, 24]
+    assert one.features.tolist() == pytest.approx([1, 5, 2, 1, 3, 4, 24, 9.6])
     rows = features(5, 2048, np.arange(1, 4)[:, None], np.array([2, 1]), np.array([4, 8]))
-    assert rows.shape == (3, 2, 7)
+    assert rows.shape == (3, 2, 8)
     assert (rows[2, 0] == one.features).all()
-    assert StepShape(5, 2048, 0, 0, 0).features.tolist() == [1, 5, 2, 0, 0, 0, 0]
+    assert StepShape(5, 2560, 0, 0, 0, looked_up=6).features.tolist()[-2:] == [6, 3]
+    assert StepShape(5, 2048, 0, 0, 0).features.tolist() == [1, 5, 2, 0, 0, 0, 0, 0]
 
 
 def test_sizes_are_classed_by_powers_of_two() -> None:
@@ -93,6 +94,28 @@ def test_a_stall_changes_little() -> None:
     before = costs.seconds(shape(1, 3, 4))
     costs.observe(shape(1, 3, 4), 1.0)
     assert costs.seconds(shape(1, 3, 4)) < 1.12 * before
+
+
+def test_trees_look_at_long_texts_again_and_plain_decoding_does_not() -> None:
+    """A node takes longer in a longer text: two plans at another length tell by how much."""
+
+    def seconds(step: StepShape) -> float:
+        nodes = step.drafting * step.paths * step.depth
+        return linear_seconds(step) + 0.4e-3 * nodes * step.context / step.requests / 1024
+
+    costs = StepCosts()
+    for _ in range(12):
+        for requests in (1, 4, 16):
+            for plan in PLANS:
+                costs.observe(step := shape(requests, *plan), seconds(step))
+        for plan in PLANS[:2]:
+            costs.observe(step := shape(4, *plan, context=512), seconds(step))
+    long = [shape(16, *plan, context=1900) for plan in PLANS]
+    off = [costs.linear(step.features) / seconds(step) for step in long]
+    assert off == pytest.approx([1] * len(PLANS), rel=0.3)
+    assert max(off) < 1.3 * min(off)  # a choice compares them
+    further = costs.node_seconds(2048) - costs.node_seconds(1024)
+    assert further == pytest.approx(0.4e-3, rel=0.15)
 
 
 def test_steps_are_counted_by_cell() -> None:

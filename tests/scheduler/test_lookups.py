@@ -20,7 +20,7 @@ MANY = 1000
 
 def milliseconds(shape: StepShape, node: float) -> float:
     """A step of 10, and 1 a request; a drafter that takes 2 a level and 1 a request."""
-    _, requests, _, _, drafting, levels, nodes = shape.features
+    _, requests, _, _, drafting, levels, nodes, _ = shape.features
     return float(9 + requests + 2 * levels + drafting + node * nodes)
 
 
@@ -48,6 +48,14 @@ def drafting(each: list[float], places: set[int], seconds: float) -> Choice:
 
 def chosen(choice: Choice, tokens: list[list[float]], node: float) -> Choice:
     return look_up(choice, PLANS, np.array(tokens), learned(node), context=100 * len(tokens))
+
+
+def test_a_long_match_is_expected_to_go_on_before_any_was_tried() -> None:
+    tokens = Lookups().expected_tokens(np.array([0, 1, 4, 16]), np.full(4, MANY), DEPTHS)
+    assert (tokens[0] == 1).all()
+    assert (np.diff(tokens, axis=0) > 0).all()
+    assert tokens[1, -1] < 3
+    assert tokens[3, -1] > 10
 
 
 def test_a_long_match_is_looked_up_instead_of_drafted() -> None:

@@ -154,6 +154,23 @@ def test_idle_blocks_are_free_and_forgotten_last_used_first_when_slots_run_out()
     shop.allocator.release(taken)
 
 
+def test_what_nobody_uses_can_be_forgotten_at_once():
+    shop = Shop(slots=128)
+    idle, used = shop.read(TEXT[:40]), shop.read(TEXT[50:90])
+    for r in (idle, used):
+        shop.share(r)
+    shop.close(idle)
+    shop.cache.clear()
+    shop.check()
+    assert shop.allocator.num_kept == 0
+    assert shop.cache.match(idle) == []
+    assert len(shop.cache.match(used)) == 2
+    shop.close(used)
+    shop.cache.clear()
+    assert shop.allocator.num_free == 128
+    assert shop.allocator.num_kept == 0
+
+
 def test_later_blocks_of_a_text_are_forgotten_before_earlier_ones():
     shop = Shop(slots=128)
     r = shop.read(TEXT[:80])
