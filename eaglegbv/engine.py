@@ -136,6 +136,7 @@ class Engine:
         self._planner = Planner(costs)
         self._compile_backend = compile_backend if target.device.type == "cpu" else None
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
+        self._sound_plans: set[Planning] = set()
         self._added = 0
         self._steps = 0
         self.metrics = EngineMetrics()
@@ -231,6 +232,11 @@ class Engine:
 
     def check_plan(self, plan: Planning) -> None:
         """Raise unless this engine can run ``plan``."""
+        if plan not in self._sound_plans:
+            self._look_into(plan)
+            self._sound_plans.add(plan)
+
+    def _look_into(self, plan: Planning) -> None:
         if isinstance(plan, AutoPlan):
             # Lookups are for temperature 0, where no verifier is asked.
             for candidate in plan.candidates:

@@ -50,13 +50,6 @@ _SURPRISE = 0.35
 That one is taken whole: what the linear law said of a size that was never run may be far off.
 """
 
-_DOUBT = 0.05
-"""What is added (natural logarithm of seconds) to what the linear law alone says of a cell.
-
-Its errors among the plans of a batch size are as large (tiny pair, two CPU cores). Without that,
-of many plans never run the one that it flatters most would be chosen, and then the next.
-"""
-
 _REFIT = 8
 """Steps between two fits of the linear law, once it knows more than this many."""
 
@@ -151,10 +144,10 @@ class _Correction:
         known = self.steps - self.earlier + min(1, self.earlier)
         return max(_SLOWEST_RATE, 1 / (known + 1))
 
-    def trust(self, now: int) -> float:
+    def trusted(self, now: int) -> float:
         """Return the part of ``log`` to rely on: little of few steps, and of long ago."""
         fresh = 0.5 ** ((now - self.latest) / _FADING)
-        return float(fresh * self.steps / (self.steps + _TRUST))
+        return float(self.log * fresh * self.steps / (self.steps + _TRUST))
 
 
 def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:
@@ -351,10 +344,8 @@ class StepCosts:
         if correction is None and not cell.paths:
             # A lookup never run is plain decoding with more nodes.
             correction = self._corrections.get(Cell(cell.size, 0, 0))
-        if correction is None:
-            return math.exp(self._pace + _DOUBT)
-        trust = correction.trust(self._steps)
-        return math.exp(self._pace + trust * correction.log + (1 - trust) * _DOUBT)
+        own = 0.0 if correction is None else correction.trusted(self._steps)
+        return math.exp(self._pace + own)
 
     def _linear(self, row: Array) -> float:
         return max(1e-9, float(row @ self._law))

@@ -54,6 +54,15 @@ def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
     assert llm.generate([], PARAMS) == []
 
 
+def test_what_was_read_can_be_forgotten(llm: LLM) -> None:
+    prompt = [3 + n % 7 for n in range(60)]
+    read = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        read += [llm.generate(prompt, PARAMS).metrics.cached_tokens for _ in range(2)]
+    assert read == [0, 48, 0, 48]
+
+
 def test_a_plan_changes_forwards_and_not_the_greedy_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30)
     plain = llm.generate("abc", params, plan=Plan(verifier="none"))

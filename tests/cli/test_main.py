@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 import eaglegbv
@@ -6,6 +9,12 @@ import eaglegbv
 def test_version(cli) -> None:
     result = cli("--version")
     assert (result.status, result.out) == (0, f"eaglegbv {eaglegbv.__version__}\n")
+
+
+def test_it_runs_as_a_module_too() -> None:
+    command = [sys.executable, "-m", "eaglegbv", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"eaglegbv {eaglegbv.__version__}\n"
 
 
 @pytest.mark.parametrize(

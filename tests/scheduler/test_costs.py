@@ -55,22 +55,7 @@ def test_a_linear_machine_is_known_also_where_it_was_not_tried() -> None:
                 costs.observe(step, linear_seconds(step))
     for requests, paths, depth in [(4, 0, 0), (4, 2, 3), (1, 4, 5), (16, 3, 6), (3, 1, 7)]:
         step = shape(requests, paths, depth)
-        assert costs.linear(step.features) == pytest.approx(linear_seconds(step), rel=0.03)
-
-
-def test_what_was_never_run_is_taken_to_be_dearer_than_the_law_says_and_then_not() -> None:
-    costs = StepCosts()
-    for _ in range(6):
-        for requests in (1, 6, 12):
-            for plan in PLANS:
-                step = shape(requests, *plan)
-                costs.observe(step, linear_seconds(step))
-    new, same = shape(6, 2, 3), shape(6, 0, 0)
-    assert 1.04 < costs.seconds(new) / costs.linear(new.features) < 1.06
-    assert costs.seconds(same) == pytest.approx(costs.linear(same.features), rel=0.02)
-    for _ in range(40):
-        costs.observe(new, linear_seconds(new))
-    assert costs.seconds(new) == pytest.approx(linear_seconds(new), rel=0.01)
+        assert costs.seconds(step) == pytest.approx(linear_seconds(step), rel=0.03)
 
 
 def test_a_plan_dearer_than_the_law_says_is_corrected_alone() -> None:

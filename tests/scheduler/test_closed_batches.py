@@ -1,0 +1,38 @@
+"""Batches served to their ends gain by automatic plans, or next to nothing is lost."""
+
+import numpy as np
+import pytest
+from support.closed_batches import Machine, Shop
+
+WORLDS, REPEATS = 24, 3
+
+
+@pytest.fixture(scope="module")
+def gains() -> dict[int, np.ndarray]:
+    """``[worlds, repeats]`` by batch size, of engines that serve ever larger batches."""
+    shops = [Shop(Machine(np.random.default_rng(world))) for world in range(WORLDS)]
+    generators = [np.random.default_rng((7, world)) for world in range(WORLDS)]
+    for shop, generator in zip(shops, generators, strict=True):
+        shop.gain(1, generator)
+    return {
+        batch: np.array(
+            [
+                [shop.gain(batch, generator) for _ in range(REPEATS)]
+                for shop, generator in zip(shops, generators, strict=True)
+            ]
+        )
+        for batch in (1, 2, 4, 8, 16)
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "least"), [(1, 1.45), (2, 1.18), (4, 1.02), (8, 0.97), (16, 0.985)]
+)
+def test_on_average_drafting_gains_or_is_left(gains, batch: int, least: float) -> None:
+    assert gains[batch].mean() > least
+
+
+def test_large_batches_lose_little_in_nearly_every_world(gains) -> None:
+    medians = np.median(gains[16], axis=1)
+    assert np.quantile(medians, 0.1) > 0.98
+    assert np.quantile(np.median(gains[8], axis=1), 0.2) > 0.93
