@@ -73,7 +73,10 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
     assert not one.sampled.knows_drafts
     few = calibrate(pair, AutoPlan(max_paths=2, max_depth=2), EngineConfig(max_batch=1))
     assert pair.target.allocator.num_free == free
+    assert pair.target.allocator.num_kept == 0
     for table in (few.greedy, few.sampled):
+        # Of long texts too, by plans that draft and by none.
+        assert {cell.paths for cell in table.cells if cell.row[2] > 0.4} == {0, 2}
         cells = {(c.size, c.paths, c.depth) for c in table.cells}
         assert (0, 0, 0) in cells
         assert any(paths == 2 for _, paths, _ in cells)
