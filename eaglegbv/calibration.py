@@ -143,7 +143,7 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
     alone += [plans[paths[0], depth] for depth in depths]
     yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
-    largest = max(drafts, key=lambda plan: plan.paths * plan.depth)
+    largest = max(drafts, key=lambda plan: plan.tree_nodes)
     yield from (_Kind(sizes[:2][-1], plan, _LONG_PROMPT) for plan in (PLAIN, largest))
     rest = [_Kind(size, plan) for size in sizes[1:] for plan in drafts]
     yield from sorted(rest, key=lambda kind: kind.size * kind.plan.paths * kind.plan.depth)

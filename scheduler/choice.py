@@ -57,6 +57,11 @@ class Choice:
     lookups: Mapping[int, Plan] = field(default_factory=dict)
 
     @property
+    def batch(self) -> int:
+        """Requests of the step."""
+        return len(self.each) + self.others
+
+    @property
     def tokens(self) -> float:
         """What all of them together are expected to commit."""
         return float(self.each.sum())
@@ -80,7 +85,7 @@ class Choice:
         """Return the shape of the step, its requests attending to ``context`` slots."""
         return StepShape.of(
             self.plan,
-            requests=len(self.each) + self.others,
+            requests=self.batch,
             context=context,
             drafting=len(self.drafting),
             looked_up=self.looked_up,

@@ -104,7 +104,7 @@ def look_up(
     # Others in the batch commit at least a token each, and wait for the lookups too.
     rate = (choice.tokens + choice.others) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
-    node = costs.node_seconds(context / (len(tokens) + choice.others))
+    node = costs.node_seconds(context / choice.batch)
     worth = tokens - rate * node * depths
     best = worth.argmax(axis=1)
     rows = np.arange(len(tokens))

@@ -316,9 +316,10 @@ class Planner:
             choice = self._go_on(auto, members, batch=batch) or self._choose_anew(
                 book, auto, members, batch=batch, behind=behind, waiting=waiting
             )
+            context = _context(members, batch)
             if choice.reason is PlanReason.BEST:
-                choice = self._look_up(book, auto, choice, members, matched)
-            shape = choice.shape(context=_context(members, batch))
+                choice = self._look_up(book, auto, choice, members, matched, context=context)
+            shape = choice.shape(context=context)
             for place, request in enumerate(members):
                 request.plan, request.plan_reason = choice.plan_of(place), choice.reason
             self._note(book, choice, shape, whole=whole)
@@ -464,6 +465,8 @@ class Planner:
         choice: Choice,
         members: list[Request],
         matched: Callable[[Request], int],
+        *,
+        context: int,
     ) -> Choice:
         """Let those of temperature 0 look their drafts up that gain by it."""
         found = [matched(request) if request.looks_up else 0 for request in members]
@@ -472,7 +475,6 @@ class Planner:
         for request, count in zip(members, found, strict=True):
             _memory(request).matched = count
         depths = np.array([plan.depth for plan in auto.lookups])
-        context = _context(members, len(members) + choice.others)
         tokens = self._lookups.expected_tokens(np.array(found), _limits(members), depths)
         return look_up(choice, auto.lookups, tokens, book.costs, context=context)
 

@@ -7,17 +7,17 @@ planner sees noisy times, as an engine does; what it gains is told by the true o
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from eaglegbv.auto_plan import AUTO
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.scheduler.costs import Array, Cell, CostTable, StepCosts, StepShape
 from eaglegbv.scheduler.planner import KnownCosts, Planner
-from eaglegbv.uniforms import Stream
+from support.simulated_engine import make_request, verify
 
 LAW = np.array((9.0, 0.32, 1.6, 2.4, 0.38, 0.6, 0.25, 0.24)) / 1000
 """Seconds by feature: about those of the tiny pair on two slow CPU cores."""
@@ -65,7 +65,7 @@ class Machine:
         costs = StepCosts()
         lone = [plan for plan in AUTO.candidates if plan.paths == 1 or plan.depth == 3]
         small = [plan for plan in lone if plan.paths == 1 and plan.depth < 3]
-        largest = max(lone, key=lambda plan: plan.paths * plan.depth)
+        largest = max(lone, key=lambda plan: plan.tree_nodes)
         kinds = [
             *((1, plan, 64) for plan in (PLAIN, *lone)),
             *((size, PLAIN, 64) for size in (4, 8, 16)),
@@ -145,10 +145,7 @@ class Shop:
     def _commit(
         self, r: Request, chance: Callable[[Plan, int], float], generator: np.random.Generator
     ) -> None:
-        accepted, depth = 0, r.plan.depth if r.plan.speculative else 0
-        while accepted < depth and generator.random() < chance(r.plan, accepted):
-            accepted += 1
-        self.planner.observe_request(r, offered=depth, accepted=accepted)
+        accepted = verify(r, self.planner, partial(chance, r.plan), generator)
         new = min(1 + accepted, self.tokens - len(r.token_ids))
         r.token_ids += [1] * new
         r.slots = torch.arange(len(r.slots) + new)
@@ -165,14 +162,4 @@ class Shop:
 
     def _request(self, prompt: int) -> Request:
         self._added += 1
-        return Request(
-            number=self._added,
-            prompt_ids=(1, 2),
-            params=SamplingParams(max_tokens=self.tokens),
-            plan=PLAIN,
-            stream=Stream(self._added),
-            max_tokens=self.tokens,
-            auto=AUTO,
-            token_ids=[1],
-            slots=torch.arange(prompt),
-        )
+        return make_request(self._added, AUTO, 1.0, max_tokens=self.tokens, context=prompt)

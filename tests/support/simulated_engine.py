@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -110,13 +111,8 @@ class Simulation:
             )
             self.log.append([(r.plan, r.plan_reason) for r in requests])
             for place, request in enumerate(requests):
-                accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
-                while accepted < depth and self.generator.random() < self.world.next(
-                    place, request.plan, accepted
-                ):
-                    accepted += 1
-                tokens += 1 + accepted
-                self.planner.observe_request(request, offered=depth, accepted=accepted)
+                chance = partial(self.world.next, place, request.plan)
+                tokens += 1 + verify(request, self.planner, chance, self.generator)
             noise = np.exp(self.world.noise * self.generator.normal())
             seconds = self.world.seconds(requests, behind)
             time += seconds
@@ -144,16 +140,44 @@ class Simulation:
         return sum(chosen) / len(chosen)
 
 
-def make_request(number: int, auto: AutoPlan | None, temperature: float) -> Request:
+def verify(
+    request: Request,
+    planner: Planner,
+    chance: Callable[[int], float],
+    generator: np.random.Generator,
+) -> int:
+    """Return how many drafts of a request are accepted, and tell the planner.
+
+    Args:
+        request: Its plan says how many there are.
+        planner: Learns from it.
+        chance: That a path goes on at a depth, from 0.
+        generator: Decides.
+    """
+    accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
+    while accepted < depth and generator.random() < chance(accepted):
+        accepted += 1
+    planner.observe_request(request, offered=depth, accepted=accepted)
+    return accepted
+
+
+def make_request(
+    number: int,
+    auto: AutoPlan | None,
+    temperature: float,
+    *,
+    max_tokens: int = 100_000,
+    context: int = 100,
+) -> Request:
     """Return a request that decodes."""
     return Request(
         number=number,
         prompt_ids=(1, 2),
-        params=SamplingParams(temperature=temperature, max_tokens=100_000),
+        params=SamplingParams(temperature=temperature, max_tokens=max_tokens),
         plan=PLAIN,
         stream=Stream(number),
-        max_tokens=100_000,
+        max_tokens=max_tokens,
         auto=auto,
         token_ids=[1],
-        slots=torch.arange(100),
+        slots=torch.arange(context),
     )
