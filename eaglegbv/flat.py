@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from eaglegbv.operations import python_of
+from eaglegbv.rewrites import rewrite
 
 FLAT = "flat"
 """Its name among torch's."""
@@ -53,6 +54,7 @@ def flat(
         elif _returns_its_input(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+    rewrite(graph)
     graph.recompile()
     if options is not None and options.get("size_asserts"):
         return _asserting(graph)

@@ -1,0 +1,162 @@
+"""Rewrites of a traced graph: the same numbers, bit for bit, by fewer and cheaper operations.
+
+A small forward is hundreds of operations on a few rows. Each takes longer to begin than to compute,
+and longer still as a model's weights pass through the caches between them.
+
+    norms                x.pow(2).mean(-1) + eps        =>  (x * x).sum(-1) / width + eps
+    queries and keys     each rotated by the angles     =>  rotated as one, and then told apart
+    numbers              made tensors in every call     =>  tensors that are kept
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, map_arg
+
+from eaglegbv.twins import join_twins
+
+_FLOATS = frozenset({torch.float32, torch.float64})
+"""Types that norms compute in; of narrower ones PyTorch makes wider ones first."""
+
+_ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
+
+_SHARED = frozenset({"size", "unsqueeze"})
+"""Methods of which calls alike may share a result, and that may go unused."""
+
+
+def rewrite(graph: GraphModule) -> None:
+    """Rewrite a graph in place; to compile it again is left to the caller."""
+    _drop_unused(graph.graph)
+    _write_out_norms(graph.graph)
+    _write_out_means(graph.graph)
+    _share_views(graph.graph)
+    _hold_numbers(graph)
+    join_twins(graph.graph)
+
+
+def _drop_unused(graph: Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and (node.target in _SHARED or node.target is operator.getitem):
+            graph.erase_node(node)
+
+
+def _share_views(graph: Graph) -> None:
+    """Make calls alike of a tensor one: every layer looks at a step's angles the same way."""
+    known: dict[object, Node] = {}
+    for node in graph.nodes:
+        if node.target in _SHARED and not node.kwargs:
+            first = known.setdefault((node.target, node.args), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _write_out_norms(graph: Graph) -> None:
+    """Write out norms by mean squares, which PyTorch composes of operations as they come."""
+    for node in graph.find_nodes(op="call_function", target=torch.rms_norm):
+        norm = _norm_of(*node.args, **node.kwargs)
+        if norm is not None:
+            write = _Writer(graph, node)
+            mean = write.mean(write(operator.mul, norm.x, norm.x))
+            inverse = write(torch.rsqrt, write(operator.add, mean, norm.eps))
+            normed = write(operator.mul, norm.x, inverse)
+            if norm.weight is not None:
+                normed = write(operator.mul, normed, norm.weight)
+            write.instead(normed)
+
+
+class _Norm(NamedTuple):
+    """A norm of rows.
+
+    Attributes:
+        x: The rows.
+        weight: Of each number of a row; None for 1.
+        eps: Added to the mean square.
+    """
+
+    x: Node
+    weight: Node | None
+    eps: float
+
+
+def _norm_of(
+    x: Node, shape: Sequence[object], weight: Node | None = None, eps: float | None = None
+) -> _Norm | None:
+    """Return what is normed, if it is rows of floats that stay of their type."""
+    of_floats = all(_has_floats(part) for part in (x, weight) if part is not None)
+    if eps is None or len(shape) != 1 or not of_floats:
+        return None
+    return _Norm(x, weight, eps)
+
+
+def _write_out_means(graph: Graph) -> None:
+    """Write squares and means as products, sums and quotients, which begin faster."""
+    for node in graph.find_nodes(op="call_method", target="pow"):
+        x = node.args[0]
+        if node.args[1:] == (2,) and not node.kwargs and _has_floats(x):
+            write = _Writer(graph, node)
+            write.instead(write(operator.mul, x, x))
+    for node in graph.find_nodes(op="call_method", target="mean"):
+        of_rows = node.args[1:] == (-1,) and node.kwargs == {"keepdim": True}
+        if of_rows and _has_floats(node.args[0]):
+            write = _Writer(graph, node)
+            write.instead(write.mean(node.args[0]))
+
+
+class _Writer:
+    """Writes operations in front of one, and puts what they come to in its place."""
+
+    def __init__(self, graph: Graph, place: Node) -> None:
+        self._graph = graph
+        self._place = place
+
+    def __call__(self, function: Callable[..., Tensor], *args: Argument, **named: Argument) -> Node:
+        """Write ``function``."""
+        with self._graph.inserting_before(self._place):
+            node = self._graph.call_function(function, args, named)
+        traced = map_arg(args, lambda arg: arg.meta["example_value"])
+        node.meta["example_value"] = function(*traced, **named)
+        return node
+
+    def mean(self, x: Node) -> Node:
+        """Write the mean of every row of ``x`` ``[..., width]``: ``[..., 1]``."""
+        width = x.meta["example_value"].shape[-1]
+        return self(operator.truediv, self(torch.sum, x, -1, keepdim=True), width)
+
+    def instead(self, node: Node) -> None:
+        """Let ``node`` take the place."""
+        self._place.replace_all_uses_with(node)
+        self._graph.erase_node(self._place)
+
+
+def _hold_numbers(module: GraphModule) -> None:
+    """Make tensors of the numbers that take part in arithmetic: PyTorch would in every call."""
+    graph, held = module.graph, dict[tuple[float, torch.dtype], Node]()
+    first = next(iter(graph.nodes))
+    for node in graph.nodes:
+        if node.target not in _ARITHMETIC or not _has_floats(node.args[0]):
+            continue
+        x, number = node.args
+        if type(number) not in (int, float):
+            continue
+        dtype = x.meta["example_value"].dtype
+        if (number, dtype) not in held:
+            with unset_fake_temporarily():
+                value = torch.tensor(number, dtype=dtype)
+            name = f"number_{len(held)}"
+            module.register_buffer(name, value, persistent=False)
+            with graph.inserting_before(first):
+                held[number, dtype] = graph.get_attr(name)
+            held[number, dtype].meta["example_value"] = value
+        node.args = (x, held[number, dtype])
+
+
+def _has_floats(node: Argument) -> bool:
+    """Return whether a node is a tensor of floats that nothing computes wider than they are."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and value.dtype in _FLOATS

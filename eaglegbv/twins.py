@@ -1,0 +1,216 @@
+"""Heads that are computed alike are computed together: queries and keys, which rotate alike.
+
+    split(product, [q, k, v])              split(product, [q + k, v])
+       |      |     |                            |        |
+      view   view   ...                         view      ...
+       |      |               =>                 |
+     rotate  rotate                            rotate
+       |      |                                /    \\
+       q      k                               q      k
+
+Only operations that leave every head to itself are joined, so each number is what it was.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+_BY_NUMBER = frozenset({operator.add, operator.mul, operator.neg, operator.sub, torch.addcmul})
+"""Operations on numbers that stand in the same place."""
+
+
+def join_twins(graph: Graph) -> None:
+    """Join what is computed alike of two parts of a product, wherever that saves operations."""
+    for node in graph.find_nodes(op="call_method", target="split_with_sizes"):
+        split = _Split.of(node)
+        for pair in pairwise(split.parts):
+            twins = _Twins.of(*pair)
+            if twins.worth_joining:
+                _join(graph, split, twins)
+                break
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A product told apart.
+
+    Attributes:
+        node: The operation.
+        sizes: Of the parts.
+        parts: What takes them, in order; none unless every part is taken once.
+    """
+
+    node: Node
+    sizes: list[int]
+    parts: list[Node]
+
+    @classmethod
+    def of(cls, node: Node) -> "_Split":
+        """Look at an operation."""
+        sizes: Any = node.args[1]
+        parts = sorted(node.users, key=_place_of)
+        whole = [_place_of(part) for part in parts] == list(range(len(sizes)))
+        return cls(node, list(sizes), parts if whole else [])
+
+
+def _place_of(part: Node) -> int:
+    """Return which part of a split is taken."""
+    place: Any = part.args[1]
+    return int(place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Twins:
+    """What is computed alike of two parts of a product, one behind the other.
+
+    Attributes:
+        parts: The parts.
+        second: For each node of the first part's, in order, that of the second's.
+        dims: For the same nodes, which dimension counts heads: never the last.
+    """
+
+    parts: tuple[Node, Node]
+    second: dict[Node, Node]
+    dims: dict[Node, int]
+
+    @classmethod
+    def of(cls, first: Node, second: Node) -> "_Twins":
+        """Follow two parts as far as the same is done to both."""
+        twins = cls((first, second), {}, {})
+        node = first.next
+        while node.op != "output":
+            dim = _dim_of_rows(node) if first in node.all_input_nodes else None
+            if any(source in twins.dims for source in node.all_input_nodes):
+                dim = _dim_of_heads(node, twins.dims)
+            other = None if dim is None else twins._twin_of(node)
+            if dim is not None and other is not None:
+                twins.second[node], twins.dims[node] = other, dim
+            node = node.next
+        return twins
+
+    def _twin_of(self, node: Node) -> Node | None:
+        """Return what does to the second's what ``node`` does to the first's."""
+        twin = dict([self.parts]) | self.second
+        source = next(source for source in node.all_input_nodes if source in twin)
+        expected = map_arg((node.args, node.kwargs), lambda arg: twin.get(arg, arg))
+        for user in twin[source].users:
+            if (user.target, (user.args, user.kwargs)) == (node.target, expected):
+                return user
+        return None
+
+    @property
+    def readers(self) -> dict[Node, set[Node]]:
+        """Of the first's nodes that others read, or whose twins others read: those others."""
+        found = {n: self._others((*n.users, *twin.users)) for n, twin in self.second.items()}
+        return {node: others for node, others in found.items() if others}
+
+    def _others(self, nodes: Iterable[Node]) -> set[Node]:
+        return set(nodes) - self.second.keys() - set(self.second.values())
+
+    @property
+    def worth_joining(self) -> bool:
+        """Whether operations are saved (to tell two apart takes two), and none has to move."""
+        readers = self.readers
+        alone = not any(self._others(part.users) for part in self.parts)
+        behind = all(min(users) > max(n, self.second[n]) for n, users in readers.items())
+        return alone and behind and len(self.second) > 2 * len(readers)
+
+
+def _dim_of_rows(node: Node) -> int | None:
+    """Return which dimension counts heads where an operation makes heads of rows, else None."""
+    match node.target, node.args[1:]:
+        case "view", ((*front, -1, int()),):
+            return len(front)
+        case "unflatten", (-1, (-1, int())):
+            return _value(node).ndim - 2
+    return None
+
+
+def _dim_of_heads(node: Node, dims: Mapping[Node, int]) -> int | None:
+    """Return which dimension of a result counts heads; None unless each was left to itself.
+
+    Args:
+        node: The operation.
+        dims: Which dimension of earlier results does, some of which it reads.
+    """
+    sources = [source for source in node.all_input_nodes if source in dims]
+    others = set(node.all_input_nodes) - dims.keys()
+    [dim, *different] = {dims[source] for source in sources}
+    if different:
+        return None
+    arguments: Any = node.args[1:]
+    match node.target, arguments:
+        case "transpose", (int(one), int(other)) if min(one, other) >= 0:
+            moved = one + other - dim if dim in (one, other) else dim
+            return moved if moved < _value(node).ndim - 1 else None
+        case "squeeze", (0,):
+            return dim - 1 if dim > 0 and _value(node).ndim < _value(sources[0]).ndim else None
+        case "chunk", (int(),):
+            stays = node.kwargs == {"dim": -1}
+        case operator.getitem, (int(),):
+            stays = sources[0].target == "chunk"
+        case operator.getitem, ((place, slice()),):
+            stays = place is ...
+        case torch.cat, ():
+            stays = node.kwargs == {"dim": -1} and not others
+        case _:
+            stays = node.target in _BY_NUMBER and all(
+                _same_for_all(other, _value(node).ndim - dim) for other in others
+            )
+    return dim if stays else None
+
+
+def _same_for_all(node: Node, place: int) -> bool:
+    """Return whether a node is the same for all heads, which its ``place``-last size counts."""
+    value = node.meta["example_value"]
+    return not isinstance(value, Tensor) or value.ndim < place or value.shape[-place] == 1
+
+
+def _value(node: Node) -> Tensor:
+    """Return what a node was traced with, which must be a tensor."""
+    value = node.meta["example_value"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _join(graph: Graph, split: _Split, twins: _Twins) -> None:
+    """Compute twins as one."""
+    joint = {twins.parts[0]: _join_parts(graph, split, _place_of(twins.parts[0]))}
+    for first, second in twins.second.items():
+        with graph.inserting_after(max(first, second)):
+            joint[first] = graph.node_copy(first, lambda arg: joint.get(arg, arg))
+    for first, readers in twins.readers.items():
+        dim, start = twins.dims[first], 0
+        for own in (first, twins.second[first]):
+            heads = _value(own).shape[dim]
+            with graph.inserting_before(min(readers)):
+                told = graph.call_method("narrow", (joint[first], dim, start, heads))
+            own.replace_all_uses_with(told, delete_user_cb=readers.__contains__)
+            start += heads
+    gone = {split.node, *twins.parts, *twins.second, *twins.second.values()}
+    for node in reversed(graph.nodes):
+        if node in gone:
+            graph.erase_node(node)
+
+
+def _join_parts(graph: Graph, split: _Split, place: int) -> Node:
+    """Split a product into one part less; return what takes the place of two of them."""
+    behind = place + 2
+    sizes = [*split.sizes[:place], sum(split.sizes[place:behind]), *split.sizes[behind:]]
+    with graph.inserting_after(split.node):
+        arguments = (split.node.args[0], sizes)
+        parts = graph.call_method("split_with_sizes", arguments, split.node.kwargs)
+    with graph.inserting_after(parts):
+        joint = graph.call_function(operator.getitem, (parts, place))
+    for part in split.parts[:place]:
+        part.args = (parts, _place_of(part))
+    for part in split.parts[behind:]:
+        part.args = (parts, _place_of(part) - 1)
+    return joint
