@@ -7,6 +7,7 @@ grown tree of one path would hold comes out, by the same numbers.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ def draft_chains(
     tokens = torch.stack([level.token_ids for level in levels], dim=1)
     probs = [] if law is Law.FIXED else [level.probs for level in levels]
     ids = forward.every_id(len(requests), plan.depth + 1)
-    return _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, ids)
+    tree = _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, ids)
+    return replace(tree, whole=bool(probs) and forward.drafts_all)
 
 
 def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing]:

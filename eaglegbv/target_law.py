@@ -56,12 +56,16 @@ class TargetLaw:
         logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
         return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
 
+    def probs_along(self, nodes: Tensor) -> Tensor:
+        """Return the laws at ``nodes`` ``[batch, steps]``: ``[batch, steps, vocab]`` float64."""
+        rows = self.rows.gather(1, nodes)
+        logits = self.logits.index_select(0, rows.flatten()).view(*rows.shape, self.vocab)
+        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
+
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the whole law at one node per request, ``[batch, vocab]`` float64.
 
         Args:
             nodes: ``[batch]`` int64.
         """
-        rows = self.rows.gather(1, nodes.unsqueeze(1))
-        logits = self.logits.index_select(0, rows.squeeze(1))
-        return torch.sub(logits, self.log_normaliser.take(rows)).exp_()
+        return self.probs_along(nodes.unsqueeze(1)).squeeze(1)

@@ -67,6 +67,8 @@ class DraftTree:
         draft_probs: ``[batch, nodes, width]`` float64, its probabilities, normalised once; padding
             entries are 0. Exactly the numbers that were sampled from.
         forks: Most nodes of one tree that several paths leave, or more; None where nobody counted.
+        whole: Whether every law is over the target's vocabulary in its order, so that nobody need
+            look tokens up: all rows of ``draft_ids`` are 0, 1, 2, ...
     """
 
     law: Law
@@ -79,6 +81,7 @@ class DraftTree:
     draft_ids: Tensor
     draft_probs: Tensor
     forks: int | None = field(default=None, kw_only=True)
+    whole: bool = field(default=False, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         """Return the trees on ``device``; nothing is waited for."""
@@ -167,8 +170,11 @@ def check_tree(tree: DraftTree) -> None:
 
     Raises:
         InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
-            siblings share a token, or a path is not a chain of real nodes from the root.
+            siblings share a token, a path is not a chain of real nodes from the root, or laws said
+            to be whole are not.
     """
+    if tree.whole and (tree.draft_ids != torch.arange(tree.width)).any():
+        raise InvalidArgument("draft_ids", "other tokens", "0, 1, 2, ... where laws are whole")
     for b in range(tree.batch):
         _check_nodes(tree, b)
         _check_paths(tree, b)

@@ -81,23 +81,24 @@ class CheckedVerifier:
         steps = max(0, _LENGTH - tree.length)
         if steps:
             tree, uniforms = _longer_tree(tree, steps), _longer(uniforms, steps)
-        return compiled(replace(tree, forks=max(_FORKS, forks)), target, uniforms)
+        tree = replace(tree, forks=max(_FORKS, forks))
+        return compiled(_told_by_sizes(tree), target, uniforms)
 
     @torch.inference_mode()
     def _warm_up(self, vocab: int) -> None:
         """Make the graphs: for the tensors of inference mode, in which an engine runs."""
-        several = () if self.verifier.max_paths == 1 else (4,)
+        several = () if self.verifier.max_paths == 1 else ((4, False),)
         for batch in (1, 7):
-            for paths in (1, *several):
-                self.verify(*_example(batch, paths, _LENGTH + 2, vocab))
+            for paths, whole in ((1, False), (1, True), *several):
+                self.verify(*_example(batch, paths, _LENGTH + 2, vocab, whole=whole))
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
 
 
-def _kind(tree: DraftTree, *_: object) -> str | None:
+def _kind(tree: DraftTree, *_: object) -> bool | None:
     """Return the kind of a lone path; sizes of several trees and paths bound each other."""
-    return "lone path" if tree.batch == tree.paths == 1 and tree.forks == _FORKS else None
+    return tree.whole if tree.batch == tree.paths == 1 and tree.forks == _FORKS else None
 
 
 @lru_cache(maxsize=64)
@@ -110,6 +111,16 @@ def checked_verifier(
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.
     """
     return CheckedVerifier(make_verifier(name), compile_backend=compile_backend, vocab=vocab)
+
+
+def _told_by_sizes(tree: DraftTree) -> DraftTree:
+    """Return ``tree`` without lists of tokens where its laws are whole: graphs look at sizes alone.
+
+    There are such graphs for single paths; others look tokens up.
+    """
+    if tree.whole and tree.paths == 1:
+        return replace(tree, draft_ids=tree.draft_ids[:, :, :0])
+    return replace(tree, whole=False)
 
 
 def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:
@@ -130,11 +141,12 @@ def _longer(uniforms: VerifyUniforms, steps: int) -> VerifyUniforms:
 
 
 def _example(
-    batch: int, paths: int, length: int, vocab: int
+    batch: int, paths: int, length: int, vocab: int, *, whole: bool
 ) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
-    width, nodes = _WIDTH, 1 + paths * length
-    vocab = max(vocab, width + 1)
+    nodes = 1 + paths * length
+    vocab = max(vocab, _WIDTH + 1)
+    width = vocab if whole else _WIDTH
     path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
     parents = path_nodes - 1
     parents[:, :, 0] = 0
@@ -151,6 +163,7 @@ def _example(
         draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
         # That of paths alone is settled: their graph is found by its kind.
         forks=_FORKS if batch == paths == 1 else _FORKS + 1,
+        whole=whole,
     )
     rows = torch.arange(batch * nodes).view(batch, nodes)
     target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab)), rows)

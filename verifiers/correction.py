@@ -20,13 +20,14 @@ class Residual:
     Attributes:
         nodes: ``[batch]`` int64, the stop nodes.
         weight: ``[batch]`` float64.
-        ids: ``[batch, width]`` int64, tokens of ``draft``, distinct where ``draft`` is not zero.
+        ids: ``[batch, width]`` int64, tokens of ``draft``, distinct where ``draft`` is not zero;
+            None where they are the vocabulary in its order.
         draft: ``[batch, width]`` float64; all zero at a bonus token, where the law is p itself.
     """
 
     nodes: Tensor
     weight: Tensor
-    ids: Tensor
+    ids: Tensor | None
     draft: Tensor
 
 
@@ -49,15 +50,21 @@ def correction_token(residual: Residual, target: TargetLaw, uniforms: Tensor) ->
 
 
 def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor:
-    """Draw from the residual of ``probs`` ``[batch, vocab]``, which is overwritten."""
-    own = probs.gather(1, residual.ids)
+    """Draw from the residual of ``probs`` ``[batch, vocab]``, which may be overwritten."""
+    # A uniform of exactly 0 must not find a trace.
+    return draw(_residual_weights(probs, residual), uniforms.clamp(min=_TRACE**0.5))
+
+
+def _residual_weights(probs: Tensor, residual: Residual) -> Tensor:
+    """Return the residual of ``probs`` ``[batch, vocab]``, which may be overwritten."""
+    own = probs if residual.ids is None else probs.gather(1, residual.ids)
     weight = residual.weight.unsqueeze(1)
     left = torch.maximum(weight * own - residual.draft, _TRACE * own)
+    if residual.ids is None:
+        return left
     weights = probs.mul_(weight.clamp(min=_TRACE))
     # The minimum leaves padding alone, whose ids are those of other tokens.
-    weights.scatter_reduce_(1, residual.ids, left, "amin")
-    # A uniform of exactly 0 must not find a trace.
-    return draw(weights, uniforms.clamp(min=_TRACE**0.5))
+    return weights.scatter_reduce_(1, residual.ids, left, "amin")
 
 
 def probs_along(target: TargetLaw, nodes: Tensor, ids: Tensor) -> Tensor:

@@ -23,15 +23,16 @@ class DraftedPath:
     Attributes:
         nodes: ``[batch, length + 1]`` int64, the root first.
         lengths: ``[batch]`` int64.
-        ids: ``[batch, length, width]`` int64, support of each step's draft law.
+        ids: ``[batch, length, width]`` int64, support of each step's draft law; None where that is
+            the vocabulary in its order.
         draft: ``[batch, length, width]`` float64, the law the path was selected from.
         target: ``[batch, length, width]`` float64, p at ``ids``.
-        chosen: ``[batch, length]`` int64, where in ``ids`` the path's own token stands.
+        chosen: ``[batch, length]`` int64, where in the support the path's own token stands.
     """
 
     nodes: Tensor
     lengths: Tensor
-    ids: Tensor
+    ids: Tensor | None
     draft: Tensor
     target: Tensor
     chosen: Tensor
@@ -41,16 +42,16 @@ class DraftedPath:
         """Return the path of trees of one path, with the law it was drawn from."""
         nodes = rooted(tree.path_nodes[:, 0])
         steps = nodes[:, :-1]
-        ids = rows_at(tree.draft_ids, steps)
         draft = rows_at(tree.draft_probs, steps)
         tokens = tree.token_ids.gather(1, nodes[:, 1:])
+        ids = None if tree.whole else rows_at(tree.draft_ids, steps)
         return cls(
             nodes=nodes,
             lengths=tree.path_lengths[:, 0],
             ids=ids,
             draft=draft,
-            target=probs_along(target, steps, ids),
-            chosen=place_of(tokens, ids, draft),
+            target=target.probs_along(steps) if ids is None else probs_along(target, steps, ids),
+            chosen=tokens if ids is None else place_of(tokens, ids, draft),
         )
 
     def with_draft(self, draft: Tensor) -> Self:
@@ -75,11 +76,11 @@ class DraftedPath:
             weights: ``[batch]`` float64, the weight of p in the residual at the stop node.
         """
         bonus = accepted == self.lengths
-        step = accepted.clamp(max=self.ids.shape[1] - 1).unsqueeze(1)
+        step = accepted.clamp(max=self.draft.shape[1] - 1).unsqueeze(1)
         return Residual(
             nodes=self.nodes.gather(1, accepted.unsqueeze(1)).squeeze(1),
             weight=torch.where(bonus, 1.0, weights),
-            ids=rows_at(self.ids, step).squeeze(1),
+            ids=None if self.ids is None else rows_at(self.ids, step).squeeze(1),
             # Laws past a path's end may be anything, NaN too.
             draft=rows_at(self.draft, step).squeeze(1).masked_fill(bonus.unsqueeze(1), 0.0),
         )

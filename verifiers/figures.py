@@ -40,7 +40,7 @@ def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
     Args:
         tree: The draft trees.
         path: A path of each.
-        laws: ``[batch, length, width]`` float64, over ``path.ids``.
+        laws: ``[batch, length, width]`` float64, over the path's support.
 
     Returns:
         ``[batch, nodes]`` float64, NaN at nodes that are no children of the path's.
@@ -48,12 +48,15 @@ def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
     placed = torch.full_like(tree.depth, torch.nan, dtype=torch.float64)
     for step, real in enumerate(_steps(path)):
         child = (tree.parents == path.nodes[:, step : step + 1]) & (tree.depth == step + 1) & real
-        same = path.ids[:, step].unsqueeze(1) == tree.token_ids.unsqueeze(2)
-        probs = torch.where(same, laws[:, step].unsqueeze(1), 0.0).sum(dim=2)
+        if path.ids is None:
+            probs = laws[:, step].gather(1, tree.token_ids)
+        else:
+            same = path.ids[:, step].unsqueeze(1) == tree.token_ids.unsqueeze(2)
+            probs = torch.where(same, laws[:, step].unsqueeze(1), 0.0).sum(dim=2)
         placed = torch.where(child, probs, placed)
     return placed
 
 
 def _steps(path: DraftedPath) -> list[Tensor]:
     """Return for each step ``[batch, 1]`` bool: the path takes it."""
-    return [(path.lengths > step).unsqueeze(1) for step in range(path.ids.shape[1])]
+    return [(path.lengths > step).unsqueeze(1) for step in range(path.draft.shape[1])]

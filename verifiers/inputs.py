@@ -12,6 +12,7 @@ from torch import Tensor
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.constants import numbered_rows
 from eaglegbv.verifiers.drafted_path import rows_at
 from eaglegbv.verifiers.siblings import drafted_nodes
 
@@ -56,13 +57,20 @@ def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
     laws = tree.draft_probs
     # Written so that NaN is a fault too.
     sound = ((laws.sum(dim=2) - 1).abs() <= TOLERANCE) & (laws.amin(dim=2) >= 0)
-    tokens = rows_at(torch.where(laws > 0, tree.draft_ids, -1), tree.parents)
-    possible = (tokens == tree.token_ids.unsqueeze(2)).any(dim=2)
-    needed = torch.stack((sound.gather(1, tree.parents), possible), dim=1)
+    needed = torch.stack((sound.gather(1, tree.parents), _possible(tree)), dim=1)
     # Of two truth values: drafted and not sound, drafted and not possible.
     broken, impossible = (drafted_nodes(tree).unsqueeze(1) > needed).any(dim=2).unbind(1)
     faults = torch.add(faults, broken, alpha=int(Fault.DRAFT_NOT_NORMALISED))
     return torch.add(faults, impossible, alpha=int(Fault.IMPOSSIBLE_DRAFT))
+
+
+def _possible(tree: DraftTree) -> Tensor:
+    """Return ``[batch, nodes]`` bool: the law of a node's parent can draw its token."""
+    if tree.whole:
+        trees = numbered_rows(tree.batch, tree.parents.device)
+        return tree.draft_probs[trees, tree.parents, tree.token_ids] > 0
+    tokens = rows_at(torch.where(tree.draft_probs > 0, tree.draft_ids, -1), tree.parents)
+    return (tokens == tree.token_ids.unsqueeze(2)).any(dim=2)
 
 
 def fault_error(faults: int, request: int) -> InvalidProbabilities:

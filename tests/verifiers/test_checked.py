@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import build_batch, forks, outcomes, random_requests
+from support.batched_trees import build_batch, forks, made_whole, outcomes, random_requests
 from support.compilers import needs_compiler
 from torch._dynamo.config import patch
 
@@ -60,7 +60,9 @@ def cases(name: str, count: int) -> Iterator[Case]:
     for paths, length in SHAPES:
         for seed in range(count):
             requests = (1, 1, 2, 5)[seed % 4]
-            yield case(seed, paths=1 if one else paths, length=length, requests=requests)
+            tree, *others = case(seed, paths=1 if one else paths, length=length, requests=requests)
+            yield tree, *others
+            yield made_whole(tree, VOCAB), *others
 
 
 def compiled(name: str, backend: str = FLAT, vocab: int = VOCAB) -> CheckedVerifier:
@@ -107,6 +109,8 @@ def test_a_lone_path_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ours._compiled, "_compiled", looked_at)
     for seed in range(40):
         tree, target, numbers = case(seed, paths=1, length=1 + seed % 6)
+        if seed % 2:
+            tree = made_whole(tree, VOCAB)
         checked = ours.verify(tree, target, numbers)
         assert_same(checked, plain.verify(tree, target, numbers), tree)
     with pytest.raises(RuntimeError, match="looked at again"):
@@ -179,6 +183,21 @@ def test_faults_are_found_by_the_graph_too() -> None:
     assert int(ours.verify(doubled, target, numbers).faults) == Fault.DRAFT_NOT_NORMALISED
     elsewhere = replace(tree, token_ids=tree.token_ids + VOCAB)
     assert int(ours.verify(elsewhere, target, numbers).faults) == Fault.IMPOSSIBLE_DRAFT
+
+
+@torch.inference_mode()
+def test_faults_of_whole_laws_are_found_by_the_graph_too() -> None:
+    ours = compiled("otbv")
+    tree, target, numbers = case(1, paths=1, length=3)
+    tree = made_whole(tree, VOCAB)
+    assert ours.verify(tree, target, numbers).faults.tolist() == [0]
+    doubled = replace(tree, draft_probs=2 * tree.draft_probs)
+    assert int(ours.verify(doubled, target, numbers).faults) == Fault.DRAFT_NOT_NORMALISED
+    laws = tree.draft_probs.clone()
+    laws[0, 0] = 0
+    laws[0, 0, (tree.token_ids[0, 1] + 1) % VOCAB] = 1
+    impossible = replace(tree, draft_probs=laws)
+    assert int(ours.verify(impossible, target, numbers).faults) == Fault.IMPOSSIBLE_DRAFT
 
 
 def test_other_verifiers_are_not_compiled() -> None:
