@@ -188,9 +188,8 @@ class TorchPagedAttention(PagedAttention):
         slots = group.key_slots
         if isinstance(slots, slice):
             first, count = slots.start, slots.stop - slots.start
-            whole = layer.keys_by_head, layer.values_by_head
-            keys, values = (part.narrow(2, first, count) for part in whole)
-            return keys, values
+            keys = layer.keys_by_head.narrow(2, first, count)
+            return keys, layer.values_by_head.narrow(2, first, count)
         count = slots.shape[0]
         if count > self._key_buffer.shape[0]:
             self._grow_buffers(count)
