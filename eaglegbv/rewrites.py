@@ -21,12 +21,12 @@ from torch.fx.node import Argument, map_arg
 from eaglegbv.twins import join_twins
 
 _FLOATS = frozenset({torch.float32, torch.float64})
-"""Types that norms compute in; of narrower ones PyTorch makes wider ones first."""
+"""Types that are computed in as they are; of narrower ones PyTorch makes wider ones first."""
 
 _ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
 
-_SHARED = frozenset({"size", "unsqueeze"})
-"""Methods of which calls alike may share a result, and that may go unused."""
+_UNUSED = frozenset({"size", "unsqueeze", operator.getitem})
+"""What may be left out where nobody reads it."""
 
 
 def rewrite(graph: GraphModule) -> None:
@@ -41,16 +41,16 @@ def rewrite(graph: GraphModule) -> None:
 
 def _drop_unused(graph: Graph) -> None:
     for node in reversed(graph.nodes):
-        if not node.users and (node.target in _SHARED or node.target is operator.getitem):
+        if not node.users and node.op.startswith("call_") and node.target in _UNUSED:
             graph.erase_node(node)
 
 
 def _share_views(graph: Graph) -> None:
     """Make calls alike of a tensor one: every layer looks at a step's angles the same way."""
     known: dict[object, Node] = {}
-    for node in graph.nodes:
-        if node.target in _SHARED and not node.kwargs:
-            first = known.setdefault((node.target, node.args), node)
+    for node in graph.find_nodes(op="call_method", target="unsqueeze"):
+        if not node.kwargs:
+            first = known.setdefault(node.args, node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -59,7 +59,8 @@ def _share_views(graph: Graph) -> None:
 def _write_out_norms(graph: Graph) -> None:
     """Write out norms by mean squares, which PyTorch composes of operations as they come."""
     for node in graph.find_nodes(op="call_function", target=torch.rms_norm):
-        norm = _norm_of(*node.args, **node.kwargs)
+        by_place = len(node.args) > 1 and node.kwargs.keys() <= {"weight", "eps"}
+        norm = _norm_of(*node.args, **node.kwargs) if by_place else None
         if norm is not None:
             write = _Writer(graph, node)
             mean = write.mean(write(operator.mul, norm.x, norm.x))
@@ -88,9 +89,12 @@ def _norm_of(
     x: Node, shape: Sequence[object], weight: Node | None = None, eps: float | None = None
 ) -> _Norm | None:
     """Return what is normed, if it is rows of floats that stay of their type."""
-    of_floats = all(_has_floats(part) for part in (x, weight) if part is not None)
-    if eps is None or len(shape) != 1 or not of_floats:
+    if eps is None or len(shape) != 1 or not _has_rows(x):
         return None
+    if weight is not None:
+        own, scale = (part.meta["example_value"] for part in (x, weight))
+        if own.dtype is not scale.dtype:
+            return None
     return _Norm(x, weight, eps)
 
 
@@ -103,7 +107,7 @@ def _write_out_means(graph: Graph) -> None:
             write.instead(write(operator.mul, x, x))
     for node in graph.find_nodes(op="call_method", target="mean"):
         of_rows = node.args[1:] == (-1,) and node.kwargs == {"keepdim": True}
-        if of_rows and _has_floats(node.args[0]):
+        if of_rows and _has_rows(node.args[0]):
             write = _Writer(graph, node)
             write.instead(write.mean(node.args[0]))
 
@@ -136,7 +140,7 @@ class _Writer:
 
 def _hold_numbers(module: GraphModule) -> None:
     """Make tensors of the numbers that take part in arithmetic: PyTorch would in every call."""
-    graph, held = module.graph, dict[tuple[float, torch.dtype], Node]()
+    graph, held = module.graph, dict[tuple[str, torch.dtype], Node]()
     first = next(iter(graph.nodes))
     for node in graph.nodes:
         if node.target not in _ARITHMETIC or not _has_floats(node.args[0]):
@@ -145,18 +149,27 @@ def _hold_numbers(module: GraphModule) -> None:
         if type(number) not in (int, float):
             continue
         dtype = x.meta["example_value"].dtype
-        if (number, dtype) not in held:
+        key = repr(number), dtype  # 0 is not -0
+        if key not in held:
             with unset_fake_temporarily():
                 value = torch.tensor(number, dtype=dtype)
             name = f"number_{len(held)}"
             module.register_buffer(name, value, persistent=False)
             with graph.inserting_before(first):
-                held[number, dtype] = graph.get_attr(name)
-            held[number, dtype].meta["example_value"] = value
-        node.args = (x, held[number, dtype])
+                held[key] = graph.get_attr(name)
+            held[key].meta["example_value"] = value
+        node.args = (x, held[key])
 
 
 def _has_floats(node: Argument) -> bool:
-    """Return whether a node is a tensor of floats that nothing computes wider than they are."""
+    """Return whether a node is a CPU's tensor of floats that are computed in as they are."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return isinstance(value, Tensor) and value.dtype in _FLOATS
+    return isinstance(value, Tensor) and value.dtype in _FLOATS and value.device.type == "cpu"
+
+
+def _has_rows(node: Argument) -> bool:
+    """Return whether a node is such a tensor, of rows of a known width."""
+    if not isinstance(node, Node) or not _has_floats(node):
+        return False
+    shape = node.meta["example_value"].shape
+    return len(shape) > 0 and type(shape[-1]) is int

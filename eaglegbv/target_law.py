@@ -56,7 +56,7 @@ class TargetLaw:
         logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
         return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
 
-    def probs_along(self, nodes: Tensor) -> Tensor:
+    def laws_along(self, nodes: Tensor) -> Tensor:
         """Return the laws at ``nodes`` ``[batch, steps]``: ``[batch, steps, vocab]`` float64."""
         rows = self.rows.gather(1, nodes)
         logits = self.logits.index_select(0, rows.flatten()).view(*rows.shape, self.vocab)
@@ -68,4 +68,4 @@ class TargetLaw:
         Args:
             nodes: ``[batch]`` int64.
         """
-        return self.probs_along(nodes.unsqueeze(1)).squeeze(1)
+        return self.laws_along(nodes.unsqueeze(1)).squeeze(1)

@@ -68,7 +68,7 @@ class DraftTree:
             entries are 0. Exactly the numbers that were sampled from.
         forks: Most nodes of one tree that several paths leave, or more; None where nobody counted.
         whole: Whether every law is over the target's vocabulary in its order, so that nobody need
-            look tokens up: all rows of ``draft_ids`` are 0, 1, 2, ...
+            look tokens up: all rows of ``draft_ids`` are 0, 1, 2, ..., and no token is beyond them.
     """
 
     law: Law
@@ -123,7 +123,7 @@ class DraftTree:
     @property
     def width(self) -> int:
         """Padded size of a draft law's support, W."""
-        return self.draft_ids.shape[2]
+        return self.draft_probs.shape[2]
 
     @classmethod
     def roots(cls, token_ids: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
@@ -173,7 +173,8 @@ def check_tree(tree: DraftTree) -> None:
             siblings share a token, a path is not a chain of real nodes from the root, or laws said
             to be whole are not.
     """
-    if tree.whole and (tree.draft_ids != torch.arange(tree.width)).any():
+    every = torch.arange(tree.width, device=tree.draft_ids.device)
+    if tree.whole and (tree.draft_ids != every).any():
         raise InvalidArgument("draft_ids", "other tokens", "0, 1, 2, ... where laws are whole")
     for b in range(tree.batch):
         _check_nodes(tree, b)

@@ -22,6 +22,20 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+_IN_PLACE = frozenset(
+    {
+        operator.setitem,
+        operator.iadd,
+        operator.isub,
+        operator.imul,
+        operator.itruediv,
+        operator.ifloordiv,
+        operator.imod,
+        operator.ipow,
+    }
+)
+"""Functions that change what they are given, beside those whose names say so."""
+
 _BY_NUMBER = frozenset({operator.add, operator.mul, operator.neg, operator.sub, torch.addcmul})
 """Operations on numbers that stand in the same place."""
 
@@ -44,7 +58,7 @@ class _Split:
     Attributes:
         node: The operation.
         sizes: Of the parts.
-        parts: What takes them, in order; none unless every part is taken once.
+        parts: What takes them, in order; none unless every part is taken once, and rows are split.
     """
 
     node: Node
@@ -54,7 +68,9 @@ class _Split:
     @classmethod
     def of(cls, node: Node) -> "_Split":
         """Look at an operation."""
-        sizes: Any = node.args[1]
+        sizes: Any = node.args[1] if len(node.args) > 1 else ()
+        if node.kwargs != {"dim": -1} or any(type(size) is not int for size in sizes):
+            return cls(node, [], [])
         parts = sorted(node.users, key=_place_of)
         whole = [_place_of(part) for part in parts] == list(range(len(sizes)))
         return cls(node, list(sizes), parts if whole else [])
@@ -82,15 +98,18 @@ class _Twins:
 
     @classmethod
     def of(cls, first: Node, second: Node) -> "_Twins":
-        """Follow two parts as far as the same is done to both."""
+        """Follow two parts as far as the same is done to both, and nothing is changed in place."""
         twins = cls((first, second), {}, {})
+        end = first.next
+        while end.op != "output" and not _changes_in_place(end):
+            end = end.next
         node = first.next
-        while node.op != "output":
+        while node is not end:
             dim = _dim_of_rows(node) if first in node.all_input_nodes else None
             if any(source in twins.dims for source in node.all_input_nodes):
                 dim = _dim_of_heads(node, twins.dims)
             other = None if dim is None else twins._twin_of(node)
-            if dim is not None and other is not None:
+            if dim is not None and other is not None and other < end:
                 twins.second[node], twins.dims[node] = other, dim
             node = node.next
         return twins
@@ -123,13 +142,20 @@ class _Twins:
         return alone and behind and len(self.second) > 2 * len(readers)
 
 
+def _changes_in_place(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    by_name = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
+    return by_name or node.target in _IN_PLACE
+
+
 def _dim_of_rows(node: Node) -> int | None:
     """Return which dimension counts heads where an operation makes heads of rows, else None."""
     match node.target, node.args[1:]:
-        case "view", ((*front, -1, int()),):
-            return len(front)
-        case "unflatten", (-1, (-1, int())):
-            return _value(node).ndim - 2
+        case ("view", ((*_, -1, int()),)) | ("unflatten", (-1, (-1, int()))):
+            part, heads = _value(node.all_input_nodes[0]), _value(node)
+            dim = heads.ndim - 2
+            if heads.shape[:dim] == part.shape[:-1] and type(heads.shape[dim]) is int:
+                return dim
     return None
 
 
@@ -161,14 +187,29 @@ def _dim_of_heads(node: Node, dims: Mapping[Node, int]) -> int | None:
         case torch.cat, ():
             stays = node.kwargs == {"dim": -1} and not others
         case _:
-            stays = node.target in _BY_NUMBER and all(
-                _same_for_all(other, _value(node).ndim - dim) for other in others
-            )
+            stays = node.target in _BY_NUMBER and _keeps_heads(node, dim, sources, others)
     return dim if stays else None
+
+
+def _keeps_heads(node: Node, dim: int, sources: Iterable[Node], others: Iterable[Node]) -> bool:
+    """Return whether an operation by number leaves heads where they are.
+
+    Args:
+        node: The operation.
+        dim: Which dimension of the ``sources`` counts heads.
+        sources: Operands with heads.
+        others: The others, which must be the same for all heads.
+    """
+    ndim = _value(node).ndim
+    return all(_value(source).ndim == ndim for source in sources) and all(
+        _same_for_all(other, ndim - dim) for other in others
+    )
 
 
 def _same_for_all(node: Node, place: int) -> bool:
     """Return whether a node is the same for all heads, which its ``place``-last size counts."""
+    if "example_value" not in node.meta:
+        return False
     value = node.meta["example_value"]
     return not isinstance(value, Tensor) or value.ndim < place or value.shape[-place] == 1
 
@@ -186,12 +227,14 @@ def _join(graph: Graph, split: _Split, twins: _Twins) -> None:
     for first, second in twins.second.items():
         with graph.inserting_after(max(first, second)):
             joint[first] = graph.node_copy(first, lambda arg: joint.get(arg, arg))
+        del joint[first].meta["example_value"]  # has more heads
     for first, readers in twins.readers.items():
         dim, start = twins.dims[first], 0
         for own in (first, twins.second[first]):
             heads = _value(own).shape[dim]
             with graph.inserting_before(min(readers)):
                 told = graph.call_method("narrow", (joint[first], dim, start, heads))
+            told.meta["example_value"] = own.meta["example_value"]
             own.replace_all_uses_with(told, delete_user_cb=readers.__contains__)
             start += heads
     gone = {split.node, *twins.parts, *twins.second, *twins.second.values()}

@@ -6,14 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.packed_trees import Text, scattered
-from support.tiny_models import VOCAB, tiny_model
+from support.tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+import eaglegbv.flat as flat_module
 from eaglegbv.attention.opaque import attend_opaque
 from eaglegbv.compiling import check_backend
 from eaglegbv.flat import FLAT, flat
 from eaglegbv.operations import python_of
+from eaglegbv.rewrites import rewrite
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
 
@@ -98,8 +100,28 @@ def test_it_is_a_backend_of_torch() -> None:
     assert torch.equal(torch.compile(torch.sin, backend=FLAT)(torch.ones(2)), torch.ones(2).sin())
 
 
+def test_a_targets_queries_and_keys_rotate_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What models write must stay what is looked for, or steps would only take longer."""
+    graphs: list[GraphModule] = []
+
+    def watched(graph: GraphModule) -> None:
+        rewrite(graph)
+        graphs.append(graph)
+
+    monkeypatch.setattr(flat_module, "rewrite", watched)
+    HFTarget(tiny_model("llama"), max_slots=64, compile_backend=FLAT)
+    assert len(graphs) == 2  # of one row, and of any number
+    for graph in graphs:
+        targets = [node.target for node in graph.graph.nodes]
+        assert targets.count("narrow") == 2 * LAYERS
+        assert targets.count(torch.rsqrt) == 2 * LAYERS + 1
+        assert "mean" not in targets
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2"]
+)
 def test_a_targets_numbers_are_the_same_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     features = FeatureSpec.layer_inputs([1, 3])
     ours, plain = (

@@ -7,6 +7,7 @@ import torch
 from support.kept_graphs import KeptGraphs
 from torch import Tensor, nn
 
+from eaglegbv.compiling import making_graphs
 from eaglegbv.rewrites import rewrite
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -131,3 +132,51 @@ def test_calls_alike_are_one_and_what_is_unused_goes(rewritten: KeptGraphs) -> N
     assert torch.equal(rewritten.run(looked_at, x, y), looked_at(x, y))
     assert rewritten.targets.count("unsqueeze") == 2
     assert "size" not in rewritten.targets
+
+
+def odd_calls(x: Tensor, wide: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+    return (
+        torch.rms_norm(x, (7,), wide, 1e-5),  # stays of the type of x
+        torch.rms_norm(x, normalized_shape=(7,), eps=1e-5),
+        one.mean(-1, keepdim=True),
+    )
+
+
+def test_odd_calls_are_left_as_they_are(rewritten: KeptGraphs) -> None:
+    x = torch.randn((3, 7), generator=torch.Generator().manual_seed(0))
+    inputs = x, torch.rand(7).double(), torch.tensor(3.0)
+    found = rewritten.run(odd_calls, *inputs)
+    for own, expected in zip(found, odd_calls(*inputs), strict=True):
+        assert own.dtype is expected.dtype
+        assert torch.equal(own, expected)
+    assert rewritten.targets == [torch.rms_norm, torch.rms_norm, "mean"]
+
+
+def test_zeros_keep_their_signs(rewritten: KeptGraphs) -> None:
+    x = torch.ones(2)
+    over, under = rewritten.run(lambda x: (x / 0.0, x / -0.0), x)
+    assert torch.equal(over, x * torch.inf)
+    assert torch.equal(under, x * -torch.inf)
+
+
+def test_widths_that_may_change_are_left_alone() -> None:
+    x = torch.rand(3, 4)
+    rewritten = KeptGraphs(rewrite)
+    with making_graphs():
+        compiled = torch.compile(
+            lambda x: x.view(x.shape[0], x.shape[1]).mean(-1, keepdim=True),
+            backend=rewritten._backend,
+            dynamic=True,
+        )
+        for wide in (x, torch.rand(5, 6)):
+            assert torch.equal(compiled(wide), wide.mean(-1, keepdim=True))
+    assert rewritten.targets == ["view", "mean"]
+
+
+def test_elsewhere_than_on_a_cpu_nothing_is_written_out(rewritten: KeptGraphs) -> None:
+    x = torch.empty((3, 8), device="meta")
+    norm = nn.RMSNorm(8, eps=1e-5, device="meta")
+    rewritten.run(lambda x: norm(x) * 3 + x.pow(2).mean(-1, keepdim=True), x)
+    assert torch.rms_norm in rewritten.targets
+    assert {"pow", "mean"} <= set(rewritten.targets)
+    assert not list(rewritten.graphs[0].buffers())

@@ -146,6 +146,47 @@ def a_part_taken_twice(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     return q, k, parts[0].sum(), parts[2]
 
 
+def rows_become_heads(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    parts = product[0].split_with_sizes([32, 32], dim=-1)
+    q, k = (part.contiguous().view((-1, DIM)) for part in parts)
+    return rotated(q, cos[0, :1], sin[0, :1]), rotated(k, cos[0, :1], sin[0, :1])
+
+
+def split_by_rows(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    parts = product[0].split_with_sizes([1, 2], dim=0)
+    cos, sin = cos[:, :1], sin[:, :1]
+    return tuple(rotated(part.unflatten(-1, (-1, DIM)), cos, sin) for part in parts)
+
+
+def split_by_place(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k = (heads_of(part) for part in product.split_with_sizes([32, 32], -1))
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
+def of_more_dimensions(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    parts = product[0].split_with_sizes([32, 32], dim=-1)
+    q, k = (part.unflatten(-1, (-1, DIM)) for part in parts)
+    cos, sin = cos[:, :1].unsqueeze(1), sin[:, :1].unsqueeze(1)
+    return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
+def angles_changed_between(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k = (heads_of(part) for part in product.split_with_sizes([32, 32], dim=-1))
+    cos, sin = cos.unsqueeze(1) + 0, sin.unsqueeze(1)
+    turned = rotated(q, cos, sin)
+    cos.mul_(2)
+    return turned, rotated(k, cos, sin)
+
+
+def angles_changed_by_an_operator(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k = (heads_of(part) for part in product.split_with_sizes([32, 32], dim=-1))
+    cos, sin = cos.unsqueeze(1) + 0, sin.unsqueeze(1)
+    turned = rotated(q, cos, sin)
+    cos *= 2
+    return turned, rotated(k, cos, sin)
+
+
 def gated(product: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
     gate, up = product.split_with_sizes([32, 32], dim=-1)
     return (torch.nn.functional.silu(gate) * up,)
@@ -160,6 +201,12 @@ def gated(product: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         along_the_heads,
         a_part_read_as_it_is,
         a_part_taken_twice,
+        rows_become_heads,
+        split_by_rows,
+        split_by_place,
+        of_more_dimensions,
+        angles_changed_between,
+        angles_changed_by_an_operator,
         gated,
     ],
 )
@@ -171,3 +218,32 @@ def test_others_are_left_as_they_are(
     for own, expected in zip(found, attention(*inputs), strict=True):
         assert torch.equal(own, expected)
     assert "narrow" not in joined.targets
+
+
+def of_two_products(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    k, q = (heads_of(part) for part in product.split_with_sizes([32, 32], dim=-1))
+    k, q = rotated(k, cos, sin), rotated(q, cos, sin)
+    again = (product * 2).split_with_sizes([32, 32], dim=-1)
+    own, other = (rotated(heads_of(part), cos, sin) for part in again)
+    return k, own + q, other + q
+
+
+def test_what_was_joined_may_be_read_by_other_twins(joined: KeptGraphs) -> None:
+    inputs = tensors(3)
+    found = joined.run(of_two_products, *inputs)
+    for own, expected in zip(found, of_two_products(*inputs), strict=True):
+        assert torch.equal(own, expected)
+    assert joined.targets.count(torch.cat) == 2
+
+
+def test_angles_may_be_changed_behind_twins(joined: KeptGraphs) -> None:
+    def changed_behind(product: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        found = with_as_many_keys(product, cos + 0, sin)
+        return *found, found[0].clone().add_(1)
+
+    inputs = tensors(3)
+    found = joined.run(changed_behind, *inputs)
+    for own, expected in zip(found, changed_behind(*inputs), strict=True):
+        assert torch.equal(own, expected)
+    assert "narrow" in joined.targets

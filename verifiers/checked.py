@@ -2,8 +2,9 @@
 
 The operations on a few trees take longer to launch than to compute. One graph serves every plan and
 batch: its sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for fixed. So there are graphs of
-their own for a single tree and for single paths, which are less work anyway; and trees are padded
-where laws between a path's ends would be none or one:
+their own for a single tree and for single paths, which are less work anyway, and of these for laws
+over the whole vocabulary, where no token is looked up; and trees are padded where laws between a
+path's ends would be none or one:
 
     of length 1         root -- a        root -- a -- a -- a    as past any path's end
 """
@@ -116,7 +117,7 @@ def checked_verifier(
 def _told_by_sizes(tree: DraftTree) -> DraftTree:
     """Return ``tree`` without lists of tokens where its laws are whole: graphs look at sizes alone.
 
-    There are such graphs for single paths; others look tokens up.
+    There are such graphs for single paths; others look tokens up. Not for those who list tokens.
     """
     if tree.whole and tree.paths == 1:
         return replace(tree, draft_ids=tree.draft_ids[:, :, :0])

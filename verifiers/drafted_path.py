@@ -50,7 +50,7 @@ class DraftedPath:
             lengths=tree.path_lengths[:, 0],
             ids=ids,
             draft=draft,
-            target=target.probs_along(steps) if ids is None else probs_along(target, steps, ids),
+            target=target.laws_along(steps) if ids is None else probs_along(target, steps, ids),
             chosen=tokens if ids is None else place_of(tokens, ids, draft),
         )
 

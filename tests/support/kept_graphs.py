@@ -19,6 +19,9 @@ class KeptGraphs:
 
     def run(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         torch.compiler.reset()  # graphs of all modules are counted as those of one function
+        for tensor in inputs:
+            if tensor.is_floating_point() and tensor.ndim:  # rows are as wide as a model's
+                torch._dynamo.mark_static(tensor, tensor.ndim - 1)
         with making_graphs(), torch.no_grad():
             compiled = torch.compile(function, backend=self._backend, dynamic=True, fullgraph=True)
             return compiled(*inputs)

@@ -18,6 +18,7 @@ from support.verifying import REFERENCES
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms
+from eaglegbv.verifiers.drafted_path import DraftedPath
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.reference.registry import REFERENCES as ALL
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
@@ -67,6 +68,7 @@ def test_laws_said_to_be_whole_decide_alike(name: str) -> None:
             faults.append(find_faults(tree, batch.target))
         assert found[0] == found[1]
         assert torch.equal(*faults)
+        assert (DraftedPath.only(batch.tree, batch.target).ids is None) is batch.tree.whole
         assert figures[0].keys() == figures[1].keys()
         for own, other in zip(figures[0].values(), figures[1].values(), strict=True):
             assert torch.equal(own.nan_to_num(-1), other.nan_to_num(-1))
