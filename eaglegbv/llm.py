@@ -131,7 +131,7 @@ class LLM:
             engine: Sizes and seed of the engine.
             compile_backend: Have ``torch.compile`` compile the target, an EAGLE head and, on a CPU,
                 the verification, at the start, by this backend, which makes steps of few rows
-                faster: ``"flat"`` leaves out what Python does between operations, in some fifteen
+                faster: ``"flat"`` leaves out what Python does between operations, in some twenty
                 seconds; ``"inductor"`` generates code, in some minutes (less with the compiler's
                 cache).
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
