@@ -7,7 +7,6 @@ grown tree of one path would hold comes out, by the same numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -62,8 +61,8 @@ def draft_chains(
     tokens = torch.stack([level.token_ids for level in levels], dim=1)
     probs = [] if law is Law.FIXED else [level.probs for level in levels]
     ids = forward.every_id(len(requests), plan.depth + 1)
-    tree = _tree(law, [r.token_ids[-1] for r in requests], tokens, probs, ids)
-    return replace(tree, whole=bool(probs) and forward.drafts_all)
+    root_ids = [r.token_ids[-1] for r in requests]
+    return _tree(law, root_ids, tokens, probs, ids, drafts_all=forward.drafts_all)
 
 
 def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing]:
@@ -78,7 +77,13 @@ def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing
 
 
 def _tree(
-    law: Law, roots: list[int], tokens: Tensor, probs: list[Tensor], every_id: Tensor
+    law: Law,
+    roots: list[int],
+    tokens: Tensor,
+    probs: list[Tensor],
+    every_id: Tensor,
+    *,
+    drafts_all: bool,
 ) -> DraftTree:
     """Return the trees of paths of ``tokens`` ``[requests, depth]``.
 
@@ -89,6 +94,7 @@ def _tree(
         probs: ``[requests, draft_vocab]`` float64 each, what the tokens of each level were drawn
             from; none for ``fixed``.
         every_id: ``[requests, depth + 1, draft_vocab]`` int64, the tokens of every node's law.
+        drafts_all: Whether those are the target's, all of them, in their order.
     """
     batch, depth = tokens.shape
     shape = _shape(batch, depth)
@@ -106,6 +112,7 @@ def _tree(
         draft_ids=draft_ids,
         draft_probs=draft_probs,
         forks=0 if law is Law.IID else None,
+        whole=bool(probs) and drafts_all,
     )
 
 

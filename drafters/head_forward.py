@@ -201,6 +201,7 @@ class HeadForward:
 
     Attributes:
         attention: Paged attention over the pool.
+        drafts_all: Whether draft tokens are the target's, all of them, in their order.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class HeadForward:
         self._angles = self._angles_of(_FIRST_ANGLES)
         self._ids = head.draft_to_target.new_empty((0, len(head.draft_to_target)))
         every = torch.arange(head.config.vocab_size, device=head.draft_to_target.device)
-        self._drafts_all = torch.equal(head.draft_to_target, every)
+        self.drafts_all = torch.equal(head.draft_to_target, every)
         self._compiled: _Compiled | None = None
         if compile_backend is not None:
             check_backend(compile_backend)
@@ -313,11 +314,6 @@ class HeadForward:
     def draft_to_target(self) -> Tensor:
         """``[draft_vocab]`` int64, the target's id of each draft token."""
         return self._head.draft_to_target
-
-    @property
-    def drafts_all(self) -> bool:
-        """Whether draft tokens are the target's, all of them, in their order."""
-        return self._drafts_all
 
     @torch.inference_mode()
     def every_id(self, batch: int, nodes: int) -> Tensor:

@@ -10,7 +10,7 @@ and longer still as a model's weights pass through the caches between them.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ def _hold_numbers(module: GraphModule) -> None:
         node.args = (x, held[key])
 
 
-def _has_floats(node: Argument) -> bool:
+def _has_floats(node: Argument) -> TypeGuard[Node]:
     """Return whether a node is a CPU's tensor of floats that are computed in as they are."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return isinstance(value, Tensor) and value.dtype in _FLOATS and value.device.type == "cpu"
@@ -169,7 +169,7 @@ def _has_floats(node: Argument) -> bool:
 
 def _has_rows(node: Argument) -> bool:
     """Return whether a node is such a tensor, of rows of a known width."""
-    if not isinstance(node, Node) or not _has_floats(node):
+    if not _has_floats(node):
         return False
     shape = node.meta["example_value"].shape
     return len(shape) > 0 and type(shape[-1]) is int

@@ -53,14 +53,13 @@ class TargetLaw:
 
     def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
         """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
-        logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
-        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
+        return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
 
     def laws_along(self, nodes: Tensor) -> Tensor:
         """Return the laws at ``nodes`` ``[batch, steps]``: ``[batch, steps, vocab]`` float64."""
         rows = self.rows.gather(1, nodes)
         logits = self.logits.index_select(0, rows.flatten()).view(*rows.shape, self.vocab)
-        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
+        return self._normalised(logits, rows)
 
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the whole law at one node per request, ``[batch, vocab]`` float64.
@@ -69,3 +68,7 @@ class TargetLaw:
             nodes: ``[batch]`` int64.
         """
         return self.laws_along(nodes.unsqueeze(1)).squeeze(1)
+
+    def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return p of ``logits`` ``[..., width]`` that stand in ``rows`` ``[...]``, float64."""
+        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()

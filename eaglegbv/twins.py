@@ -105,14 +105,19 @@ class _Twins:
             end = end.next
         node = first.next
         while node is not end:
-            dim = _dim_of_rows(node) if first in node.all_input_nodes else None
-            if any(source in twins.dims for source in node.all_input_nodes):
-                dim = _dim_of_heads(node, twins.dims)
+            dim = twins._dim_of(node)
             other = None if dim is None else twins._twin_of(node)
             if dim is not None and other is not None and other < end:
                 twins.second[node], twins.dims[node] = other, dim
             node = node.next
         return twins
+
+    def _dim_of(self, node: Node) -> int | None:
+        """Return which dimension of a result counts heads, if it is of the first part's."""
+        sources = node.all_input_nodes
+        if any(source in self.dims for source in sources):
+            return _dim_of_heads(node, self.dims)
+        return _dim_of_rows(node) if self.parts[0] in sources else None
 
     def _twin_of(self, node: Node) -> Node | None:
         """Return what does to the second's what ``node`` does to the first's."""

@@ -1,10 +1,10 @@
 """Graphs that are run as they are: the same numbers, without detours."""
 
 import operator
-from collections.abc import Callable
 
 import pytest
 import torch
+from support.kept_graphs import KeptGraphs
 from support.packed_trees import Text, scattered
 from support.tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
@@ -22,24 +22,9 @@ from eaglegbv.targets.hf import HFTarget
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 
 
-class Kept:
-    """The backend, with what it made."""
-
-    def __init__(self) -> None:
-        self.graphs: list[GraphModule] = []
-
-    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        self.graphs.append(graph)
-        return flat(graph, inputs)
-
-    def targets(self) -> list[object]:
-        [graph] = self.graphs
-        return [node.target for node in graph.graph.nodes if node.op.startswith("call_")]
-
-
 @pytest.fixture
-def kept() -> Kept:
-    return Kept()
+def kept() -> KeptGraphs:
+    return KeptGraphs(flat)
 
 
 def same_and_other_types(x: Tensor) -> tuple[Tensor, ...]:
@@ -47,7 +32,7 @@ def same_and_other_types(x: Tensor) -> tuple[Tensor, ...]:
     return y, x.T.contiguous() * 2, y.to(torch.float64) * 3, y.half().float() - 1
 
 
-def test_what_returns_its_input_is_left_out_and_nothing_else(kept: Kept) -> None:
+def test_what_returns_its_input_is_left_out_and_nothing_else(kept: KeptGraphs) -> None:
     x = torch.rand(3, 4)
     for ours, expected in zip(
         torch.compile(same_and_other_types, backend=kept)(x), same_and_other_types(x), strict=True
@@ -58,14 +43,14 @@ def test_what_returns_its_input_is_left_out_and_nothing_else(kept: Kept) -> None
     assert methods == ["contiguous", "to", "half", "float"]
 
 
-def test_an_input_may_be_what_is_returned(kept: Kept) -> None:
+def test_an_input_may_be_what_is_returned(kept: KeptGraphs) -> None:
     x = torch.rand(3, 4)
     same, twice = torch.compile(lambda x: (x.float(), 2 * x), backend=kept)(x)
     assert same is x
     assert torch.equal(twice, 2 * x)
 
 
-def test_changes_in_place_stay(kept: Kept) -> None:
+def test_changes_in_place_stay(kept: KeptGraphs) -> None:
     def changed(x: Tensor) -> Tensor:
         y = x.clone().float()
         y.mul_(2)
@@ -76,7 +61,7 @@ def test_changes_in_place_stay(kept: Kept) -> None:
     assert kept.targets() == ["clone", "mul_", "add_"]
 
 
-def test_python_behind_an_operation_is_called_at_once(kept: Kept) -> None:
+def test_python_behind_an_operation_is_called_at_once(kept: KeptGraphs) -> None:
     q = torch.rand(1, 2, 4)
     compiled = torch.compile(lambda q: attend_opaque(0, q, q, q, scale=0.5) + 1, backend=kept)
     with pytest.raises(LookupError):  # no forward is served
@@ -85,7 +70,7 @@ def test_python_behind_an_operation_is_called_at_once(kept: Kept) -> None:
     assert python_of(operator.add) is None
 
 
-def test_modules_leave_no_calls_behind(kept: Kept) -> None:
+def test_modules_leave_no_calls_behind(kept: KeptGraphs) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
     module = nn.Sequential(inner, nn.LayerNorm(4))
     x = torch.rand(3, 4)

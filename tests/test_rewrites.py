@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from support.kept_graphs import KeptGraphs
+from support.kept_graphs import KeptGraphs, changing
 from torch import Tensor, nn
 
 from eaglegbv.compiling import making_graphs
@@ -18,7 +18,7 @@ WIDTHS = (8, 100, 257)
 
 @pytest.fixture
 def rewritten() -> KeptGraphs:
-    return KeptGraphs(rewrite)
+    return KeptGraphs(changing(rewrite))
 
 
 def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def test_mean_squares_are_sums_and_quotients(
     weight = torch.rand(width, generator=generator, dtype=dtype)
     found = rewritten.run(llama_norm, x, weight)
     assert torch.equal(found, llama_norm(x, weight))
-    assert rewritten.targets == [
+    assert rewritten.targets() == [
         operator.mul,
         torch.sum,
         operator.truediv,
@@ -56,8 +56,8 @@ def test_norms_of_torch_are_written_out(rewritten: KeptGraphs, width: int, affin
     x = torch.randn((2, 3, width), generator=torch.Generator().manual_seed(width))
     with torch.no_grad():
         assert torch.equal(rewritten.run(norm, x), norm(x))
-    assert torch.rms_norm not in rewritten.targets
-    assert torch.rsqrt in rewritten.targets
+    assert torch.rms_norm not in rewritten.targets()
+    assert torch.rsqrt in rewritten.targets()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_other_norms_are_left_as_they_are(
     x = torch.randn((3, 4, 8), generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
         assert torch.equal(rewritten.run(norm, x), norm(x))
-    assert rewritten.targets == [torch.rms_norm]
+    assert rewritten.targets() == [torch.rms_norm]
 
 
 def other_means_and_powers(x: Tensor, halves: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def test_other_means_and_powers_are_left_as_they_are(rewritten: KeptGraphs) -> N
     found = rewritten.run(other_means_and_powers, x, x.half())
     for own, expected in zip(found, other_means_and_powers(x, x.half()), strict=True):
         assert torch.equal(own, expected)
-    assert rewritten.targets == ["mean"] * 3 + ["pow"] * 2 + ["mean"]
+    assert rewritten.targets() == ["mean"] * 3 + ["pow"] * 2 + ["mean"]
 
 
 def arithmetic(x: Tensor, halves: Tensor, whole: Tensor) -> tuple[Tensor, ...]:
@@ -130,8 +130,8 @@ def looked_at(x: Tensor, y: Tensor) -> Tensor:
 def test_calls_alike_are_one_and_what_is_unused_goes(rewritten: KeptGraphs) -> None:
     x, y = torch.rand(3, 4), torch.rand(3)
     assert torch.equal(rewritten.run(looked_at, x, y), looked_at(x, y))
-    assert rewritten.targets.count("unsqueeze") == 2
-    assert "size" not in rewritten.targets
+    assert rewritten.targets().count("unsqueeze") == 2
+    assert "size" not in rewritten.targets()
 
 
 def odd_calls(x: Tensor, wide: Tensor, one: Tensor) -> tuple[Tensor, ...]:
@@ -149,7 +149,7 @@ def test_odd_calls_are_left_as_they_are(rewritten: KeptGraphs) -> None:
     for own, expected in zip(found, odd_calls(*inputs), strict=True):
         assert own.dtype is expected.dtype
         assert torch.equal(own, expected)
-    assert rewritten.targets == [torch.rms_norm, torch.rms_norm, "mean"]
+    assert rewritten.targets() == [torch.rms_norm, torch.rms_norm, "mean"]
 
 
 def test_zeros_keep_their_signs(rewritten: KeptGraphs) -> None:
@@ -161,22 +161,22 @@ def test_zeros_keep_their_signs(rewritten: KeptGraphs) -> None:
 
 def test_widths_that_may_change_are_left_alone() -> None:
     x = torch.rand(3, 4)
-    rewritten = KeptGraphs(rewrite)
+    rewritten = KeptGraphs(changing(rewrite))
     with making_graphs():
         compiled = torch.compile(
             lambda x: x.view(x.shape[0], x.shape[1]).mean(-1, keepdim=True),
-            backend=rewritten._backend,
+            backend=rewritten,
             dynamic=True,
         )
         for wide in (x, torch.rand(5, 6)):
             assert torch.equal(compiled(wide), wide.mean(-1, keepdim=True))
-    assert rewritten.targets == ["view", "mean"]
+    assert rewritten.targets() == ["view", "mean"]
 
 
 def test_elsewhere_than_on_a_cpu_nothing_is_written_out(rewritten: KeptGraphs) -> None:
     x = torch.empty((3, 8), device="meta")
     norm = nn.RMSNorm(8, eps=1e-5, device="meta")
     rewritten.run(lambda x: norm(x) * 3 + x.pow(2).mean(-1, keepdim=True), x)
-    assert torch.rms_norm in rewritten.targets
-    assert {"pow", "mean"} <= set(rewritten.targets)
+    assert torch.rms_norm in rewritten.targets()
+    assert {"pow", "mean"} <= set(rewritten.targets())
     assert not list(rewritten.graphs[0].buffers())

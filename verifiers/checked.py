@@ -82,8 +82,7 @@ class CheckedVerifier:
         steps = max(0, _LENGTH - tree.length)
         if steps:
             tree, uniforms = _longer_tree(tree, steps), _longer(uniforms, steps)
-        tree = replace(tree, forks=max(_FORKS, forks))
-        return compiled(_told_by_sizes(tree), target, uniforms)
+        return compiled(_for_graphs(tree, max(_FORKS, forks)), target, uniforms)
 
     @torch.inference_mode()
     def _warm_up(self, vocab: int) -> None:
@@ -114,14 +113,14 @@ def checked_verifier(
     return CheckedVerifier(make_verifier(name), compile_backend=compile_backend, vocab=vocab)
 
 
-def _told_by_sizes(tree: DraftTree) -> DraftTree:
+def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
     """Return ``tree`` without lists of tokens where its laws are whole: graphs look at sizes alone.
 
     There are such graphs for single paths; others look tokens up. Not for those who list tokens.
     """
-    if tree.whole and tree.paths == 1:
-        return replace(tree, draft_ids=tree.draft_ids[:, :, :0])
-    return replace(tree, whole=False)
+    whole = tree.whole and tree.paths == 1
+    ids = tree.draft_ids[:, :, :0] if whole else tree.draft_ids
+    return replace(tree, draft_ids=ids, forks=forks, whole=whole)
 
 
 def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:

@@ -1,4 +1,4 @@
-"""A backend of ``torch.compile`` that changes graphs, and keeps them to be looked at."""
+"""A backend of ``torch.compile`` that keeps the graphs it is given, to be looked at."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,32 +9,42 @@ from torch.fx import GraphModule
 
 from eaglegbv.compiling import making_graphs
 
+Backend = Callable[[GraphModule, list[Tensor]], Callable[..., object]]
+
 
 class KeptGraphs:
-    """Runs functions through graphs that ``change`` was applied to."""
+    """The backend, with what it made."""
 
-    def __init__(self, change: Callable[[GraphModule], None]) -> None:
-        self._change = change
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.graphs: list[GraphModule] = []
 
+    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs.append(graph)
+        return self._backend(graph, inputs)
+
     def run(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run a function's graph, of rows as wide as a model's and any number of them."""
         torch.compiler.reset()  # graphs of all modules are counted as those of one function
         for tensor in inputs:
-            if tensor.is_floating_point() and tensor.ndim:  # rows are as wide as a model's
+            if tensor.is_floating_point() and tensor.ndim:
                 torch._dynamo.mark_static(tensor, tensor.ndim - 1)
         with making_graphs(), torch.no_grad():
-            compiled = torch.compile(function, backend=self._backend, dynamic=True, fullgraph=True)
-            return compiled(*inputs)
+            return torch.compile(function, backend=self, dynamic=True, fullgraph=True)(*inputs)
 
-    def _backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        self._change(graph)
-        graph.graph.lint()
-        graph.recompile()
-        self.graphs.append(graph)
-        return graph.forward
-
-    @property
     def targets(self) -> list[object]:
-        """What the graph calls, in order."""
+        """Return what the graph calls, in order."""
         [graph] = self.graphs
         return [node.target for node in graph.graph.nodes if node.op.startswith("call_")]
+
+
+def changing(change: Callable[[GraphModule], None]) -> Backend:
+    """Return the backend that runs graphs as ``change`` leaves them."""
+
+    def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        change(graph)
+        graph.graph.lint()
+        graph.recompile()
+        return graph.forward
+
+    return backend
