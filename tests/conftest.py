@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from support.cuda.flashinfer_on_host import compile_for_host, missing
+from support.cuda.runtime import HostRuntime
 
 from eaglegbv.cost_cache import FOLDER
 
@@ -31,3 +33,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def host_runtime(request: pytest.FixtureRequest) -> HostRuntime:
+    """CUDA's runtime with the host as its device; what is compiled for it is kept."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    return HostRuntime(request.config.cache.mkdir("cuda_on_host"))
+
+
+@pytest.fixture
+def on_host(host_runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRuntime]:
+    """FlashInfer's kernels, run on the host; they may touch no memory but that of tensors."""
+    compile_for_host(host_runtime, monkeypatch)
+    host_runtime.launched.clear()
+    monkeypatch.setattr(host_runtime, "checked", True)
+    yield host_runtime
+    assert host_runtime.launched  # or nothing was tested

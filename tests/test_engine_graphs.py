@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuda.flashinfer_on_host import HostKernels
+from support.cuda.runtime import HostRuntime
 from support.pretend_device import PretendDevice
 from support.static_stand import StandAttention
 from support.tape import TapeRecorder
 from support.tiny_engine import TinyEngine, tiny_engine
+from torch import Tensor
 
+from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
+from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle_head import Arch
 from eaglegbv.errors import InvalidArgument
@@ -86,8 +91,18 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     assert 'eaglegbv_graph_drafts_total{outcome="law hub"}' in metrics.exposition()
 
 
-@pytest.mark.usefixtures("any_pool")
-@pytest.mark.parametrize("name", ["iid, confident", "greedy", "fixed"])
+@pytest.fixture
+def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have short lists made as on a device: on a CPU by NumPy, of which a tape sees nothing."""
+
+    def most_likely(logits: Tensor, width: int) -> Tensor:
+        return logits.topk(width, dim=1).indices
+
+    monkeypatch.setattr("eaglegbv.drafters.draft_law._most_likely", most_likely)
+
+
+@pytest.mark.usefixtures("any_pool", "ranked_on_device")
+@pytest.mark.parametrize("name", SETTINGS)
 def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
     plan, params = SETTINGS[name]
@@ -95,10 +110,35 @@ def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
     taped = tiny_engine(slots=256, graphs=recorder, attention=StandAttention)
     found = taped.tokens(PROMPTS, params, plan)
     assert found == tiny_engine().tokens(PROMPTS, params, plan)
-    drafts = taped.engine.metrics.value(GRAPH_DRAFTS, "replayed")
+    replayed = (taped.engine.metrics.value(m, "replayed") for m in (GRAPH_DRAFTS, GRAPH_FORWARDS))
     # A recording each for 4, 2 and 1 requests at most, and for the rows of their trees.
     assert 2 <= recorder.recorded <= 9
-    assert drafts > recorder.recorded
+    assert sum(replayed) > 2 * recorder.recorded
+
+
+@pytest.mark.on_host
+@pytest.mark.usefixtures("ranked_on_device")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_recorded_kernels_commit_what_planned_ones_do(
+    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's own kernels: planned for a step, for padded ones, and before each replay.
+
+    A tape keeps of a launch what a graph does, the bytes of its arguments.
+    """
+    plan, params = SETTINGS[name]
+    monkeypatch.setattr(on_host, "checked", False)  # it costs more than the kernels
+
+    def attention(pool: KVPool) -> FlashInferPagedAttention:
+        return FlashInferPagedAttention(pool, HostKernels())
+
+    texts = []
+    for graphs in (GraphMode.OFF, GraphMode.EAGER, TapeRecorder(on_host)):
+        own = tiny_engine(
+            slots=256, graphs=graphs, attention=attention, dtype=torch.bfloat16, head_dim=64
+        )
+        texts.append(own.tokens(PROMPTS, params, plan))
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.usefixtures("any_pool")

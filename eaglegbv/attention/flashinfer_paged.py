@@ -50,6 +50,11 @@ _WORKSPACE_BYTES = 128 << 20
 _WORKSPACE_SLACK = 8 << 20
 """More than the least that they were found to need: they align parts of it."""
 
+PLAN_BYTES = 1 << 18
+"""What a plan of fixed sizes is given, on the device and the host each: some twelve bytes a tile of
+query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred of them.
+"""
+
 _WAVES, _TILE, _ROW_TILE = 2, 128, 16
 """Blocks a multiprocessor runs at once by FlashInfer's count, and the query rows of one: at most,
 and where requests have one query each.
@@ -73,9 +78,15 @@ class Wrapper(Protocol):
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
         """Attend."""
 
+    def reset_workspace_buffer(self, partial_results: Tensor, plans: Tensor) -> None:
+        """Use other memory from now on."""
+
 
 class Kernels(Protocol):
     """Makes wrappers; FlashInfer's, or a test's."""
+
+    def processors(self, device: torch.device) -> int:
+        """Return how many multiprocessors share the work; 0 where wrappers need no memory."""
 
     def prefill(self, workspace: Tensor) -> Wrapper:
         """Return a new wrapper for requests of several queries."""
@@ -108,6 +119,10 @@ class FlashInferKernels:
             raise InvalidArgument("attention", "flashinfer", expected) from error
         self._flashinfer = flashinfer
 
+    def processors(self, device: torch.device) -> int:
+        """See :meth:`Kernels.processors`."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
     def prefill(self, workspace: Tensor) -> Wrapper:
         """See :meth:`Kernels.prefill`; the FA2 kernels are those that read masks."""
         wrapper: Wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -136,7 +151,7 @@ class FlashInferKernels:
             mask_indptr_buf=buffers.mask_offsets,
             backend="fa2",
         )
-        return wrapper
+        return _of_small_plans(wrapper, workspace)
 
     def static_decode(
         self, workspace: Tensor, buffers: "RowBuffers", *, tensor_cores: bool
@@ -151,7 +166,13 @@ class FlashInferKernels:
             paged_kv_indices_buffer=buffers.key_slots,
             paged_kv_last_page_len_buffer=buffers.last_pages,
         )
-        return wrapper
+        return _of_small_plans(wrapper, workspace)
+
+
+def _of_small_plans(wrapper: Wrapper, workspace: Tensor) -> Wrapper:
+    """Take back from a wrapper what it has for plans of any size."""
+    wrapper.reset_workspace_buffer(workspace, workspace.new_empty(PLAN_BYTES))
+    return wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,14 +488,15 @@ class FlashInferPagedAttention(PagedAttention):
         Where more is needed than before, earlier wrappers keep what they were given.
         """
         device = self.pool.keys.device
-        if not self.pool.keys.is_cuda:  # stand-ins need none
+        processors = self._kernels.processors(device)
+        if not processors:
             return self._workspace
         kv_heads, head_dim, _ = self._sizes
         needed = workspace_bytes(
             heads,
             kv_heads,
             head_dim,
-            processors=torch.cuda.get_device_properties(device).multi_processor_count,
+            processors=processors,
             rows=rows,
             requests=requests,
             tile=tile,

@@ -4,18 +4,24 @@ On a CPU a stand-in reads plans as FlashInfer's kernels do (bits at ``q * keys +
 offset, little-endian; ``plan`` leaving bit offsets there), and attends by definition.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from support.cuda.flashinfer_on_host import HostKernels
+from support.cuda.runtime import HostRuntime
 from support.pretend_device import PretendDevice
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment, pack
+from eaglegbv.attention.base import PackedBatch, Segment, pack
+from eaglegbv.attention.branches import BranchShape
 from eaglegbv.attention.flashinfer_paged import (
     FlashInferKernels,
     FlashInferPagedAttention,
+    Kernels,
     PackedMasks,
+    Wrapper,
     check_pool,
     pack_bits,
     paged_attention,
@@ -24,14 +30,25 @@ from eaglegbv.attention.flashinfer_paged import (
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.graphs import Bucket
 
-HEADS, KV_HEADS, DIM, SLOTS, LAYERS = 4, 2, 64, 256, 2
+SLOTS, LAYERS = 256, 2
 SCALE = 0.11
 SHUFFLED = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0))
 PARENTS = [0, 0, 0, 1, 1, 2, 3]
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+@dataclass(frozen=True)
+class Sizes:
+    """What keys, values and queries are made of."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+SIZES = Sizes(heads=4, kv_heads=2, head_dim=64)
 
 
 def tree(first: int, context: int, nodes: int, *, old: int = 0) -> Segment:
@@ -84,7 +101,8 @@ class Stand:
             queries, indptr, indices, last, heads, kv_heads, dim, page = arguments
         for offsets in (queries, indptr, indices, last):
             assert offsets.dtype == torch.int32
-        assert (heads, kv_heads, dim, page) == (HEADS, KV_HEADS, DIM, 1)
+        assert Sizes(heads, kv_heads, dim) == SIZES
+        assert page == 1
         assert (last == 1).all()
         assert named["window_left"] == -1
         self.queries, self.indptr, self.indices, self.named = queries, indptr, indices, named
@@ -101,8 +119,8 @@ class Stand:
             rows = range(int(self.queries[b]), int(self.queries[b + 1]))
             for i, row in enumerate(rows):
                 seen = [k for k in range(len(own)) if self._sees(b, i, k, len(rows), len(own))]
-                for head in range(HEADS):
-                    kv_head = head // (HEADS // KV_HEADS)
+                for head in range(SIZES.heads):
+                    kv_head = head // (SIZES.heads // SIZES.kv_heads)
                     scores = keys[own[seen], kv_head] @ q[row, head].float()
                     scores = scores * self.named["sm_scale"]
                     if (cap := self.named["logits_soft_cap"]) is not None:
@@ -125,6 +143,9 @@ class StandKernels:
     def __init__(self) -> None:
         self.made: list[Stand] = []
 
+    def processors(self, device: torch.device) -> int:
+        return 0
+
     def prefill(self, workspace: Tensor) -> Stand:
         self.made.append(Stand("prefill"))
         return self.made[-1]
@@ -135,23 +156,27 @@ class StandKernels:
         return self.made[-1]
 
 
-def pools(device: str = "cpu", count: int = 2) -> list[KVPool]:
-    """Pools of the same random contents."""
+def pools(device: str = "cpu", *, sizes: Sizes = SIZES) -> list[KVPool]:
+    """Two pools of the same random contents."""
     made = []
-    for _ in range(count):
+    for _ in range(2):
         generator = torch.Generator().manual_seed(3)
-        pool = KVPool(LAYERS, SLOTS, KV_HEADS, DIM, torch.bfloat16, device)
+        pool = KVPool(LAYERS, SLOTS, sizes.kv_heads, sizes.head_dim, sizes.dtype, device)
         pool.keys.copy_(torch.randn(pool.keys.shape, generator=generator))
         pool.values.copy_(torch.randn(pool.values.shape, generator=generator))
         made.append(pool)
     return made
 
 
-def new_rows(rows: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+def new_rows(
+    rows: int, device: str = "cpu", *, sizes: Sizes = SIZES
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    shapes = ((rows, HEADS, DIM), (rows, KV_HEADS, DIM), (rows, KV_HEADS, DIM))
-    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    return tuple(part.to(device, torch.bfloat16) for part in (q, k, v))
+    q, k, v = (
+        torch.randn((rows, heads, sizes.head_dim), generator=generator).to(device, sizes.dtype)
+        for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+    )
+    return q, k, v
 
 
 def moved(segments: list[Segment], device: str) -> list[Segment]:
@@ -292,7 +317,7 @@ def test_sinks_are_counted_and_served_by_pytorch(caplog: pytest.LogCaptureFixtur
     attention = FlashInferPagedAttention(ours, StandKernels())
     batch = pack(BATCHES["ragged trees"])
     q, k, v = new_rows(batch.rows)
-    sinks = torch.linspace(-1, 1, HEADS)
+    sinks = torch.linspace(-1, 1, SIZES.heads)
     for _ in range(2):
         found = attention.attend(0, q, k, v, batch, scale=SCALE, sinks=sinks)
     expected = TorchPagedAttention(reference).attend(0, q, k, v, batch, scale=SCALE, sinks=sinks)
@@ -336,22 +361,143 @@ def test_a_pool_on_the_cpu_has_pytorchs_attention() -> None:
     assert isinstance(paged_attention(pools()[0]), TorchPagedAttention)
 
 
-@gpu
-@needs_gpu
+@dataclass(frozen=True)
+class Place:
+    """Where kernels run, and what makes their wrappers."""
+
+    device: str
+    kernels: Kernels
+
+
+@pytest.fixture
+def gpu() -> Place:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    pytest.importorskip("flashinfer")
+    return Place("cuda", FlashInferKernels())
+
+
+@pytest.fixture
+def host(on_host: HostRuntime) -> Place:
+    return Place("cpu", HostKernels())
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("host", marks=pytest.mark.on_host),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(request.param)
+    return found
+
+
+def check_kernels(place: Place, name: str, sizes: Sizes = SIZES, **scores: Any) -> None:
+    ours, reference = pools(place.device, sizes=sizes)
+    attention = FlashInferPagedAttention(ours, place.kernels)
+    expected_by = TorchPagedAttention(reference)
+    batch = pack(moved(BATCHES[name], place.device))
+    for layer in range(LAYERS):
+        q, k, v = new_rows(batch.rows, place.device, sizes=sizes)
+        found, expected = (
+            a.attend(layer, q, k, v, batch, scale=SCALE, **scores) for a in (attention, expected_by)
+        )
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", BATCHES)
 def test_kernels_agree_with_pytorchs_attention(
-    name: str, softcap: float | None, window: int | None
+    name: str, softcap: float | None, window: int | None, place: Place
 ) -> None:
-    pytest.importorskip("flashinfer")
-    ours, reference = pools("cuda")
-    attention, expected_by = FlashInferPagedAttention(ours), TorchPagedAttention(reference)
-    batch = pack(moved(BATCHES[name], "cuda"))
-    for layer in range(LAYERS):
-        q, k, v = new_rows(batch.rows, "cuda")
-        found, expected = (
-            a.attend(layer, q, k, v, batch, scale=SCALE, window=window, softcap=softcap)
-            for a in (attention, expected_by)
+    check_kernels(place, name, softcap=softcap, window=window)
+
+
+@pytest.mark.parametrize("name", ["ragged trees", "prompts", "plain decoding"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(8, 2, 64),  # decoded by the kernels of prompts
+        Sizes(16, 1, 128),
+        Sizes(4, 2, 256),
+        Sizes(4, 2, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_kernels_of_other_sizes_agree(name: str, sizes: Sizes, place: Place) -> None:
+    check_kernels(place, name, sizes)
+
+
+class Unmended(FlashInferPagedAttention):
+    """Leaves the offsets of masks as FlashInfer's plan does."""
+
+    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: Any) -> PackedMasks:
+        masks = super().plan_tree(wrapper, batch, kind)
+        assert wrapper._mask_indptr_buf is not None
+        return PackedMasks(masks.bits, wrapper._mask_indptr_buf)
+
+
+@pytest.mark.on_host
+def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(
+    host: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batch = pack(BATCHES["ragged trees"])
+    attention = Unmended(pools()[0], host.kernels)
+    with pytest.raises(RuntimeError):
+        attention.attend(0, *new_rows(batch.rows), batch, scale=SCALE)
+    assert "MemoryFault" in capfd.readouterr().err
+
+
+BUCKETS = [Bucket(1, 8), Bucket(1, 64), Bucket(4, 256), Bucket(16, 80), Bucket(128, 160)]
+
+
+def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
+    """Plan long and short batches, recorded and not, and the rows of drafts."""
+    for bucket in BUCKETS:
+        text = torch.arange(4000 // bucket.requests)
+        pads = leaves(text[:0], bucket.rows - bucket.requests)
+        batch = pack([*[leaves(text, 1)] * bucket.requests, pads])
+        static = attention.static(bucket, max_context=4096)
+        static.plan(batch)
+        shape = BranchShape(
+            requests=min(bucket.requests, 64),
+            branches=4,
+            levels=2,
+            max_context=4096,
+            heads=sizes.heads,
+            scale=SCALE,
         )
-        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+        attention.branches(shape).plan([text] * shape.requests)
+        for used in (attention, static):
+            used.attend(0, *new_rows(batch.rows, sizes=sizes), batch, scale=SCALE)
+
+
+def leaves(text: Tensor, count: int) -> Segment:
+    """``count`` nodes behind a text, each of which sees itself alone."""
+    nodes = torch.arange(count)
+    return Segment(
+        nodes, nodes + len(text), text, nodes, nodes + len(text), torch.eye(count, dtype=torch.bool)
+    )
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize(
+    "sizes", [Sizes(32, 8, 128), Sizes(64, 8, 128), Sizes(32, 2, 128)], ids=str
+)
+def test_wrappers_have_the_room_that_flashinfer_plans_with(
+    sizes: Sizes, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H100's multiprocessors; FlashInfer's plan refuses to go beyond what it was given."""
+    monkeypatch.setattr(on_host, "running", False)
+    pool = KVPool(1, 4096, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+    plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
+    for name, less in {
+        "workspace_bytes": lambda *given, **named: workspace_bytes(*given, **named) // 2,
+        "PLAN_BYTES": 1 << 10,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"eaglegbv.attention.flashinfer_paged.{name}", less)
+            with pytest.raises(RuntimeError, match="overflow"):
+                plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)

@@ -118,6 +118,9 @@ class StandKernels:
         self.trees: list[StaticStand] = []
         self.rows: list[RowStand] = []
 
+    def processors(self, device: torch.device) -> int:
+        return 0
+
     def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> StaticStand:
         self.trees.append(StaticStand(buffers, self.most_keys))
         return self.trees[-1]

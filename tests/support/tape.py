@@ -9,7 +9,8 @@ Graphs share the memory of what they compute: a replay may leave anything in the
 Here it leaves nonsense.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eaglegbv.graphs import Recorder, Work
+from support.cuda.runtime import HostRuntime
 from support.watch import HOST_READS
 
 
@@ -50,6 +52,10 @@ class Tape(TorchDispatchMode):
             self._steps.append((func, args, kwargs, fresh))
         return result
 
+    def note(self, work: Callable[[], None]) -> None:
+        """Have work done by replays that is no tensor operation."""
+        self._steps.append((work, (), {}, []))
+
     def spoil(self, results: tuple[Tensor, ...]) -> None:
         """Overwrite those of ``results`` that were computed on the tape."""
         made = {out.untyped_storage()._cdata for step in self._steps for out in step[3]}
@@ -71,19 +77,24 @@ def is_tensor(value: object) -> bool:
 
 
 class TapeRecorder(Recorder):
-    """Records tapes."""
+    """Records tapes.
+
+    With a runtime, kernels launched on it are recorded too: as a graph does it, with the bytes of
+    their arguments.
+    """
 
     needs_device = True
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: HostRuntime | None = None) -> None:
         self.recorded = 0
+        self._runtime = runtime
         self.made: list[tuple[Tape, tuple[Tensor, ...]]] = []
 
     def record(self, work: Work) -> Work:
         work()  # as with a graph: what is prepared once is prepared outside
         self.recorded += 1
         tape = Tape()
-        with torch.no_grad(), tape:
+        with torch.no_grad(), self._launches_on(tape), tape:
             results = work()
         self.made.append((tape, results))
 
@@ -96,3 +107,12 @@ class TapeRecorder(Recorder):
             return results
 
         return replay
+
+    @contextmanager
+    def _launches_on(self, tape: Tape) -> Iterator[None]:
+        if self._runtime is None:
+            yield
+            return
+        self._runtime.listener = lambda launched: tape.note(launched.run)
+        yield
+        self._runtime.listener = None

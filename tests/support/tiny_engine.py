@@ -68,6 +68,7 @@ def tiny_engine(
     quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
     dtype: torch.dtype = torch.float32,
+    head_dim: int = HEAD_DIM,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -75,7 +76,7 @@ def tiny_engine(
     The verifiers alone are compiled. Further settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
-    model = _model(vocab, sharpness)
+    model = _model(vocab, sharpness, head_dim)
     features = (
         FeatureSpec.final()
         if arch is Arch.EAGLE1
@@ -83,8 +84,8 @@ def tiny_engine(
     )
     own = _model_copy(model).to(dtype).to(device)
     target = HFTarget(own, features=features, max_slots=slots, graphs=graphs, attention=attention)
-    pool = KVPool(1, slots + 1, 2, HEAD_DIM, dtype, torch.device(device))
-    head = _head(target, vocab, arch).to(dtype).to(device)
+    pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
+    head = _head(target, vocab, arch, head_dim).to(dtype).to(device)
     drafter = EagleDrafter(
         head, attention(pool), quantization=quantization, graphs=graphs, max_context=256
     )
@@ -93,7 +94,7 @@ def tiny_engine(
     return TinyEngine(engine, model, target)
 
 
-def _model(vocab: int, sharpness: float) -> LlamaForCausalLM:
+def _model(vocab: int, sharpness: float, head_dim: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=WIDTH,
@@ -101,7 +102,7 @@ def _model(vocab: int, sharpness: float) -> LlamaForCausalLM:
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         initializer_range=0.3,
@@ -121,7 +122,7 @@ def _model_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.eval()
 
 
-def _head(target: HFTarget, vocab: int, arch: Arch) -> EagleHead:
+def _head(target: HFTarget, vocab: int, arch: Arch, head_dim: int) -> EagleHead:
     config = EagleHeadConfig(
         arch=arch,
         hidden_size=WIDTH,
@@ -129,7 +130,7 @@ def _head(target: HFTarget, vocab: int, arch: Arch) -> EagleHead:
         intermediate_size=48,
         num_heads=2,
         num_kv_heads=2,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=vocab,
         feature_layers=() if arch is Arch.EAGLE1 else default_feature_layers(LAYERS),

@@ -1,0 +1,153 @@
+"""Takes the place of CUDA's runtime in this process, and runs on the host what is launched."""
+
+import ctypes
+import gc
+import os
+import re
+import shutil
+import subprocess
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from support.ptx.lanes import Launch, Ranges
+from support.ptx.program import Program
+from support.ptx.text import Kernel, parse
+
+PROCESSORS = 132
+"""Multiprocessors of an H100."""
+
+_Launcher = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint * 3),
+    ctypes.POINTER(ctypes.c_uint * 3),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_uint64,
+)
+_SOURCE = Path(__file__).with_name("runtime.c")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch with the bytes of its arguments: what a CUDA graph keeps of it."""
+
+    program: Program
+    launch: Launch
+
+    def run(self) -> None:
+        """Run it, or run it again."""
+        self.program.run(self.launch)
+
+
+class HostRuntime:
+    """Stands in for ``libcudart`` and ``libcuda``, by their names, for libraries loaded later.
+
+    Attributes:
+        folder: Where the two are, to link with, and room for what is compiled for them.
+        launched: Kernels by how often each was launched.
+        listener: Told of every launch, if it is set.
+        checked: Whether kernels may touch nothing but the memory of living tensors.
+        running: Whether kernels run; else launches are counted, and nothing more.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Compile and load it.
+
+        Args:
+            folder: One that exists.
+        """
+        self.folder = folder
+        self.launched: Counter[str] = Counter()
+        self.listener: Callable[[Launched], None] | None = None
+        self.checked = False
+        self.running = True
+        self._modules: dict[int, dict[str, Kernel]] = {}
+        self._programs: dict[tuple[int, str], Program] = {}
+        library = _load(folder, "cudart", "libcudart.so.13", _SOURCE)
+        _load(folder, "cuda", "libcuda.so.1", Path("/dev/null"))  # linked with, and not called
+        self._launcher = _Launcher(self._launch)  # kept: the library has no hold on it
+        library.host_device(self._launcher, PROCESSORS)
+
+    def _launch(
+        self, name: bytes, module: int, grid: ..., block: ..., arguments: ..., shared: int
+    ) -> int:
+        """Run a kernel; an error goes to the library as a status, since none can pass through C."""
+        try:
+            program = self._program(module, name.decode())
+            launch = Launch(
+                tuple(grid.contents),
+                tuple(block.contents),
+                _argument_bytes(program.kernel, arguments),
+                shared,
+            )
+            self.launched[name.decode()] += 1
+            if self.listener is not None:
+                self.listener(Launched(program, launch))
+            if self.running:
+                program.run(launch, memory_of_tensors() if self.checked else None)
+        except Exception:  # noqa: BLE001  goes on as a status
+            traceback.print_exc()
+            return 1
+        return 0
+
+    def _program(self, module: int, name: str) -> Program:
+        program = self._programs.get((module, name))
+        if program is None:
+            if module not in self._modules:
+                self._modules[module] = _kernels(module)
+            program = self._programs[module, name] = Program(self._modules[module][name])
+        return program
+
+
+def memory_of_tensors() -> Ranges:
+    """Return the memory of all living tensors."""
+    storages = {
+        (storage.data_ptr(), storage.nbytes())
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), torch.Tensor) and tensor.layout is torch.strided
+        for storage in [tensor.untyped_storage()]
+    }
+    starts, sizes = np.array(sorted(storages), np.uint64).reshape(-1, 2).T
+    return Ranges(np.ascontiguousarray(starts), starts + sizes)
+
+
+def _load(folder: Path, name: str, soname: str, source: Path) -> ctypes.CDLL:
+    """Compile a stand-in under the name and version that libraries ask for, and load it."""
+    versions = folder / f"{name}.map"
+    versions.write_text(f"{soname} {{ global: *; }};\n")
+    linking = f"-Wl,--version-script={versions},-soname,{soname}"
+    # Others may be loading the file of before.
+    fresh = folder / f"{soname}.{os.getpid()}"
+    command = ["gcc", "-O2", "-shared", "-fPIC", linking, "-o", str(fresh), "-x", "c"]
+    subprocess.run([*command, str(source)], check=True)
+    for library in (folder / soname, folder / f"lib{name}.so"):
+        shutil.copyfile(fresh, fresh.with_suffix(".copy"))
+        fresh.with_suffix(".copy").replace(library)
+    fresh.unlink()
+    return ctypes.CDLL(str(folder / soname), mode=ctypes.RTLD_GLOBAL)
+
+
+def _argument_bytes(kernel: Kernel, arguments: ...) -> bytes:
+    found = bytearray(kernel.parameter_bytes)
+    for place, span in enumerate(kernel.parameters.values()):
+        found[span.offset : span.offset + span.size] = ctypes.string_at(arguments[place], span.size)
+    return bytes(found)
+
+
+def _kernels(module: int) -> dict[str, Kernel]:
+    """Read the PTX out of a module: texts that end with a zero, behind a header with its size."""
+    header = int.from_bytes(ctypes.string_at(module + 6, 2), "little")
+    size = int.from_bytes(ctypes.string_at(module + 8, 8), "little")
+    data = ctypes.string_at(module, header + size)
+    found: dict[str, Kernel] = {}
+    for start in re.finditer(rb"\.version \d", data):
+        text = data[start.start() : data.index(b"\0", start.start())]
+        found |= parse(text.decode())
+    return found
