@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuda.flashinfer_on_host import HostKernels
-from support.cuda.runtime import HostRuntime
+from support.cuda.runtime import HostRuntime, Launched
 from support.pretend_device import PretendDevice
 from support.static_stand import StandAttention
 from support.tape import TapeRecorder
@@ -91,6 +91,11 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     assert 'eaglegbv_graph_drafts_total{outcome="law hub"}' in metrics.exposition()
 
 
+def replays(tiny: TinyEngine) -> float:
+    metrics = tiny.engine.metrics
+    return sum(metrics.value(kind, "replayed") for kind in (GRAPH_DRAFTS, GRAPH_FORWARDS))
+
+
 @pytest.fixture
 def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have short lists made as on a device: on a CPU by NumPy, of which a tape sees nothing."""
@@ -110,35 +115,39 @@ def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
     taped = tiny_engine(slots=256, graphs=recorder, attention=StandAttention)
     found = taped.tokens(PROMPTS, params, plan)
     assert found == tiny_engine().tokens(PROMPTS, params, plan)
-    replayed = (taped.engine.metrics.value(m, "replayed") for m in (GRAPH_DRAFTS, GRAPH_FORWARDS))
     # A recording each for 4, 2 and 1 requests at most, and for the rows of their trees.
     assert 2 <= recorder.recorded <= 9
-    assert sum(replayed) > 2 * recorder.recorded
+    assert replays(taped) > 2 * recorder.recorded
 
 
 @pytest.mark.on_host
 @pytest.mark.usefixtures("ranked_on_device")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "lengths"), [*((name, (6, 3, 9)) for name in SETTINGS), ("fixed", (210, 150, 180))]
+)
 def test_recorded_kernels_commit_what_planned_ones_do(
-    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+    name: str, lengths: tuple[int, ...], on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlashInfer's own kernels: planned for a step, for padded ones, and before each replay.
 
     A tape keeps of a launch what a graph does, the bytes of its arguments.
     """
     plan, params = SETTINGS[name]
-    monkeypatch.setattr(on_host, "checked", False)  # it costs more than the kernels
+    prompts = [[(7 * i + n) % 16 for i in range(n)] for n in lengths]
+    monkeypatch.setattr(on_host, "on_launch", Launched.run)  # to check takes longer than to run
 
     def attention(pool: KVPool) -> FlashInferPagedAttention:
         return FlashInferPagedAttention(pool, HostKernels())
 
-    texts = []
-    for graphs in (GraphMode.OFF, GraphMode.EAGER, TapeRecorder(on_host)):
+    recorder, found = TapeRecorder(on_host), []
+    for graphs in (GraphMode.OFF, GraphMode.EAGER, recorder):
         own = tiny_engine(
-            slots=256, graphs=graphs, attention=attention, dtype=torch.bfloat16, head_dim=64
+            slots=1024, graphs=graphs, attention=attention, dtype=torch.bfloat16, head_dim=64
         )
-        texts.append(own.tokens(PROMPTS, params, plan))
-    assert texts[0] == texts[1] == texts[2]
+        found.append(own.tokens(prompts, params, plan))
+    assert found[0] == found[1] == found[2]
+    assert on_host.launched
+    assert replays(own) > 2 * recorder.recorded > 2
 
 
 @pytest.mark.usefixtures("any_pool")

@@ -44,6 +44,11 @@ HEAD_DIMS = frozenset({64, 128, 256})
 
 DTYPES = frozenset({torch.float16, torch.bfloat16})
 
+_BACKEND = "fa2"
+"""The kernels that read masks. Left to choose, FlashInfer 0.7 decodes by cuDNN at times, which has
+neither these plans nor this memory.
+"""
+
 _WORKSPACE_BYTES = 128 << 20
 """Least of what wrappers are given for partial results."""
 
@@ -86,7 +91,7 @@ class Kernels(Protocol):
     """Makes wrappers; FlashInfer's, or a test's."""
 
     def processors(self, device: torch.device) -> int:
-        """Return how many multiprocessors share the work; 0 where wrappers need no memory."""
+        """Return how many multiprocessors share the work."""
 
     def prefill(self, workspace: Tensor) -> Wrapper:
         """Return a new wrapper for requests of several queries."""
@@ -124,16 +129,16 @@ class FlashInferKernels:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def prefill(self, workspace: Tensor) -> Wrapper:
-        """See :meth:`Kernels.prefill`; the FA2 kernels are those that read masks."""
+        """See :meth:`Kernels.prefill`."""
         wrapper: Wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend="fa2"
+            workspace, "NHD", backend=_BACKEND
         )
         return wrapper
 
     def decode(self, workspace: Tensor, *, tensor_cores: bool) -> Wrapper:
         """See :meth:`Kernels.decode`."""
         wrapper: Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=tensor_cores
+            workspace, "NHD", use_tensor_cores=tensor_cores, backend=_BACKEND
         )
         return wrapper
 
@@ -149,7 +154,7 @@ class FlashInferKernels:
             paged_kv_last_page_len_buf=buffers.last_pages,
             custom_mask_buf=buffers.mask,
             mask_indptr_buf=buffers.mask_offsets,
-            backend="fa2",
+            backend=_BACKEND,
         )
         return _of_small_plans(wrapper, workspace)
 
@@ -162,6 +167,7 @@ class FlashInferKernels:
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=tensor_cores,
+            backend=_BACKEND,
             paged_kv_indptr_buffer=buffers.key_offsets,
             paged_kv_indices_buffer=buffers.key_slots,
             paged_kv_last_page_len_buffer=buffers.last_pages,
@@ -488,15 +494,12 @@ class FlashInferPagedAttention(PagedAttention):
         Where more is needed than before, earlier wrappers keep what they were given.
         """
         device = self.pool.keys.device
-        processors = self._kernels.processors(device)
-        if not processors:
-            return self._workspace
         kv_heads, head_dim, _ = self._sizes
         needed = workspace_bytes(
             heads,
             kv_heads,
             head_dim,
-            processors=processors,
+            processors=self._kernels.processors(device),
             rows=rows,
             requests=requests,
             tile=tile,

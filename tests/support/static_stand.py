@@ -119,7 +119,7 @@ class StandKernels:
         self.rows: list[RowStand] = []
 
     def processors(self, device: torch.device) -> int:
-        return 0
+        return 1
 
     def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> StaticStand:
         self.trees.append(StaticStand(buffers, self.most_keys))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eaglegbv.graphs import Recorder, Work
-from support.cuda.runtime import HostRuntime
+from support.cuda.runtime import HostRuntime, Launched
 from support.watch import HOST_READS
 
 
@@ -113,6 +113,14 @@ class TapeRecorder(Recorder):
         if self._runtime is None:
             yield
             return
-        self._runtime.listener = lambda launched: tape.note(launched.run)
-        yield
-        self._runtime.listener = None
+        before = self._runtime.on_launch
+
+        def keep(launched: Launched) -> None:
+            tape.note(launched.run)
+            before(launched)
+
+        self._runtime.on_launch = keep
+        try:
+            yield
+        finally:
+            self._runtime.on_launch = before

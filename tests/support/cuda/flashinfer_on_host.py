@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,15 @@ def compile_for_host(runtime: HostRuntime, patch: pytest.MonkeyPatch) -> None:
         runtime: In whose folder the results are kept.
         patch: Undoes it.
     """
-    folder = runtime.folder
-    header = folder / "on_host.h"
-    if not header.exists():  # a newer one would have everything compiled again
+    patch.setattr(torch, "empty", _unpinned(torch.empty))
+    header = runtime.folder / "on_host.h"
+    if not header.exists() or header.read_text() != _HEADER:  # a new one has all compiled again
         header.write_text(_HEADER)
     settings = {
-        "FLASHINFER_WORKSPACE_BASE": folder,
+        "FLASHINFER_WORKSPACE_BASE": runtime.folder,
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         "FLASHINFER_EXTRA_CUDAFLAGS": f"-include {header} -Xfatbin -compress=false",
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}",
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{runtime.folder}",
     }
     if not ("CUDA_HOME" in os.environ or shutil.which("nvcc")):
         settings["CUDA_HOME"] = _packaged_cuda()
@@ -71,12 +72,12 @@ def compile_for_host(runtime: HostRuntime, patch: pytest.MonkeyPatch) -> None:
         patch.setenv(name, str(value))
     # Should FlashInfer have been imported before: its folders are settled by then.
     places = importlib.import_module("flashinfer.jit.env")
+    folder = runtime.folder / version("flashinfer-python")
     patch.setattr(places, "FLASHINFER_JIT_DIR", folder / "compiled")
     patch.setattr(places, "FLASHINFER_GEN_SRC_DIR", folder / "generated")
     context = importlib.import_module("flashinfer.compilation_context").CompilationContext
     flags = ["-gencode=arch=compute_90a,code=compute_90a", *context.COMMON_NVCC_FLAGS]
     patch.setattr(context, "get_nvcc_flags_list", lambda self, *_, **__: flags)
-    patch.setattr(torch, "empty", _unpinned(torch.empty))
 
 
 def _unpinned(empty: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,18 +2,20 @@
 
 import ctypes
 import gc
-import os
 import re
 import shutil
 import subprocess
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from support.ptx.lanes import Launch, Ranges
 from support.ptx.program import Program
@@ -45,6 +47,10 @@ class Launched:
         """Run it, or run it again."""
         self.program.run(self.launch)
 
+    def run_within_tensors(self) -> None:
+        """Run it; it may touch no memory but that of living tensors."""
+        self.program.run(self.launch, memory_of_tensors())
+
 
 class HostRuntime:
     """Stands in for ``libcudart`` and ``libcuda``, by their names, for libraries loaded later.
@@ -52,9 +58,9 @@ class HostRuntime:
     Attributes:
         folder: Where the two are, to link with, and room for what is compiled for them.
         launched: Kernels by how often each was launched.
-        listener: Told of every launch, if it is set.
-        checked: Whether kernels may touch nothing but the memory of living tensors.
-        running: Whether kernels run; else launches are counted, and nothing more.
+        on_launch: What becomes of a launch.
+        faults: What went wrong in kernels; the library that launched them was told no more than
+            that something did.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,9 +71,9 @@ class HostRuntime:
         """
         self.folder = folder
         self.launched: Counter[str] = Counter()
-        self.listener: Callable[[Launched], None] | None = None
-        self.checked = False
-        self.running = True
+        self.on_launch: Callable[[Launched], None] = Launched.run
+        self.faults: list[BaseException] = []
+        # By address: nothing that was loaded is ever unloaded.
         self._modules: dict[int, dict[str, Kernel]] = {}
         self._programs: dict[tuple[int, str], Program] = {}
         library = _load(folder, "cudart", "libcudart.so.13", _SOURCE)
@@ -76,24 +82,17 @@ class HostRuntime:
         library.host_device(self._launcher, PROCESSORS)
 
     def _launch(
-        self, name: bytes, module: int, grid: ..., block: ..., arguments: ..., shared: int
+        self, name: bytes, module: int, grid: Any, block: Any, arguments: Any, shared_bytes: int
     ) -> int:
-        """Run a kernel; an error goes to the library as a status, since none can pass through C."""
+        """Run a kernel, given as C gives it, and return a status: no error passes through C."""
         try:
             program = self._program(module, name.decode())
-            launch = Launch(
-                tuple(grid.contents),
-                tuple(block.contents),
-                _argument_bytes(program.kernel, arguments),
-                shared,
-            )
+            sizes = tuple(grid.contents), tuple(block.contents)
+            launch = Launch(*sizes, _argument_bytes(program.kernel, arguments), shared_bytes)
             self.launched[name.decode()] += 1
-            if self.listener is not None:
-                self.listener(Launched(program, launch))
-            if self.running:
-                program.run(launch, memory_of_tensors() if self.checked else None)
-        except Exception:  # noqa: BLE001  goes on as a status
-            traceback.print_exc()
+            self.on_launch(Launched(program, launch))
+        except BaseException as error:  # noqa: BLE001  kept, and told as a status
+            self.faults.append(error)
             return 1
         return 0
 
@@ -107,11 +106,12 @@ class HostRuntime:
 
 
 def memory_of_tensors() -> Ranges:
-    """Return the memory of all living tensors."""
+    """Return the memory of all living tensors, those of plans on the host among them."""
     storages = {
         (storage.data_ptr(), storage.nbytes())
         for tensor in gc.get_objects()
-        if issubclass(type(tensor), torch.Tensor) and tensor.layout is torch.strided
+        if type(tensor) in (Tensor, Parameter)  # compilers keep some that have no memory
+        and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
         for storage in [tensor.untyped_storage()]
     }
     starts, sizes = np.array(sorted(storages), np.uint64).reshape(-1, 2).T
@@ -120,21 +120,18 @@ def memory_of_tensors() -> Ranges:
 
 def _load(folder: Path, name: str, soname: str, source: Path) -> ctypes.CDLL:
     """Compile a stand-in under the name and version that libraries ask for, and load it."""
-    versions = folder / f"{name}.map"
-    versions.write_text(f"{soname} {{ global: *; }};\n")
-    linking = f"-Wl,--version-script={versions},-soname,{soname}"
-    # Others may be loading the file of before.
-    fresh = folder / f"{soname}.{os.getpid()}"
-    command = ["gcc", "-O2", "-shared", "-fPIC", linking, "-o", str(fresh), "-x", "c"]
-    subprocess.run([*command, str(source)], check=True)
-    for library in (folder / soname, folder / f"lib{name}.so"):
-        shutil.copyfile(fresh, fresh.with_suffix(".copy"))
-        fresh.with_suffix(".copy").replace(library)
-    fresh.unlink()
+    with TemporaryDirectory(dir=folder) as own:  # others may be loading the file of before
+        versions, fresh = Path(own, "versions"), Path(own, soname)
+        versions.write_text(f"{soname} {{ global: *; }};\n")
+        linking = f"-Wl,--version-script={versions},-soname,{soname}"
+        command = ["gcc", "-O2", "-shared", "-fPIC", linking, "-o", str(fresh), "-x", "c"]
+        subprocess.run([*command, str(source)], check=True)
+        shutil.copyfile(fresh, Path(own, "copy")).replace(folder / f"lib{name}.so")
+        fresh.replace(folder / soname)
     return ctypes.CDLL(str(folder / soname), mode=ctypes.RTLD_GLOBAL)
 
 
-def _argument_bytes(kernel: Kernel, arguments: ...) -> bytes:
+def _argument_bytes(kernel: Kernel, arguments: Any) -> bytes:
     found = bytearray(kernel.parameter_bytes)
     for place, span in enumerate(kernel.parameters.values()):
         found[span.offset : span.offset + span.size] = ctypes.string_at(arguments[place], span.size)

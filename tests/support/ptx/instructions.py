@@ -7,17 +7,18 @@ import numpy as np
 from support.ptx.arithmetic import OPERATIONS, arithmetic
 from support.ptx.lanes import WARP, Array, Lanes
 from support.ptx.matrices import MATRICES
-from support.ptx.text import Address, Instruction, Name, Number, Register
+from support.ptx.text import Address, Instruction, Number, Register
 from support.ptx.values import (
     Operands,
     Read,
     Step,
     bf16_of_float,
-    bits_of,
     float_of_bf16,
+    flush,
     number_type,
 )
 
+_COPIED = 16
 _COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -26,8 +27,6 @@ _COMPARISONS = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_TRUTH = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-_ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def meaning(instruction: Instruction, operands: Operands) -> Step:
@@ -46,13 +45,9 @@ def meaning(instruction: Instruction, operands: Operands) -> Step:
     place, negated = guard.register.place, guard.negated
 
     def guarded(lanes: Lanes) -> None:
-        before = lanes.active, lanes.all_active
-        allowed = lanes.registers[place] != negated
-        lanes.active = lanes.active & allowed
-        if lanes.active.any():
-            lanes.all_active = bool(lanes.active.all())
-            step(lanes)
-        lanes.active, lanes.all_active = before
+        with lanes.only(lanes.registers[place] != negated):
+            if lanes.active.any():
+                step(lanes)
 
     return guarded
 
@@ -68,14 +63,24 @@ def _unguarded(instruction: Instruction, operands: Operands) -> Step:
     raise NotImplementedError(head)
 
 
+def _said(instruction: Instruction, *known: str) -> set[str]:
+    """Return what is said between an instruction's name and its type.
+
+    Raises:
+        NotImplementedError: Something that is not known here.
+    """
+    said = set(instruction.name[1:-1])
+    if not said <= set(known):
+        raise NotImplementedError(f"{said - set(known)}")
+    return said
+
+
 def _nothing(instruction: Instruction, operands: Operands) -> Step:
-    """Order among kernels or in memory, which are in order here."""
+    """Order among kernels, which are in order here."""
     return lambda lanes: None
 
 
 def _barrier(instruction: Instruction, operands: Operands) -> Step:
-    if instruction.name[1] == "warp":
-        return _nothing(instruction, operands)
     if instruction.name[1:] != ("sync",) or len(instruction.operands) != 1:
         raise NotImplementedError("barrier of some of the threads")
     return Lanes.barrier
@@ -83,10 +88,10 @@ def _barrier(instruction: Instruction, operands: Operands) -> Step:
 
 def _move(instruction: Instruction, operands: Operands) -> Step:
     to, source = instruction.operands
-    kind = instruction.type
     if isinstance(to, tuple) or isinstance(source, tuple):
         return _repack(instruction, operands)
-    read, write = operands.read(source, kind), operands.write(to)
+    _said(instruction, "to", "global")  # what is global has the same address as any
+    read, write = operands.read(source, instruction.type), operands.write(to)
     return lambda lanes: write(lanes, read(lanes))
 
 
@@ -96,51 +101,35 @@ def _repack(instruction: Instruction, operands: Operands) -> Step:
     whole = number_type(instruction.type)
     half = np.dtype(f"u{whole.itemsize // 2}")
     if isinstance(source, tuple):
-        low, high = (operands.read(part, f"u{half.itemsize * 8}") for part in source)
+        parts = [operands.read(part, f"u{half.itemsize * 8}") for part in source]
         write = operands.write(to)
-
-        def pack(lanes: Lanes) -> None:
-            parts = np.stack([lanes.wide(low(lanes)), lanes.wide(high(lanes))], 1)
-            write(lanes, parts.view(whole)[:, 0])
-
-        return pack
+        return lambda lanes: write(lanes, _joined([part(lanes) for part in parts], lanes, whole))
     read = operands.read(source, instruction.type)
     writes = [operands.write(part) for part in operands.several(to)]
 
     def unpack(lanes: Lanes) -> None:
-        parts = np.ascontiguousarray(read(lanes)).view(half).reshape(-1, 2)
+        found = np.ascontiguousarray(read(lanes)).view(half).reshape(-1, 2)
         for place, write in enumerate(writes):
-            write(lanes, parts[:, place])
+            write(lanes, found[:, place])
 
     return unpack
 
 
-def _to_generic(instruction: Instruction, operands: Operands) -> Step:
-    if "shared" in instruction.name or "local" in instruction.name:
-        raise NotImplementedError("generic addresses of such memory")
-    return _move(instruction, operands)
-
-
-def _address(operand: object, space: str, size: int, operands: Operands) -> Read:
-    """Return what reads addresses of ``size`` bytes, checked."""
-    assert isinstance(operand, Address), operand
-    narrow = isinstance(operand.base, Register) and operand.base.dtype.itemsize == 4
-    read = operands.read(operand.base, "u32" if narrow else "u64")
-    offset = np.array([operand.offset % (1 << 64)], np.uint64)
-    check = Lanes.shared if space == "shared" else Lanes.global_
-    return lambda lanes: check(lanes, read(lanes).astype(np.uint64) + offset, size)
+def _joined(halves: list[Array], lanes: Lanes, whole: np.dtype) -> Array:
+    return np.stack([lanes.wide(half) for half in halves], 1).view(whole)[:, 0]
 
 
 def _load(instruction: Instruction, operands: Operands) -> Step:
+    said = _said(instruction, "param", "shared", "global", "nc", "ca", "v2", "v4")
     to, source = instruction.operands
     dtype = number_type(instruction.type)
     writes = [operands.write(part) for part in operands.several(to)]
     size = dtype.itemsize * len(writes)
-    if "param" in instruction.name:
+    if "param" in said:
         found = _parameter(source, size, operands)
     else:
-        space = "shared" if "shared" in instruction.name else "global"
-        address = _address(source, space, size, operands)
+        space = "shared" if "shared" in said else "global"
+        address = operands.address(source, space, size)
 
         def found(lanes: Lanes) -> Array:
             return lanes.load(address(lanes), size)
@@ -166,12 +155,12 @@ def _parameter(source: object, size: int, operands: Operands) -> Read:
 
 
 def _store(instruction: Instruction, operands: Operands) -> Step:
+    said = _said(instruction, "shared", "global", "v2", "v4")
     to, source = instruction.operands
     dtype = number_type(instruction.type)
     reads = [operands.read(part, instruction.type) for part in operands.several(source)]
-    size = dtype.itemsize * len(reads)
-    space = "shared" if "shared" in instruction.name else "global"
-    address = _address(to, space, size, operands)
+    space = "shared" if "shared" in said else "global"
+    address = operands.address(to, space, dtype.itemsize * len(reads))
 
     def store(lanes: Lanes) -> None:
         values = np.stack([lanes.wide(read(lanes)) for read in reads], 1)
@@ -181,49 +170,51 @@ def _store(instruction: Instruction, operands: Operands) -> Step:
 
 
 def _copy(instruction: Instruction, operands: Operands) -> Step:
-    """``cp.async``: done at once; how many of its bytes are read is its fourth operand."""
-    if instruction.name[2] in ("commit_group", "wait_group", "wait_all"):
+    """``cp.async``, done at once, whoever waits for it; zeros stand in for what is not read."""
+    if instruction.name[2] in ("commit_group", "wait_group"):
         return _nothing(instruction, operands)
-    to, source, length, *read_bytes = instruction.operands
-    assert isinstance(length, Number), instruction.text
-    size = int(length.value)
-    written = _address(to, "shared", size, operands)
-    read = _address(source, "global", size, operands)
-    given = operands.read(read_bytes[0] if read_bytes else length, "u32")
+    if instruction.name[:5] != ("cp", "async", "cg", "shared", "global"):
+        raise NotImplementedError("another copy")
+    to, source, size, *given = instruction.operands
+    if size != Number(_COPIED) or not all(_is_count(some) for some in given):
+        raise NotImplementedError("another size, or a policy")
+    written = operands.address(to, "shared", _COPIED)
+    read = operands.address(source, "global", _COPIED)
+    count = operands.read(given[0] if given else size, "u32")
 
     def copy(lanes: Lanes) -> None:
-        before = lanes.active, lanes.all_active
-        some = lanes.wide(given(lanes))
-        lanes.active, lanes.all_active = before[0] & (some > 0), False
-        found = lanes.load(read(lanes), size)
-        lanes.active = before[0]
-        found[np.arange(size) >= some[:, None]] = 0
-        lanes.store(written(lanes), found)
-        lanes.active, lanes.all_active = before
+        some = lanes.wide(count(lanes))
+        with lanes.only(some > 0):
+            found = lanes.load(read(lanes), _COPIED)
+        lanes.store(written(lanes), found * (np.arange(_COPIED) < some[:, None]))
 
     return copy
+
+
+def _is_count(operand: object) -> bool:
+    if isinstance(operand, Register):  # predicates and policies have other widths
+        return operand.dtype.itemsize == 4
+    return isinstance(operand, Number)
 
 
 def _compare(instruction: Instruction, operands: Operands) -> Step:
     name = instruction.name[1]
     unordered = len(name) == 3  # neu, ltu ...: true of what is no number
+    said = _said(instruction, name, "ftz")
+    if name[:2] not in _COMPARISONS or name[2:] not in ("", "u"):
+        raise NotImplementedError(name)
     compare = _COMPARISONS[name[:2]]
-    truth = next((_TRUTH[part] for part in instruction.name[2:-1] if part in _TRUTH), None)
-    if isinstance(instruction.operands[0], Name):
-        raise NotImplementedError("two predicates")
-    write = operands.write(instruction.operands[0])
-    left, right = (operands.read(part, instruction.type) for part in instruction.operands[1:3])
-    also = operands.read(instruction.operands[3], "pred") if truth else None
-    is_float = number_type(instruction.type).kind == "f"
+    to, *sources = instruction.operands
+    write = operands.write(to)
+    left, right = (operands.read(part, instruction.type) for part in sources)
+    flushed = flush if "ftz" in said else np.asarray
 
     def step(lanes: Lanes) -> None:
-        a, b = left(lanes), right(lanes)
+        a, b = flushed(left(lanes)), flushed(right(lanes))
         found = compare(a, b)
-        if is_float:
+        if a.dtype.kind == "f":
             no_number = np.isnan(a) | np.isnan(b)
             found = found | no_number if unordered else found & ~no_number
-        if truth is not None and also is not None:
-            found = truth(found, also(lanes))
         write(lanes, found)
 
     return step
@@ -232,95 +223,66 @@ def _compare(instruction: Instruction, operands: Operands) -> Step:
 def _select(instruction: Instruction, operands: Operands) -> Step:
     to, yes, no, which = instruction.operands
     kind = instruction.type
+    _said(instruction)
     reads = operands.read(which, "pred"), operands.read(yes, kind), operands.read(no, kind)
     write = operands.write(to)
     return lambda lanes: write(lanes, np.where(*(read(lanes) for read in reads)))
 
 
+_ROUNDED: dict[str, Callable[[Array], Array]] = {
+    "bf16": bf16_of_float,
+    "f16": lambda values: values.astype(np.float16),
+}
+
+
 def _convert(instruction: Instruction, operands: Operands) -> Step:
-    *how, to, source = instruction.name[1:]
+    to, source = instruction.name[-2:]
     write = operands.write(instruction.operands[0])
-    if to == "bf16x2":  # the first operand goes to the upper half
-        high, low = (operands.read(part, source) for part in instruction.operands[1:])
-
-        def pack(lanes: Lanes) -> None:
-            halves = [bf16_of_float(lanes.wide(part(lanes))) for part in (low, high)]
-            write(lanes, np.stack(halves, 1).view(np.uint32)[:, 0])
-
-        return pack
-    if to == "f16x2":
-        high, low = (operands.read(part, source) for part in instruction.operands[1:])
-
-        def pack_halves(lanes: Lanes) -> None:
-            halves = [lanes.wide(part(lanes)).astype(np.float16) for part in (low, high)]
-            write(lanes, np.stack(halves, 1).view(np.uint32)[:, 0])
-
-        return pack_halves
+    if to in ("bf16x2", "f16x2"):  # the first operand goes to the upper half
+        _said(instruction, "rn", to)
+        rounded = _ROUNDED[to.removesuffix("x2")]
+        parts = [operands.read(part, source) for part in reversed(instruction.operands[1:])]
+        whole = np.dtype(np.uint32)
+        return lambda lanes: write(
+            lanes, _joined([rounded(part(lanes)) for part in parts], lanes, whole)
+        )
     read = operands.read(instruction.operands[1], "u16" if source == "bf16" else source)
-    convert = _conversion(how, to, source)
+    convert = _conversion(instruction, to, source)
     return lambda lanes: write(lanes, convert(read(lanes)))
 
 
-def _conversion(how: list[str], to: str, source: str) -> Callable[[Array], Array]:
-    if to == "bf16" and source == "f32":
-        return bf16_of_float
-    if to == "f32" and source == "bf16":
+def _conversion(instruction: Instruction, to: str, source: str) -> Callable[[Array], Array]:
+    said = _said(instruction, "rn", "ftz", to)
+    if (to, source) == ("f32", "bf16"):
         return float_of_bf16
+    if to in _ROUNDED and source == "f32" and "rn" in said:
+        return _ROUNDED[to]
     dtype, before = number_type(to), number_type(source)
-    if "sat" in how:
-        raise NotImplementedError("saturation")
-    if before.kind != "f" or dtype.kind == "f":
-        return lambda values: values.astype(dtype)
-    rounded = next(_ROUNDED[part] for part in how if part in _ROUNDED)
-    limits = np.iinfo(dtype)
-
-    def to_integer(values: Array) -> Array:
-        found = np.nan_to_num(rounded(values.astype(np.float64)), nan=0.0)
-        # The largest of 64 bits is no float64: what is beyond is cut after rounding.
-        return np.clip(found, float(limits.min), np.nextafter(float(limits.max), 0)).astype(dtype)
-
-    return to_integer
+    if (dtype.kind == "f") != (before.kind == "f"):
+        raise NotImplementedError("between fractions and whole numbers")
+    narrowed = dtype.kind == "f" and dtype.itemsize < before.itemsize
+    if narrowed != ("rn" in said):
+        raise NotImplementedError("another rounding")
+    flushed = flush if "ftz" in said else np.asarray
+    return lambda values: flushed(flushed(values).astype(dtype))
 
 
 def _shuffle(instruction: Instruction, operands: Operands) -> Step:
-    mode = instruction.name[2]
-    to, source, other, limits, *_ = instruction.operands
-    read = operands.read(source, "u32")
-    by, clamp = operands.read(other, "u32"), operands.read(limits, "u32")
-    write = operands.write(to)
+    if instruction.name != ("shfl", "sync", "bfly", "b32"):
+        raise NotImplementedError("another exchange")
+    to, source, other, bounds, members = instruction.operands
+    if not isinstance(bounds, Number) or bounds.value != WARP - 1:
+        raise NotImplementedError("parts of a warp")
+    if not isinstance(members, Number) or members.value not in (-1, (1 << WARP) - 1):
+        raise NotImplementedError("some of a warp")
+    read, by, write = operands.read(source, "u32"), operands.read(other, "u32"), operands.write(to)
 
     def shuffle(lanes: Lanes) -> None:
-        lane = np.arange(lanes.count) % WARP
-        distance = by(lanes).astype(np.int64)
-        bounds = clamp(lanes).astype(np.int64)
-        segment = bounds >> 8 & 31
-        last = lane & segment | bounds & 31 & ~segment
-        wanted = {
-            "bfly": lane ^ distance,
-            "down": lane + distance,
-            "up": lane - distance,
-            "idx": lane & segment | distance & ~segment,
-        }[mode]
-        within = wanted >= last if mode == "up" else wanted <= last
-        places = np.arange(lanes.count) - lane + np.where(within, wanted, lane)
-        assert (lanes.active[places] | ~lanes.active).all(), "a value of a thread that is away"
+        lanes.check_warps()
+        places = np.arange(lanes.count) ^ (by(lanes).astype(np.int64) & (WARP - 1))
         write(lanes, lanes.wide(read(lanes))[places])
 
     return shuffle
-
-
-def _vote(instruction: Instruction, operands: Operands) -> Step:
-    if instruction.name[:2] != ("vote", "sync") or instruction.name[2] != "ballot":
-        raise NotImplementedError("votes of other kinds")
-    write = operands.write(instruction.operands[0])
-    read = operands.read(instruction.operands[1], "pred")
-
-    def vote(lanes: Lanes) -> None:
-        ayes = (lanes.wide(read(lanes)) & lanes.active).reshape(-1, WARP)
-        bits = (ayes.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
-        write(lanes, np.repeat(bits_of(bits, 4), WARP))
-
-    return vote
 
 
 _MEANINGS: dict[str, Callable[[Instruction, Operands], Step]] = {
@@ -328,14 +290,12 @@ _MEANINGS: dict[str, Callable[[Instruction, Operands], Step]] = {
     "barrier": _barrier,
     "cp": _copy,
     "cvt": _convert,
-    "cvta": _to_generic,
+    "cvta": _move,
     "griddepcontrol": _nothing,
     "ld": _load,
-    "membar": _nothing,
     "mov": _move,
     "selp": _select,
     "setp": _compare,
     "shfl": _shuffle,
     "st": _store,
-    "vote": _vote,
 }

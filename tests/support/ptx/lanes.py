@@ -8,8 +8,10 @@ met there by the others.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -20,9 +22,9 @@ WARP = 32
 ENDED = 1 << 40
 """The counter of a lane that has ended."""
 
-_FIRST = 1 << 16
-_HOST = np.ctypeslib.as_array((ctypes.c_uint8 * ((1 << 47) - _FIRST)).from_address(_FIRST))
-"""All memory of this process, from :data:`_FIRST` on."""
+_FIRST, _LAST = 1 << 16, 1 << 48
+_LINE = 128
+"""Bytes that blocks' shared memory begins at multiples of."""
 
 
 class MemoryFault(Exception):
@@ -58,6 +60,10 @@ class Launch:
     parameters: bytes
     shared_bytes: int
 
+    def __post_init__(self) -> None:
+        if not 0 < self.threads <= 1024 or min(self.grid) < 1 or self.shared_bytes > 232448:
+            raise ValueError(f"no device launches {self.grid} blocks of {self.block} threads")
+
     @property
     def threads(self) -> int:
         """Threads of a block."""
@@ -89,9 +95,9 @@ class Lanes:
         self.launch = launch
         self.count = len(blocks) * launch.threads
         assert launch.threads % WARP == 0, launch.block
-        # Writing puts a new array in a register's place, so all may begin with the same one.
-        zeros = {dtype: np.zeros(self.count, dtype) for dtype in set(kernel.registers)}
-        self.registers = [zeros[dtype] for dtype in kernel.registers]
+        # Writing puts a new array in a register's place, so all may begin with the same nonsense.
+        nonsense = {kind: _nonsense(self.count, kind) for kind in set(kernel.registers)}
+        self.registers = [nonsense[kind] for kind in kernel.registers]
         self.counters = np.zeros(self.count, np.int64)
         self.everyone = np.ones(self.count, bool)
         self.active, self.all_active = self.everyone, True
@@ -99,11 +105,20 @@ class Lanes:
         self._threads = np.tile(np.arange(launch.threads), len(blocks))
         self._allowed = allowed
         self._shared_bytes = kernel.shared_bytes + launch.shared_bytes
-        stride = -(-self._shared_bytes // WARP) * WARP
-        self._shared = np.zeros(len(blocks) * stride + WARP, np.uint8)
-        first = -(-self._shared.ctypes.data // WARP) * WARP
+        stride = -(-self._shared_bytes // _LINE) * _LINE
+        self._shared = _nonsense(len(blocks) * stride + _LINE, np.dtype(np.uint8))
+        first = -(-self._shared.ctypes.data // _LINE) * _LINE
         starts = first + stride * np.arange(len(blocks))
         self._shared_starts = np.repeat(starts, launch.threads).astype(np.uint64)
+
+    @contextmanager
+    def only(self, some: Array) -> Iterator[None]:
+        """Have only some of the active lanes be so."""
+        before = self.active, self.all_active
+        self.active = self.active & some
+        self.all_active = bool(self.active.all())
+        yield
+        self.active, self.all_active = before
 
     def wide(self, values: Array) -> Array:
         """Return ``[count]`` of what may be one value for all."""
@@ -128,8 +143,6 @@ class Lanes:
             return _coordinate(self._threads, self.launch.block, along)
         if head == "%ctaid":
             return _coordinate(self._blocks, self.launch.grid, along)
-        if head == "%laneid":
-            return self._threads % WARP
         if head in ("%ntid", "%nctaid"):
             sizes = self.launch.block if head == "%ntid" else self.launch.grid
             return np.array([sizes[along]])
@@ -141,7 +154,8 @@ class Lanes:
         Raises:
             MemoryFault: Some lie outside of it.
         """
-        if np.any(self.active & (offsets + np.uint64(size) > self._shared_bytes)):
+        last = self._shared_bytes - size  # offsets below zero are large ones
+        if np.any(self.active & (offsets > max(last, 0))) or last < 0:
             raise MemoryFault(f"beyond {self._shared_bytes} bytes of shared memory")
         return self._shared_starts + offsets
 
@@ -169,11 +183,10 @@ class Lanes:
         size = values.shape[1]
         _memory(size)[_places(addresses[self.active], size)] = values[self.active]
 
-    def warps(self) -> Array:
-        """Return ``[warps, 32]``, which lanes are active; they must be so together."""
+    def check_warps(self) -> None:
+        """Check that lanes of a warp are active together: they are about to exchange numbers."""
         active = self.active.reshape(-1, WARP)
         assert (active.all(1) | ~active.any(1)).all(), "a warp is split"
-        return active
 
     def barrier(self) -> None:
         """Check that no thread of a block is missing: those that are active go on."""
@@ -186,8 +199,18 @@ def _coordinate(numbers: Array, sizes: tuple[int, int, int], along: int) -> Arra
     return numbers // np.prod(sizes[:along], dtype=np.int64) % sizes[along]
 
 
+def _nonsense(count: int, dtype: np.dtype) -> Array:
+    """Return what has not been written: all bits are ones, so that fractions are no numbers."""
+    ones = True if dtype.kind == "b" else np.iinfo(dtype).max
+    return np.full(count, ones, dtype)
+
+
+@cache
 def _memory(size: int) -> Array:
-    return _HOST[: len(_HOST) // size * size].reshape(-1, size)
+    """Return all memory of this process, from :data:`_FIRST` on, in pieces of ``size`` bytes."""
+    pieces = (_LAST - _FIRST) // size
+    everything = (ctypes.c_uint8 * (pieces * size)).from_address(_FIRST)
+    return np.ctypeslib.as_array(everything).reshape(pieces, size)
 
 
 def _places(addresses: Array, size: int) -> Array:

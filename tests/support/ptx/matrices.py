@@ -9,35 +9,27 @@ from collections.abc import Callable
 import numpy as np
 
 from support.ptx.lanes import WARP, Array, Lanes
-from support.ptx.text import Address, Instruction
+from support.ptx.text import Instruction
 from support.ptx.values import Operands, Read, Step, float_of_bf16
 
 _ROW_BYTES = 16
-
-
-def _row_addresses(instruction: Instruction, operand: object, operands: Operands) -> Read:
-    assert isinstance(operand, Address), instruction.text
-    if "m8n8" not in instruction.name or "shared" not in instruction.name:
-        raise NotImplementedError("other matrices")
-    base = operands.read(operand.base, "u32")
-    offset = np.uint64(operand.offset)
-    return lambda lanes: lanes.shared(base(lanes).astype(np.uint64) + offset, _ROW_BYTES)
+_FOUR_MATRICES = ("m8n8", "x4", "shared", "b16")
 
 
 def _load(instruction: Instruction, operands: Operands) -> Step:
     """``ldmatrix``: lane ``8 * m + r`` says where row ``r`` of matrix ``m`` is."""
+    turned = ("trans",) if "trans" in instruction.name else ()
+    if instruction.name != ("ldmatrix", "sync", "aligned", *turned, *_FOUR_MATRICES):
+        raise NotImplementedError("other matrices")
     to, source = instruction.operands
-    address = _row_addresses(instruction, source, operands)
+    address = operands.address(source, "shared", _ROW_BYTES)
     writes = [operands.write(part) for part in operands.several(to)]
-    transposed = "trans" in instruction.name
-    if len(writes) != 4:
-        raise NotImplementedError("fewer than four matrices")
 
     def load(lanes: Lanes) -> None:
-        lanes.warps()
+        lanes.check_warps()
         rows = lanes.load(address(lanes), _ROW_BYTES)
         matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)  # warp, matrix, row, column
-        if transposed:
+        if turned:
             matrices = matrices.transpose(0, 1, 3, 2)
         for number, write in enumerate(writes):
             own = np.ascontiguousarray(matrices[:, number])
@@ -48,14 +40,14 @@ def _load(instruction: Instruction, operands: Operands) -> Step:
 
 def _store(instruction: Instruction, operands: Operands) -> Step:
     """``stmatrix``, the way back."""
+    if instruction.name != ("stmatrix", "sync", "aligned", *_FOUR_MATRICES):
+        raise NotImplementedError("other matrices")
     to, source = instruction.operands
-    address = _row_addresses(instruction, to, operands)
+    address = operands.address(to, "shared", _ROW_BYTES)
     reads = [operands.read(part, "u32") for part in operands.several(source)]
-    if len(reads) != 4 or "trans" in instruction.name:
-        raise NotImplementedError("fewer than four matrices, or transposed ones")
 
     def store(lanes: Lanes) -> None:
-        lanes.warps()
+        lanes.check_warps()
         parts = np.stack([lanes.wide(read(lanes)).reshape(-1, WARP) for read in reads], 1)
         rows = np.ascontiguousarray(parts).view(np.uint8).reshape(lanes.count, _ROW_BYTES)
         lanes.store(address(lanes), rows)
@@ -84,15 +76,14 @@ def _multiply(instruction: Instruction, operands: Operands) -> Step:
         return number(halves).reshape(-1, 8, 8).astype(np.float64)
 
     def multiply(lanes: Lanes) -> None:
-        lanes.warps()
+        lanes.check_warps()
         a = [eight_rows(lanes, read) for read in reads_a]
         left = np.block([[a[0], a[2]], [a[1], a[3]]])
         b = [eight_rows(lanes, read) for read in reads_b]
         right = np.concatenate(b, axis=2).transpose(0, 2, 1)
         c = np.stack([lanes.wide(read(lanes)) for read in reads_c], 1)
         pairs = c.reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)  # warp, half, row, lane, column
-        with np.errstate(all="ignore"):
-            found = left @ right + pairs.reshape(-1, 16, 8)
+        found = left @ right + pairs.reshape(-1, 16, 8)
         found = found.astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)
         found = found.reshape(lanes.count, 4)
         for place, write in enumerate(writes):

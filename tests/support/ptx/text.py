@@ -1,8 +1,8 @@
 """PTX as it is written: kernels, their basic blocks, instructions and operands."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Span:
     size: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """An entry of a module.
 
@@ -93,12 +93,12 @@ class Kernel:
     """
 
     name: str
-    parameters: dict[str, Span]
-    shared: dict[str, int]
+    parameters: Mapping[str, Span]
+    shared: Mapping[str, int]
     shared_bytes: int
-    registers: list[np.dtype] = field(default_factory=list)
-    blocks: list[list[Instruction]] = field(default_factory=lambda: [[]])
-    labels: dict[str, int] = field(default_factory=dict)
+    registers: Sequence[np.dtype]
+    blocks: Sequence[Sequence[Instruction]]
+    labels: Mapping[str, int]
 
     @property
     def parameter_bytes(self) -> int:
@@ -106,21 +106,24 @@ class Kernel:
         return max((span.offset + span.size for span in self.parameters.values()), default=0)
 
 
-JUMPS = ("bra", "ret", "exit")
+JUMPS = ("bra", "ret")
+
+_SHARED_ALIGNMENT = 128
+"""Of what is sized at launch: more than any kernel asks for."""
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)[^{]*\{")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+(\w+)(?:\[(\d+)\])?")
-_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[a-z]+(\d+)\s+(\w+)(?:\[(\d*)\])?;")
+_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[a-z]+(\d+)\s+(\w+)(\[\d*\])?;")
 _GUARD = re.compile(r"@(!?)([%\w]+)\s+")
 _LABEL = re.compile(r"(\$?\w+):(?!:)")
 _INTEGER = re.compile(r"-?(?:0x[\da-fA-F]+|\d+)U?$")
 _REAL = re.compile(r"-?\d+\.\d*$")
-_SKIPPED = (".pragma", ".loc", ".file")
+_NOTES = re.compile(r"//[^\n]*|^\s*\.(?:loc|file|pragma)\b[^\n]*", re.MULTILINE)
 
 
 def parse(text: str) -> dict[str, Kernel]:
     """Return the kernels of a module by name."""
-    text = re.sub(r"//[^\n]*", "", text)
+    text = _NOTES.sub("", text)
     return {entry[1]: _kernel(text, entry) for entry in _ENTRY.finditer(text)}
 
 
@@ -132,11 +135,12 @@ def register_type(name: str) -> np.dtype:
 
 
 def _kernel(text: str, entry: re.Match[str]) -> Kernel:
-    body = text[entry.end() : _end_of_block(text, entry.end())]
-    shared, size = _shared(text[: entry.start()], body)
-    kernel = Kernel(entry[1], _parameters(entry[2]), shared, size)
-    _Body(kernel).read(_SHARED.sub("", body))
-    return kernel
+    text_of_body = text[entry.end() : _end_of_block(text, entry.end())]
+    shared, size = _shared(text[: entry.start()], text_of_body)
+    body = _Body()
+    body.read(_SHARED.sub("", text_of_body))
+    parameters = _parameters(entry[2])
+    return Kernel(entry[1], parameters, shared, size, body.registers, body.blocks, body.labels)
 
 
 def _end_of_block(text: str, start: int) -> int:
@@ -160,6 +164,8 @@ def _parameters(text: str) -> dict[str, Span]:
         start = _aligned(end, int(alignment or size))
         end = start + size * int(count or 1)
         spans[name] = Span(start, end - start)
+    if len(spans) != text.count(".param"):
+        raise NotImplementedError(f"parameters: {text}")
     return spans
 
 
@@ -168,20 +174,23 @@ def _shared(module: str, body: str) -> tuple[dict[str, int], int]:
     offsets: dict[str, int] = {}
     end, open_ended = 0, []
     for alignment, bits, name, count in _SHARED.findall(module + body):
-        if count == "":
+        size = int(bits) // 8
+        if count == "[]":
             open_ended.append(name)
         elif re.search(rf"\b{name}\b", body):
-            offsets[name] = _aligned(end, int(alignment or 1))
-            end = offsets[name] + int(count) * int(bits) // 8
-    end = _aligned(end, 16)
+            offsets[name] = _aligned(end, int(alignment or size))
+            end = offsets[name] + size * int(count.strip("[]") or 1)
+    end = _aligned(end, _SHARED_ALIGNMENT)
     return offsets | dict.fromkeys(open_ended, end), end
 
 
 class _Body:
     """Reads the statements of a kernel into its blocks."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self) -> None:
+        self.registers: list[np.dtype] = []
+        self.blocks: list[list[Instruction]] = [[]]
+        self.labels: dict[str, int] = {}
         self._scopes: list[dict[str, Register]] = [{}]
 
     def read(self, body: str) -> None:
@@ -196,7 +205,9 @@ class _Body:
                 self._scopes.pop()
                 place += 1
             elif label := _LABEL.match(body, place):
-                self._kernel.labels[label[1]] = self._next_block()
+                if label[1] in self.labels:
+                    raise NotImplementedError(f"another label {label[1]}")
+                self.labels[label[1]] = self._next_block()
                 place = label.end()
             else:
                 end = body.index(";", place)
@@ -204,17 +215,17 @@ class _Body:
                 place = end + 1
 
     def _next_block(self) -> int:
-        self._kernel.blocks.append([])
-        return len(self._kernel.blocks) - 1
+        self.blocks.append([])
+        return len(self.blocks) - 1
 
     def _statement(self, text: str) -> None:
         if text.startswith(".reg"):
             _, kind, names = text.split(None, 2)
             for name in names.split(","):
                 self._declare(name.strip(), register_type(kind[1:]))
-        elif not text.startswith(_SKIPPED):
+        else:
             instruction = self._instruction(text)
-            self._kernel.blocks[-1].append(instruction)
+            self.blocks[-1].append(instruction)
             if instruction.name[0] in JUMPS:
                 self._next_block()
 
@@ -222,8 +233,8 @@ class _Body:
         several = re.match(r"(.+)<(\d+)>$", name)
         names = [f"{several[1]}{i}" for i in range(int(several[2]))] if several else [name]
         for own in names:
-            self._scopes[-1][own] = Register(len(self._kernel.registers), dtype)
-            self._kernel.registers.append(dtype)
+            self._scopes[-1][own] = Register(len(self.registers), dtype)
+            self.registers.append(dtype)
 
     def _instruction(self, text: str) -> Instruction:
         guard = None

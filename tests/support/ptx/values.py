@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 from support.ptx.lanes import Array, Lanes
-from support.ptx.text import FloatBits, Kernel, Name, Number, Operand, Register
+from support.ptx.text import Address, FloatBits, Kernel, Name, Number, Operand, Register
 
 Read = Callable[[Lanes], Array]
 Write = Callable[[Lanes, Array], None]
 Step = Callable[[Lanes], None]
 
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 _KINDS = {"b": "u", "u": "u", "s": "i", "f": "f"}
 
 
@@ -46,6 +47,14 @@ def bf16_of_float(values: Array) -> Array:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
     return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+
+
+def flush(values: Array) -> Array:
+    """Return float32 numbers too small for full precision as zeros; others are what they are."""
+    if values.dtype != np.float32:
+        return values
+    tiny = np.abs(values) < _SMALLEST_NORMAL
+    return np.where(tiny, np.copysign(np.float32(0), values), values) if tiny.any() else values
 
 
 class Operands:
@@ -85,6 +94,15 @@ class Operands:
         assert isinstance(operand, Register), operand
         place, size = operand.place, operand.dtype.itemsize
         return lambda lanes, values: lanes.write(place, bits_of(values, size))
+
+    def address(self, operand: Operand, space: str, size: int) -> Read:
+        """Return what reads addresses of ``size`` bytes in a kind of memory, and checks them."""
+        assert isinstance(operand, Address), operand
+        narrow = isinstance(operand.base, Register) and operand.base.dtype.itemsize == 4
+        read = self.read(operand.base, "u32" if narrow else "u64")
+        offset = _bits(operand.offset, np.dtype(np.uint64))
+        check = {"shared": Lanes.shared, "global": Lanes.global_}[space]
+        return lambda lanes: check(lanes, read(lanes).astype(np.uint64) + offset, size)
 
     def several(self, operand: Operand) -> tuple[Operand, ...]:
         """Return the members of a vector, or what is one itself."""
