@@ -147,7 +147,7 @@ def test_recorded_kernels_commit_what_planned_ones_do(
         found.append(own.tokens(prompts, params, plan))
     assert found[0] == found[1] == found[2]
     assert on_host.launched
-    assert replays(own) > 2 * recorder.recorded > 2
+    assert replays(own) > recorder.recorded > 1
 
 
 @pytest.mark.usefixtures("any_pool")

@@ -4,7 +4,8 @@ On a CPU a stand-in reads plans as FlashInfer's kernels do (bits at ``q * keys +
 offset, little-endian; ``plan`` leaving bit offsets there), and attends by definition.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from eaglegbv.attention.flashinfer_paged import (
     FlashInferPagedAttention,
     Kernels,
     PackedMasks,
+    StaticTreeAttention,
     Wrapper,
     check_pool,
     pack_bits,
@@ -517,3 +519,42 @@ def test_wrappers_have_the_room_that_flashinfer_plans_with(
             patch.setattr(f"eaglegbv.attention.flashinfer_paged.{name}", little)
             with pytest.raises(RuntimeError, match="overflow"):
                 plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
+
+
+class Moment:
+    """A CUDA event that has always happened."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize("name", BATCHES)
+def test_flashinfers_plans_wait_for_nothing(
+    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is read from the device, and no copy to it is waited for."""
+    monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    segments = BATCHES[name]
+    padded = [*segments, leaves(torch.arange(0), 1)]
+    rows = sum(segment.num_new for segment in segments)
+    with PretendDevice() as device:
+        pool = KVPool(LAYERS, SLOTS, SIZES.kv_heads, SIZES.head_dim, SIZES.dtype, "cuda")
+        attention = FlashInferPagedAttention(pool, HostKernels())
+        static = attention.static(Bucket(len(segments), rows + 1), max_context=SLOTS)
+        for _ in range(2):  # planned anew, and planned again
+            for used, own in ((attention, segments), (static, padded)):
+                batch = pack(own)
+                batch = replace(batch, slots=batch.slots.to("cuda", non_blocking=True))
+                new = [part.to("cuda", non_blocking=True) for part in new_rows(batch.rows)]
+                if isinstance(used, StaticTreeAttention):
+                    used.plan(batch)
+                used.attend(0, *new, batch, scale=SCALE)
+        assert (device.reads, device.blocking) == ([], [])
+    assert on_host.launched

@@ -91,7 +91,7 @@ class PretendDevice(TorchFunctionMode):
         elif name not in _MIXING:
             self._check(name, leaves)
         if on and asked is None:
-            self._note(name, args)
+            self._note(name, args, kwargs)
         if name == "__iter__":
             return iter(mark(list(args[0].unbind(0)), on)) if on else func(*args, **kwargs)
         if name == "pin_memory":
@@ -140,11 +140,15 @@ class PretendDevice(TorchFunctionMode):
         if any(map(marked, leaves)) and any(not marked(x) and x.dim() > 0 for x in leaves):
             raise RuntimeError(f"{name}: tensors on the host and on the device")
 
-    def _note(self, name: str, args: Any) -> None:
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if name in _READS:
             self.reads.append(name)
         if name == "copy_" and marked(args[0]) != marked(args[1]):
-            (self.reads if marked(args[1]) else self._uploads(args)).append(name)
+            free = any(args[2:]) or kwargs.get("non_blocking", False)
+            if marked(args[1]):
+                self.reads.append(name)
+            elif not free:
+                self.blocking.append(name)
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             for part in index:
@@ -158,6 +162,3 @@ class PretendDevice(TorchFunctionMode):
                 raise RuntimeError(f"{name}: a host tensor indexed by one of the device")
         if name == "repeat_interleave" and any(marked(x) for x in args[1:]):
             self.reads.append(name)
-
-    def _uploads(self, args: Any) -> list[str]:
-        return [] if len(args) > 2 and args[2] else self.blocking
