@@ -442,6 +442,68 @@ def test_kernels_of_other_sizes_agree(name: str, sizes: Sizes, place: Place) -> 
     check_kernels(place, name, sizes)
 
 
+def leaves(text: Tensor, count: int) -> Segment:
+    """``count`` nodes behind a text, each of which sees itself alone."""
+    nodes = torch.arange(count)
+    return Segment(
+        nodes, nodes + len(text), text, nodes, nodes + len(text), torch.eye(count, dtype=torch.bool)
+    )
+
+
+def padded(segments: list[Segment]) -> tuple[list[Segment], Bucket]:
+    """Pad a batch as a bucket is, by a request of one row."""
+    rows = sum(segment.num_new for segment in segments)
+    return [*segments, leaves(torch.arange(0), 1)], Bucket(len(segments), rows + 1)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_kernels_of_fixed_sizes_agree(name: str, window: int | None, place: Place) -> None:
+    """Planned anew for other texts of as many rows."""
+    ours, reference = pools(place.device)
+    segments, bucket = padded(moved(BATCHES[name], place.device))
+    segments[-1:] = moved(segments[-1:], place.device)
+    static = FlashInferPagedAttention(ours, place.kernels).static(bucket, max_context=SLOTS)
+    expected_by = TorchPagedAttention(reference)
+    turned = [*segments[-2::-1], segments[-1]]
+    for layer, own in enumerate((segments, turned)):
+        batch = pack(own)
+        q, k, v = new_rows(batch.rows, place.device)
+        static.plan(batch)
+        found, expected = (
+            a.attend(layer, q, k, v, batch, scale=SCALE, window=window)
+            for a in (static, expected_by)
+        )
+        # Rows that pad share a slot with others here.
+        torch.testing.assert_close(found[:-1], expected[:-1], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)
+def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
+    """Level by level, for texts of two steps; rows of a request go on from each other's parents."""
+    shape = BranchShape(
+        requests=2, branches=3, levels=3, max_context=SLOTS, heads=sizes.heads, scale=SCALE
+    )
+    ours, reference = pools(place.device, sizes=sizes)
+    both = (
+        FlashInferPagedAttention(ours, place.kernels).branches(shape),
+        TorchPagedAttention(reference).branches(shape),
+    )
+    for lengths in ((5, 300), (40, 8)):
+        for branches in both:
+            branches.plan([SHUFFLED[: lengths[0]], SHUFFLED[400 : 400 + lengths[1]]])
+        tails = torch.zeros((6, 0), dtype=torch.int64)
+        for level in range(3):
+            parents = torch.tensor([0, 0, 2, 3, 5, 4]) if level else torch.arange(6)
+            own = SHUFFLED[800 + 6 * level : 806 + 6 * level].unsqueeze(1)
+            tails = torch.cat((tails[parents], own), dim=1)
+            q, k, v = new_rows(6, place.device, sizes=sizes)
+            found, expected = (
+                branches.attend(q.roll(level, 0), k, v, tails.to(place.device)) for branches in both
+            )
+            torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+
+
 class Unmended(FlashInferPagedAttention):
     """Leaves the offsets of masks as FlashInfer's plan does."""
 
@@ -493,14 +555,6 @@ def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
             used.attend(0, *new_rows(batch.rows, sizes=sizes), batch, scale=SCALE)
 
 
-def leaves(text: Tensor, count: int) -> Segment:
-    """``count`` nodes behind a text, each of which sees itself alone."""
-    nodes = torch.arange(count)
-    return Segment(
-        nodes, nodes + len(text), text, nodes, nodes + len(text), torch.eye(count, dtype=torch.bool)
-    )
-
-
 @pytest.mark.on_host
 @pytest.mark.parametrize(
     "sizes", [Sizes(32, 8, 128), Sizes(64, 8, 128), Sizes(32, 2, 128), Sizes(8, 8, 128)], ids=str
@@ -542,14 +596,13 @@ def test_flashinfers_plans_wait_for_nothing(
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     segments = BATCHES[name]
-    padded = [*segments, leaves(torch.arange(0), 1)]
-    rows = sum(segment.num_new for segment in segments)
+    with_pads, bucket = padded(segments)
     with PretendDevice() as device:
         pool = KVPool(LAYERS, SLOTS, SIZES.kv_heads, SIZES.head_dim, SIZES.dtype, "cuda")
         attention = FlashInferPagedAttention(pool, HostKernels())
-        static = attention.static(Bucket(len(segments), rows + 1), max_context=SLOTS)
+        static = attention.static(bucket, max_context=SLOTS)
         for _ in range(2):  # planned anew, and planned again
-            for used, own in ((attention, segments), (static, padded)):
+            for used, own in ((attention, segments), (static, with_pads)):
                 batch = pack(own)
                 batch = replace(batch, slots=batch.slots.to("cuda", non_blocking=True))
                 new = [part.to("cuda", non_blocking=True) for part in new_rows(batch.rows)]
