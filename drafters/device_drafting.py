@@ -8,6 +8,7 @@ number of requests (a power of two, those that are missing padded), and the kind
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -54,6 +55,23 @@ class _Kind:
     limit: int | None
     top_p: bool
     min_p: bool
+
+    @classmethod
+    def of(
+        cls, requests: int, plan: Plan, law: Law, settings: WarpSettings, draft_vocab: int
+    ) -> Self:
+        """Return the kind that serves drafts warped by ``settings``; fixed ones are not warped."""
+        if law is Law.FIXED:
+            return cls(requests, plan, law, greedy=False, limit=None, top_p=False, min_p=False)
+        return cls(
+            requests,
+            plan,
+            law,
+            greedy=settings.greedy is not None,
+            limit=_limit(settings.limits, support(plan, law, draft_vocab)),
+            top_p=settings.top_p is not None,
+            min_p=settings.min_p is not None,
+        )
 
 
 class DeviceDrafting:
@@ -131,15 +149,7 @@ class DeviceDrafting:
         params = [draft_params(request.params, plan) for request in requests]
         params += params[-1:] * (padded - len(requests))
         settings = WarpSettings.of(params, [1] * padded)
-        kind = _Kind(
-            padded,
-            plan,
-            law,
-            settings.greedy is not None,
-            _limit(settings.limits, support(plan, law, len(self._head.draft_to_target))),
-            settings.top_p is not None,
-            settings.min_p is not None,
-        )
+        kind = _Kind.of(padded, plan, law, settings, len(self._head.draft_to_target))
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)

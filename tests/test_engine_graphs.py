@@ -190,6 +190,16 @@ def test_mixtures_of_top_k_are_not_recorded_anew() -> None:
 
 
 @pytest.mark.usefixtures("any_pool")
+def test_fixed_drafts_of_all_settings_share_a_recording() -> None:
+    plan, recorder = SETTINGS["fixed"][0], TapeRecorder()
+    taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
+    for settings in ({}, {"top_k": 5}, {"temperature": 0}, {"top_p": 0.9, "min_p": 0.02}):
+        asked = [(PROMPTS[0], sampling(**settings), plan)]
+        assert texts(taped, asked) == texts(tiny_engine(), asked)
+    assert sum(bool(trees) for _, trees in recorder.made) == 1
+
+
+@pytest.mark.usefixtures("any_pool")
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer_paged._MOST_ROW_KEYS", 120)
