@@ -55,7 +55,7 @@ _WORKSPACE_BYTES = 128 << 20
 _WORKSPACE_SLACK = 8 << 20
 """More than the least that they were found to need: they align parts of it."""
 
-PLAN_BYTES = 1 << 18
+_PLAN_BYTES = 1 << 18
 """What a plan of fixed sizes is given, on the device and the host each: some twelve bytes a tile of
 query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred of them.
 """
@@ -177,7 +177,7 @@ class FlashInferKernels:
 
 def _of_small_plans(wrapper: Wrapper, workspace: Tensor) -> Wrapper:
     """Take back from a wrapper what it has for plans of any size."""
-    wrapper.reset_workspace_buffer(workspace, workspace.new_empty(PLAN_BYTES))
+    wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
     return wrapper
 
 

@@ -461,8 +461,8 @@ def padded(segments: list[Segment]) -> tuple[list[Segment], Bucket]:
 def test_kernels_of_fixed_sizes_agree(name: str, window: int | None, place: Place) -> None:
     """Planned anew for other texts of as many rows."""
     ours, reference = pools(place.device)
-    segments, bucket = padded(moved(BATCHES[name], place.device))
-    segments[-1:] = moved(segments[-1:], place.device)
+    on_host, bucket = padded(BATCHES[name])
+    segments = moved(on_host, place.device)
     static = FlashInferPagedAttention(ours, place.kernels).static(bucket, max_context=SLOTS)
     expected_by = TorchPagedAttention(reference)
     turned = [*segments[-2::-1], segments[-1]]
@@ -567,7 +567,7 @@ def test_wrappers_have_the_room_that_flashinfer_plans_with(
     pool = KVPool(1, 4096, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
     assert on_host.launched
-    less = {"workspace_bytes": lambda *given, **named: 1 << 20, "PLAN_BYTES": 1 << 10}
+    less = {"workspace_bytes": lambda *given, **named: 1 << 20, "_PLAN_BYTES": 1 << 10}
     for name, little in less.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"eaglegbv.attention.flashinfer_paged.{name}", little)

@@ -112,9 +112,11 @@ def _wider(operation: Operation, upper: bool, kind: str) -> tuple[Operation, lis
     if bits > 32:
         raise NotImplementedError("products of 128 bits")
     wide = np.dtype(f"{narrow.kind}{narrow.itemsize * 2}")
-    if upper:
-        shift = wide.type(bits)
-        product = lambda a, b: (a.astype(wide) * b.astype(wide) >> shift).astype(narrow)  # noqa: E731
-        return product, [kind, kind]
-    whole = lambda a, b, *c: operation(a.astype(wide), b.astype(wide), *c)  # noqa: E731
-    return whole, [kind, kind, f"{kind[0]}{2 * bits}"]
+
+    def whole(a: Array, b: Array, *c: Array) -> Array:
+        return operation(a.astype(wide), b.astype(wide), *c)
+
+    def upper_half(a: Array, b: Array) -> Array:
+        return (whole(a, b) >> wide.type(bits)).astype(narrow)
+
+    return (upper_half, [kind, kind]) if upper else (whole, [kind, kind, f"{kind[0]}{2 * bits}"])

@@ -42,10 +42,9 @@ def meaning(instruction: Instruction, operands: Operands) -> Step:
     guard = instruction.guard
     if guard is None:
         return step
-    place, negated = guard.register.place, guard.negated
 
     def guarded(lanes: Lanes) -> None:
-        with lanes.only(lanes.registers[place] != negated):
+        with lanes.only(lanes.passing(guard)):
             if lanes.active.any():
                 step(lanes)
 

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from support.ptx.text import Kernel
+from support.ptx.text import Guard, Kernel
 
 Array = np.ndarray
 WARP = 32
@@ -119,6 +119,10 @@ class Lanes:
         self.all_active = bool(self.active.all())
         yield
         self.active, self.all_active = before
+
+    def passing(self, guard: Guard) -> Array:
+        """Return ``[count]`` bool, which lanes a guard lets pass, active or not."""
+        return self.registers[guard.register.place] != guard.negated
 
     def wide(self, values: Array) -> Array:
         """Return ``[count]`` of what may be one value for all."""

@@ -90,4 +90,4 @@ class Program:
 def _taken(jump: _Jump, lanes: Lanes) -> np.ndarray:
     if jump.guard is None:
         return lanes.everyone
-    return lanes.registers[jump.guard.register.place] != jump.guard.negated
+    return lanes.passing(jump.guard)
