@@ -6,10 +6,10 @@ above it goes to launches, to small kernels, to Python. Verification and commit 
 what they compute is small.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -34,13 +34,22 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.frames import roomy
 from eaglegbv.graphs import GraphMode
 from eaglegbv.loading import head_drafter
-from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
+from eaglegbv.metrics import Phase, StepRecord, Stopwatch, seconds_by_phase
 from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
 from eaglegbv.targets.static_forward import REPLAYED
 
 WARM_UP_STEPS = 3
+
+_GAIN = 0.64
+"""Standard deviation of random weights, times the square root of the width.
+
+By transformers' own deviation, 0.02, it is 1.28 at a width of 4096: 32 layers then magnify so much
+the rounding of bfloat16 that sums in another order give logits a twentieth apart, which nobody
+takes for the same model (:mod:`eaglegbv.targets.guard`). Of much less, wrong masks hardly show.
+"""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +165,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """A setting's times.
 
     Attributes:
-        phases: In order, the whole step last.
+        phases: In order, the whole step last, each waited for before the next begins.
+        overlapping: Seconds of a step, median, where the host prepares a phase while the device is
+            busy with the one before, as it is in use; None where a device does nothing by itself.
         operations: Tensor operations a step dispatches; those within a CUDA graph do not count.
         launches: Kernels, copies and graphs that a step launches on a CUDA device; None elsewhere.
         replayed: Forwards of the target that replayed a recording, of all since the start.
@@ -166,6 +177,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     phases: tuple[PhaseTime, ...]
+    overlapping: float | None
     operations: int
     launches: int | None
     replayed: int
@@ -212,13 +224,15 @@ class Rig:
     """An engine of random weights.
 
     Attributes:
-        engine: The engine.
+        engine: The engine; it waits for the device at the end of every phase.
+        overlapping: Another of the same models, which does not; None where there is no difference.
         target: Its target.
         drafter: Its drafter.
         shape: Their sizes.
     """
 
     engine: Engine
+    overlapping: Engine | None
     target: HFTarget
     drafter: EagleDrafter
     shape: Shape
@@ -255,6 +269,7 @@ def build(
         vocab_size=shape.vocab,
         max_position_embeddings=setting.context + setting.tokens + setting.plan.depth + 1,
         tie_word_embeddings=False,
+        initializer_range=_GAIN / sqrt(shape.hidden),
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -291,10 +306,12 @@ def build(
         prefix_cache=False,
         prefill_tokens=max(1024, setting.context),
     )
-    engine = Engine(
-        target, drafter, sizes, barrier=barrier_of(device), compile_backend=compile_backend
-    )
-    return Rig(engine, target, drafter, shape)
+    barrier = barrier_of(device)
+    engine = Engine(target, drafter, sizes, barrier=barrier, compile_backend=compile_backend)
+    overlapping = None
+    if barrier is not None:
+        overlapping = Engine(target, drafter, sizes, compile_backend=compile_backend)
+    return Rig(engine, overlapping, target, drafter, shape)
 
 
 def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
@@ -309,35 +326,55 @@ def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
 @roomy
 def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     """Time the setting's steps."""
+    requests = _add(rig.engine, rig.shape, setting)
+    timed = _timed(rig.engine, setting)
+    with OperationCounter() as counter:
+        rig.engine.step()
+    launches = _launches(rig)
+    for request in requests:
+        rig.engine.cancel(request)
+    overlapping = None
+    if rig.overlapping is not None:
+        _add(rig.overlapping, rig.shape, setting)
+        overlapping = median(record.seconds for record in _timed(rig.overlapping, setting))
+    committed = sum(record.committed for record in timed)
+    return StepReport(
+        phases=_phase_times(rig, setting, machine, timed),
+        overlapping=overlapping,
+        operations=counter.count,
+        launches=launches,
+        replayed=rig.target.graph_counts.get(REPLAYED, 0),
+        machine=machine,
+        weights=_target_bytes(rig),
+        block_efficiency=committed / (len(timed) * setting.batch),
+    )
+
+
+def _add(engine: Engine, shape: Shape, setting: StepSetting) -> list[Request]:
+    """Queue the setting's requests, of random prompts."""
     generator = torch.Generator().manual_seed(1)
+    requests = []
     for n in range(setting.batch):
-        prompt = torch.randint(rig.shape.vocab, (setting.context,), generator=generator)
+        prompt = torch.randint(shape.vocab, (setting.context,), generator=generator)
         params = SamplingParams(
             temperature=setting.temperature,
             max_tokens=setting.tokens,
             ignore_eos=True,
             seed=n,
         )
-        rig.engine.add(prompt.tolist(), params, setting.plan)
+        requests.append(engine.add(prompt.tolist(), params, setting.plan))
+    return requests
+
+
+def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
+    """Return the records of the steps that count."""
     collector = Collector()
-    rig.engine.observe(collector)
+    engine.observe(collector)
     while len(collector.records) < WARM_UP_STEPS + setting.steps:
-        for commit in rig.engine.step():
+        for commit in engine.step():
             if commit.request.error is not None:  # else there might be no further step to wait for
                 raise commit.request.error
-    with OperationCounter() as counter:
-        rig.engine.step()
-    timed = collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]
-    committed = sum(record.committed for record in timed)
-    return StepReport(
-        phases=_phase_times(rig, setting, machine, timed),
-        operations=counter.count,
-        launches=_launches(rig),
-        replayed=rig.target.graph_counts.get(REPLAYED, 0),
-        machine=machine,
-        weights=_target_bytes(rig),
-        block_efficiency=committed / (len(timed) * setting.batch),
-    )
+    return collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]
 
 
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -406,37 +443,30 @@ def _target_bytes(rig: Rig) -> int:
 
 def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int = 256) -> Machine:
     """Measure a large copy and a large matrix product, the best of some runs each."""
-    wait = barrier_of(device)
+    barrier = barrier_of(device)
     source = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
-    copy = _best(lambda: sink.copy_(source), wait)
+    copy = _best(lambda: sink.copy_(source), barrier)
     size = 1024 if device.type == "cpu" else 8192
     a = torch.randn((size, size), device=device).to(dtype)
     b = torch.randn((size, size), device=device).to(dtype)
-    product = _best(lambda: torch.mm(a, b), wait)
+    product = _best(lambda: torch.mm(a, b), barrier)
     return Machine(bandwidth=2 * source.numel() / copy, flops=2 * size**3 / product)
 
 
-def barrier_of(device: torch.device) -> Callable[[], None]:
-    """Return what waits until a device has done all it was given."""
-    if device.type == "cuda":
-        return torch.cuda.synchronize
-    return _no_wait
+def barrier_of(device: torch.device) -> Callable[[], None] | None:
+    """Return what waits until a device has done all it was given; None where nothing needs it."""
+    return torch.cuda.synchronize if device.type == "cuda" else None
 
 
-def _no_wait() -> None:
-    """On a CPU an operation is done when it returns."""
-
-
-def _best(work: Callable[[], object], wait: Callable[[], None], runs: int = 6) -> float:
+def _best(work: Callable[[], object], barrier: Callable[[], None] | None, runs: int = 6) -> float:
     """Return the shortest time of some runs, in seconds."""
     times = []
     for _ in range(runs):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
+        watch = Stopwatch(barrier)
+        with watch.phase(Phase.FORWARD):
+            work()
+        times.append(watch.seconds[Phase.FORWARD])
     return min(times)
 
 
@@ -454,10 +484,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def table(report: StepReport) -> list[list[str]]:
     """Return rows for a terminal, headings first."""
     rows = [["phase", "ms", "floor ms", "times the floor"]]
-    for phase in report.phases:
-        if phase.floor:
-            floor, ratio = f"{1e3 * phase.floor:.3f}", f"{phase.seconds / phase.floor:.2f}"
-        else:
-            floor, ratio = "-", "-"
-        rows.append([phase.phase, f"{1e3 * phase.seconds:.3f}", floor, ratio])
+    rows += [_row(phase.phase, phase.seconds, phase.floor) for phase in report.phases]
+    if report.overlapping is not None:
+        rows.append(_row("step, overlapping", report.overlapping, report.phases[-1].floor))
     return rows
+
+
+def _row(name: str, seconds: float, floor: float | None) -> list[str]:
+    if not floor:
+        return [name, f"{1e3 * seconds:.3f}", "-", "-"]
+    return [name, f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{seconds / floor:.2f}"]

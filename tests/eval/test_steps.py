@@ -1,12 +1,16 @@
 """bench step: random weights of any shape run in the engine; figures follow from its records."""
 
+import time
+from functools import partial
+from math import sqrt
+
 import msgspec
 import pytest
 import torch
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
-from eaglegbv.errors import InvalidArgument, StepFailed
+from eaglegbv.errors import InvalidArgument, ModelNotSupported, StepFailed
 from eaglegbv.eval.steps import (
     SHAPES,
     Machine,
@@ -61,6 +65,36 @@ def test_plain_decoding_has_no_draft() -> None:
     assert [line[0] for line in lines] == ["phase", "draft", "forward", "verify", "commit", "step"]
     assert lines[1][2:] == ["-", "-"]
     assert lines[2][2] != "-"
+
+
+def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
+    assert report(setting).overlapping is None
+    monkeypatch.setattr("eaglegbv.eval.steps.barrier_of", lambda _: partial(time.sleep, 0.02))
+    found = report(setting)
+    assert found.overlapping is not None
+    step = found.phases[-1]
+    assert step.seconds > found.overlapping + 4 * 0.02 / 2  # four phases, each waited for
+    name, milliseconds, floor, ratio = table(found)[-1]
+    assert (name, floor) == ("step, overlapping", table(found)[-2][2])
+    assert float(milliseconds) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
+    assert float(ratio) == pytest.approx(found.overlapping / step.floor, abs=1e-2)
+
+
+def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each layer magnifies rounding as one of width 4096 would.
+    deep = Shape(
+        hidden=256, layers=32, heads=2, kv_heads=1, intermediate=512, vocab=8000, draft_vocab=50
+    )
+    setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=1)
+    assert build(deep, setting, dtype=torch.bfloat16, device=CPU).target.vocab_size == 8000
+    monkeypatch.setattr("eaglegbv.eval.steps._GAIN", 0.02 * sqrt(4096))  # as transformers has it
+    with pytest.raises(ModelNotSupported, match="of the plain model within"):
+        build(deep, setting, dtype=torch.bfloat16, device=CPU)
 
 
 def test_all_of_a_random_head_is_on_the_device() -> None:
