@@ -1,11 +1,10 @@
 """Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
 
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -17,12 +16,6 @@ class Estimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
-
-
-def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> float:
-    """Return sum / sum, 0 where nothing was counted."""
-    below = float(np.sum(denominators))
-    return float(np.sum(numerators)) / below if below else 0.0
 
 
 def bootstrap_ratio(
@@ -81,8 +74,3 @@ def _double_ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     above: NDArray[np.float64] = np.asarray(sums[0] * sums[3])
     below: NDArray[np.float64] = np.asarray(sums[1] * sums[2])
     return np.where(below > 0, above / np.where(below > 0, below, 1.0), 0.0)
-
-
-def median_or_zero(values: Sequence[float]) -> float:
-    """Return the median, 0 of nothing."""
-    return median(values) if values else 0.0

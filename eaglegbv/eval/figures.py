@@ -52,13 +52,6 @@ class Figure:
             sums[record.question_id] += self.of(record)
         return dict(sums)
 
-    def by_repeat(self, records: Iterable[Record]) -> dict[int, Sums]:
-        """Return the sums of each repeat, questions added up; likewise."""
-        sums: defaultdict[int, Sums] = defaultdict(lambda: Sums(0.0, 0.0))
-        for record in whole(records):
-            sums[record.repeat] += self.of(record)
-        return dict(sums)
-
     def pooled(self, records: Iterable[Record]) -> Estimate:
         """Return the figure with its bootstrap interval over questions."""
         sums = list(self.by_question(records).values())

@@ -304,7 +304,7 @@ def _draw_lines(
 
 
 def _whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
-    # The median over repeats may lie outside the pooled interval; whiskers cannot be negative.
+    # A percentile interval need not hold the value itself; whiskers cannot be negative.
     return [
         [max(0.0, figure.value - figure.low) for figure in figures],
         [max(0.0, figure.high - figure.value) for figure in figures],

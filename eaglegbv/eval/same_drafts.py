@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.engine import GREEDY, law_of, target_law
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.eval.questions import Question
@@ -32,13 +31,15 @@ from eaglegbv.eval.records import Setting
 from eaglegbv.eval.subtrees import Offer
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
+from eaglegbv.node_laws import law_of_nodes
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.scheduler.batch import Chunk, Group, lay_out
+from eaglegbv.scheduler.batch import Chunk, Forward, Group
 from eaglegbv.scheduler.holdings import Holdings
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream, request_seed
+from eaglegbv.verification import draft_law, judge_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms
 from eaglegbv.verifiers.inputs import fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
@@ -277,11 +278,10 @@ def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
         plan = setting.plan
         if not plan.speculative:
             raise InvalidArgument("settings", setting.name, "settings that draft")
-        verifier = make_verifier(plan.verifier)
-        law = law_of(plan, verifier, drafter)
-        verifier.check_law(law, plan.paths)
-        if setting.temperature == 0:
-            verifier, law = make_verifier(GREEDY), Law.FIXED
+        rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
+        rule.check_law(draft_law(plan, rule, drafter, greedy=False), plan.paths)
+        law = draft_law(plan, rule, drafter, greedy=greedy)
+        verifier = make_verifier(judge_name(plan, greedy=greedy))
         size = {"paths": 1, "depth": 1} if law is Law.IID else {}
         alike = msgspec.structs.replace(plan, verifier=Plan().verifier, law=law, **size)
         member = _Member(number, verifier, plan.paths, plan.depth)
@@ -366,15 +366,14 @@ class _Bench:
             request.token_ids = list(token_ids)
             request.step = len(token_ids)
             chunks.append(Chunk.of(request, self._holdings.borrow(request, request.unread)))
-        none = torch.zeros(0, dtype=torch.int64)
-        features = self._target.forward([c.segment for c in chunks], logit_rows=none).features
-        first = 0
+        forward = Forward.of([], chunks)
+        output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
         for chunk in chunks:
-            count = chunk.segment.num_new
-            self._holdings.keep(chunk.request, list(range(count)))
-            if features is not None:
-                self._drafter.observe(chunk.request, features[first : first + count])
-            first += count
+            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
+        if output.features is not None:
+            parts = forward.chunk_features(output.features)
+            for chunk, features in zip(chunks, parts, strict=True):
+                self._drafter.observe(chunk.request, features)
         self._drafter.catch_up([request for request, _ in reached])
 
     def _judge_here(
@@ -399,11 +398,11 @@ class _Bench:
         for request in requests:
             request.params, request.plan = params, drafting.plan
         slots = [self._holdings.borrow(r, drafting.plan.tree_slots) for r in requests]
-        tree = self._drafter.draft(requests, drafting.plan, drafting.law, [s[1:] for s in slots])
+        tree = self._drafter.draft(requests, drafting.plan, drafting.law, [s[:-1] for s in slots])
         group = Group.decode(requests, tree, slots)
-        [layout], rows = lay_out([group])
-        logits = self._target.forward(group.segments, logit_rows=rows).logits
-        law = target_law(group, layout, logits)
+        forward = Forward.of([group], [])
+        logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
+        law = law_of_nodes(group, forward.layouts[0], logits)
         for request in requests:
             self._holdings.keep(request, [])
         for request, faults in zip(requests, find_faults(tree, law).tolist(), strict=True):

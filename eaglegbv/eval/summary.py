@@ -11,7 +11,6 @@ from eaglegbv.eval.estimates import (
     Estimate,
     bootstrap,
     bootstrap_ratio_of_ratios,
-    median_or_zero,
 )
 from eaglegbv.eval.figures import (
     ACCEPTANCE_LENGTH,
@@ -122,9 +121,7 @@ def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
 
 
 def _rate(figure: Figure, records: Sequence[Record]) -> Estimate:
-    pooled = figure.pooled(records)
-    rates = [sums.ratio for sums in figure.by_repeat(records).values()]
-    return Estimate(median_or_zero(rates), pooled.low, pooled.high)
+    return _median_over_repeats([figure], [records])
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
@@ -133,16 +130,47 @@ def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record])
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         return None
-    paired = [ours[key] for key in shared]
-    base = [theirs[key] for key in shared]
-    bases = figure.by_repeat(base)
-    ratios = [
-        sums.ratio / bases[repeat].ratio
-        for repeat, sums in figure.by_repeat(paired).items()
-        if bases[repeat].ratio
-    ]
-    pooled = paired_ratio(figure, paired, base)
-    return Estimate(median_or_zero(ratios), pooled.low, pooled.high)
+    return _median_over_repeats(
+        [figure, figure], [[ours[key] for key in shared], [theirs[key] for key in shared]]
+    )
+
+
+def _median_over_repeats(
+    figures: Sequence[Figure], records: Sequence[Sequence[Record]]
+) -> Estimate:
+    """Return the median over repeats of a figure, or of one over another, and its interval.
+
+    Questions are resampled, and what is resampled is the same median: so the value lies within its
+    interval, as a median beside the interval of pooled repeats need not.
+    """
+    questions = sorted({r.question_id for own in records for r in own})
+    repeats = sorted({r.repeat for own in records for r in own})
+    columns: list[list[float]] = []
+    for repeat in repeats:
+        for figure, own in zip(figures, records, strict=True):
+            sums = figure.by_question(r for r in own if r.repeat == repeat)
+            here = [sums.get(question, Sums(0.0, 0.0)) for question in questions]
+            columns += [[s.above for s in here], [s.below for s in here]]
+    if not columns:
+        return Estimate(0.0, 0.0, 0.0)
+
+    def median(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        pairs = totals.reshape(len(repeats), len(figures), 2, *totals.shape[1:])
+        below = np.where(pairs[:, :, 1] > 0, pairs[:, :, 1], np.nan)
+        ratios = pairs[:, :, 0] / below
+        if len(figures) > 1:
+            ratios[:, 0] /= np.where(ratios[:, 1] > 0, ratios[:, 1], np.nan)
+        return _median_of_known(ratios[:, 0])
+
+    return bootstrap(columns, median)
+
+
+def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the median of the first axis, NaN left out; 0 where there is nothing else."""
+    some = ~np.isnan(values).all(axis=0)
+    medians = np.zeros(values.shape[1:])
+    medians[some] = np.nanmedian(values[:, some], axis=0)
+    return medians
 
 
 def ratio_of_speedups(

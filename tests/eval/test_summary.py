@@ -92,6 +92,26 @@ def test_rates_and_speedups_are_medians_over_repeats() -> None:
     assert otbv.wall_speedup.value == pytest.approx(sorted(b / a for a, b in walls)[1])
 
 
+def test_the_median_over_repeats_lies_within_its_interval() -> None:
+    # Of three repeats one is fast: pooled, it draws an interval away from the median.
+    rates = {0: 10.0, 1: 11.0, 2: 40.0}
+    records = [
+        record(OTBV, f"q{q}", repeat, forwards=4, committed=20, decode_seconds=(20 + q) / rate)
+        for repeat, rate in rates.items()
+        for q in range(8)
+    ]
+    plain = [
+        record(NONE, f"q{q}", repeat, forwards=20, committed=20, decode_seconds=20.0)
+        for repeat in rates
+        for q in range(8)
+    ]
+    _, otbv = summarise(results(*plain, *records, repeats=3))
+    assert otbv.speedup is not None
+    for figure in (otbv.tokens_per_second, otbv.speedup):
+        assert figure.low < figure.value < figure.high
+        assert figure.value == pytest.approx(11 * 160 / 188)
+
+
 def test_figures_pool_sums_rather_than_average_ratios() -> None:
     records = [
         record(OTBV, "q0", 0, forwards=10, committed=10, decode_seconds=1.0),
