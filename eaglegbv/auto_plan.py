@@ -1,11 +1,12 @@
 """What a user sets who leaves the choice of plans to the engine."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from eaglegbv.checks import require_integer
+from eaglegbv.checks import require_integer, require_number
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
@@ -60,6 +61,12 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
             require_integer(name, value, low, high)
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
+        if not isinstance(self.draft_temperatures, Sequence):
+            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(self.draft_temperatures))
+        for temperature in self.draft_temperatures:
+            require_number("draft_temperatures", temperature, 0.05, 20)
         count = len(self.draft_temperatures)
         if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
             expected = f"1 to {_MAX_TEMPERATURES} different numbers"

@@ -1,5 +1,6 @@
 """What a user sets once: how to speculate, and how large the engine is."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -116,8 +117,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             require_integer("beam", self.beam, 1, MAX_BEAM)
         if self.nodes is not None:
             require_integer("nodes", self.nodes, 1, MAX_NODES)
-        if self.shape:
-            _check_shape(self.shape, self.depth, self.nodes)
+        shape = _shape(self.shape)
+        msgspec.structs.force_setattr(self, "shape", shape)
+        if shape:
+            _check_shape(shape, self.depth, self.nodes)
         if self.source not in list(Source):
             raise InvalidArgument("source", self.source, f"one of {', '.join(Source)}")
         msgspec.structs.force_setattr(self, "source", Source(self.source))
@@ -224,18 +227,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, kind(value))
 
 
+def _shape(nodes: object) -> Shape:
+    """Return a shape as tuples, given as any sequences."""
+    expected = "a sequence of nodes, each a sequence of child ranks"
+    if not isinstance(nodes, Sequence) or isinstance(nodes, str):
+        raise InvalidArgument("shape", nodes, expected)
+    for ranks in nodes:
+        if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+            raise InvalidArgument("shape", ranks, expected)
+        for rank in ranks:
+            require_integer("shape", rank, 0, MAX_BEAM - 1)
+    return tuple(map(tuple, nodes))
+
+
 def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
     if nodes is not None:
         raise InvalidArgument("nodes", nodes, "None: the shape says how many")
     known: set[tuple[int, ...]] = {()}
     for ranks in shape:
-        if (
-            ranks[:-1] not in known
-            or ranks in known
-            or not 0 <= min(ranks) <= max(ranks) < MAX_BEAM
-        ):
-            expected = f"different nodes after their parents, child ranks below {MAX_BEAM}"
-            raise InvalidArgument("shape", ranks, expected)
+        if ranks[:-1] not in known or ranks in known:
+            raise InvalidArgument("shape", ranks, "different nodes after their parents")
         known.add(ranks)
     deepest = max(map(len, shape))
     if depth != deepest:

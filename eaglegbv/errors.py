@@ -47,6 +47,10 @@ class OutOfSlots(EagleGBVError):
         return type(self), (self.wanted, self.free, self.total)
 
 
+class EngineBusy(EagleGBVError):
+    """The engine was asked for a step from within one, by an observer or a finaliser, say."""
+
+
 class StepFailed(EagleGBVError):
     """A step of the engine broke off; the requests in it ended, the engine goes on."""
 

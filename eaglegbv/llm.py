@@ -18,7 +18,7 @@ from eaglegbv.calibration import LARGEST, calibrate
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.engine import Engine, check_verifier
+from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.frames import roomy
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
@@ -29,6 +29,7 @@ from eaglegbv.request import FinishReason, Request
 from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
 from eaglegbv.tree import Law
+from eaglegbv.verification import check_verifier
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree_record import TreeRecord
 
 
@@ -268,10 +270,27 @@ GRAPH_DRAFTS = Metric(
     label="outcome",
 )
 FINISHED = Metric("eaglegbv_finished_requests_total", "Requests that ended.", label="reason")
-RUNNING = Metric("eaglegbv_running_requests", "Requests of the latest step.", Kind.GAUGE)
+FAILED_STEPS = Metric("eaglegbv_failed_steps_total", "Steps that broke off.")
+FAILED_OBSERVERS = Metric(
+    "eaglegbv_failed_observers_total", "Observers that failed, and were told no more."
+)
+RUNNING = Metric("eaglegbv_running_requests", "Requests admitted that go on.", Kind.GAUGE)
 WAITING = Metric("eaglegbv_waiting_requests", "Requests not admitted yet.", Kind.GAUGE)
-KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use after the latest step.", Kind.GAUGE)
+KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use.", Kind.GAUGE)
 KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots there are.", Kind.GAUGE)
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        metric.name: metric
+        for metric in (
+            *(STEPS, STEP_SECONDS, PHASE_SECONDS, FAILED_STEPS, FAILED_OBSERVERS),
+            *(COMMITTED, ACCEPTED, DRAFTED, FORWARDS, REASONS, FINISHED),
+            *(PREEMPTIONS, CACHED, ATTENTION_FALLBACKS, GRAPH_FORWARDS, GRAPH_DRAFTS),
+            *(RUNNING, WAITING, KV_USED, KV_SLOTS),
+        )
+    }
+)
+"""Every metric by its name."""
 
 
 @dataclass(slots=True)
@@ -293,8 +312,16 @@ class EngineMetrics:
         """Set a gauge, or a counter that is kept elsewhere."""
         self.values.setdefault(metric, {})[label] = value
 
-    def value(self, metric: Metric, label: str = "") -> float:
-        """Return a metric's value, 0 while there is none."""
+    def value(self, metric: Metric | str, label: str = "") -> float:
+        """Return the value of a metric, or of the one of that name; 0 while there is none.
+
+        Raises:
+            InvalidArgument: No metric has that name.
+        """
+        if isinstance(metric, str):
+            if metric not in METRICS:
+                raise InvalidArgument("metric", metric, f"one of {', '.join(sorted(METRICS))}")
+            metric = METRICS[metric]
         return self.values.get(metric, {}).get(label, 0)
 
     def on_step(self, record: StepRecord) -> None:
@@ -310,10 +337,6 @@ class EngineMetrics:
             self.add(FORWARDS, requests, plan)
         for reason, requests in record.reasons.items():
             self.add(REASONS, requests, reason)
-        self.set(RUNNING, record.requests)
-        self.set(WAITING, record.waiting)
-        self.set(KV_USED, record.kv_used)
-        self.set(KV_SLOTS, record.kv_slots)
 
     def exposition(self) -> str:
         """Return all values in Prometheus' text format (version 0.0.4)."""

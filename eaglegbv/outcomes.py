@@ -1,4 +1,4 @@
-"""What a step decided, on the host: one copy from the device for all requests of a step."""
+"""What a step decided: judgements on its trees, and one copy of them to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,24 +7,29 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from eaglegbv.recording import Evidence
+from eaglegbv.request import Debt
+from eaglegbv.scheduler.batch import Group
 from eaglegbv.transfer import fetch
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """Trees that were judged, where that was done.
+class Judgement:
+    """The verdict on a group's trees, and what goes with it.
 
     Attributes:
-        tree: The trees.
-        verdict: The verdict on them.
+        verdict: What is accepted, and the token after it; it means nothing where there are faults.
         faults: ``[batch]`` int64, what is wrong with the probabilities it rests on, or 0.
+        debts: For each request, what it leaves to the next tokens.
+        evidence: What the verdict rests on; None unless trees are recorded.
     """
 
-    tree: DraftTree
     verdict: Verdict
     faults: Tensor
+    debts: list[tuple[Debt, ...]]
+    evidence: Evidence | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,13 @@ class Outcome:
     drafted: int
 
 
-def read_outcomes(judged: Sequence[Judged]) -> list[list[Outcome]]:
+def read_outcomes(groups: Sequence[Group], judgements: Sequence[Judgement]) -> list[list[Outcome]]:
     """Return what was decided for every request of every group, by one copy to the host."""
-    if not judged:  # a step that only read parts of texts
+    if not groups:  # a step that only read parts of texts
         return []
-    tables = [_table(group) for group in judged]
+    tables = [
+        _table(group.tree, judgement) for group, judgement in zip(groups, judgements, strict=True)
+    ]
     [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
     numbers = iter(fetched.tolist())
     return [
@@ -62,11 +69,11 @@ def read_outcomes(judged: Sequence[Judged]) -> list[list[Outcome]]:
 _COLUMNS = 5
 
 
-def _table(judged: Judged) -> Tensor:
+def _table(tree: DraftTree, judgement: Judgement) -> Tensor:
     """Return ``[batch, 5 + 2 length]`` int64: five columns, the path's nodes, and their tokens."""
-    tree, verdict = judged.tree, judged.verdict
+    verdict = judgement.verdict
     depth = tree.depth.amax(dim=1)
-    columns = (verdict.accepted, verdict.token_ids, judged.faults, depth, tree.num_nodes)
+    columns = (verdict.accepted, verdict.token_ids, judgement.faults, depth, tree.num_nodes)
     tokens = tree.token_ids.gather(1, verdict.path_nodes)
     return torch.cat((*(c.unsqueeze(1) for c in columns), verdict.path_nodes, tokens), dim=1)
 

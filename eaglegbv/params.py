@@ -7,6 +7,9 @@ import msgspec
 from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
 
+_COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
+"""Logits divided by less overflow."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
@@ -15,9 +18,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature, top-k, top-p and min-p (see :mod:`eaglegbv.warp`).
 
     Attributes:
-        temperature: Divides the logits. 0 means greedy decoding.
+        temperature: Divides the logits; at least 1e-37. 0 means greedy decoding.
         top_p: Keep the smallest set of most likely tokens whose mass reaches ``top_p``.
-        top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all.
+        top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all, as do 0 and -1.
         min_p: Drop tokens less likely than ``min_p`` times the most likely one.
         max_tokens: Number of tokens to generate at most.
         stop: Strings that end the text; the text is cut before the first of them.
@@ -51,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._make_tuple("stop", stop, "non-empty strings")
         self._make_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        if type(self.top_k) is int and self.top_k in (0, -1):  # what other engines call all
+            msgspec.structs.force_setattr(self, "top_k", None)
         self._check_ranges()
 
     def _make_tuple(self, name: str, values: object, expected: str) -> None:
@@ -60,14 +65,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_ranges(self) -> None:
         require_number("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < _COLDEST:
+            expected = f"0, or a number in [{_COLDEST:g}, 100]"
+            raise InvalidArgument("temperature", self.temperature, expected)
         require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         require_number("min_p", self.min_p, 0.0, 1.0)
-        require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
         require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.top_k is not None:
             require_integer("top_k", self.top_k, 1)
         require_integer("max_tokens", self.max_tokens, 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
         if self.seed is not None:
             require_integer("seed", self.seed, 0, 2**64 - 1)
         for text in self.stop:

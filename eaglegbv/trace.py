@@ -28,6 +28,9 @@ _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, and so tokens that may make up one."""
 
+_MOST_TAILS = 4096
+"""Requests whose texts' ends are remembered; more than any engine has at a time."""
+
 
 class Tracer:
     """Writes a trace while the engine runs; a context manager.
@@ -60,7 +63,9 @@ class Tracer:
             self._file.write(",\n" + _line(event))
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a step."""
+        """Write a step; nothing once the file is closed."""
+        if self._file.closed:
+            return
         if self._origin is None:
             self._origin = record.started
         start = record.started - self._origin
@@ -104,6 +109,7 @@ class _Texts:
 
     decode: Decode
     tails: dict[int, _Tail] = field(default_factory=dict)
+    """By request, the latest last. A request may end between steps, and nobody says so here."""
 
     def of(self, token: int, before: int) -> str:
         """Return the text of a token after another."""
@@ -117,7 +123,10 @@ class _Texts:
 
     def of_committed(self, tree: TreeRecord) -> list[str]:
         """Return the texts of the tokens a step gave a request, which end to end are its text."""
-        tail = self.tails.setdefault(tree.request, _Tail(tree.token_ids[0]))
+        tail = self.tails.pop(tree.request, None) or _Tail(tree.token_ids[0])
+        self.tails[tree.request] = tail
+        if len(self.tails) > _MOST_TAILS:
+            del self.tails[next(iter(self.tails))]
         texts = []
         for token in tree.committed:
             tail.waiting.append(token)

@@ -60,7 +60,7 @@ def _settings_of(
         return _column(values, rows_each, dtype, device)
 
     no_limit = 2**31
-    top_k = [no_limit if p.top_k is None else p.top_k for p in params]
+    top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
     temperature = column([p.temperature for p in params], torch.float32)
     return WarpSettings(
         temperature=temperature,

@@ -111,25 +111,53 @@ class Layout:
         return [*range(self.first_tokens[b], root + 1), *(root + node for node in nodes)]
 
 
-def lay_out(groups: Sequence[Group]) -> tuple[list[Layout], Tensor]:
-    """Return each group's layout, and the packed rows ``[rows]`` whose logits are wanted."""
-    layouts: list[Layout] = []
-    wanted: list[int] = []
-    token = 0
-    for group in groups:
-        firsts, roots, rows = [], [], []
-        first_row = len(wanted)
-        for segment, count in zip(group.segments, group.counts, strict=True):
-            firsts.append(token)
-            token += len(segment.token_ids)
-            roots.append(token - count)
-            root_row = len(wanted) - first_row
-            padding = [root_row] * (group.tree.nodes - count)
-            rows.append([*range(root_row, root_row + count), *padding])
-            wanted.extend(range(token - count, token))
-        own = slice(first_row, len(wanted))
-        layouts.append(Layout(firsts, roots, own, torch.tensor(rows)))
-    return layouts, torch.tensor(wanted, dtype=torch.int64)
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A step's packed forward of the target.
+
+    Attributes:
+        groups: Trees and ends of prompts.
+        layouts: For each group, where it stands.
+        chunks: Other parts of texts, behind the groups.
+        logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted.
+    """
+
+    groups: list[Group]
+    layouts: list[Layout]
+    chunks: list[Chunk]
+    logit_rows: Tensor
+
+    @classmethod
+    def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:
+        """Lay the groups out one behind the other, and the chunks behind them."""
+        layouts: list[Layout] = []
+        wanted: list[int] = []
+        token = 0
+        for group in groups:
+            firsts, roots, rows = [], [], []
+            first_row = len(wanted)
+            for segment, count in zip(group.segments, group.counts, strict=True):
+                firsts.append(token)
+                token += len(segment.token_ids)
+                roots.append(token - count)
+                root_row = len(wanted) - first_row
+                padding = [root_row] * (group.tree.nodes - count)
+                rows.append([*range(root_row, root_row + count), *padding])
+                wanted.extend(range(token - count, token))
+            own = slice(first_row, len(wanted))
+            layouts.append(Layout(firsts, roots, own, torch.tensor(rows)))
+        return cls(groups, layouts, chunks, torch.tensor(wanted, dtype=torch.int64))
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All that is read, in order."""
+        of_groups = [segment for group in self.groups for segment in group.segments]
+        return of_groups + [chunk.segment for chunk in self.chunks]
+
+    def chunk_features(self, features: Tensor) -> tuple[Tensor, ...]:
+        """Return each chunk's own of the ``[packed rows, feature_size]`` features, the last."""
+        sizes = [chunk.segment.num_new for chunk in self.chunks]
+        return features[len(features) - sum(sizes) :].split(sizes) if sizes else ()
 
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:

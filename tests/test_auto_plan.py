@@ -47,12 +47,20 @@ def test_all_plans_that_may_come() -> None:
         ({"verifier": "none"}, "verifier='none'"),
         ({"draft_temperatures": ()}, r"draft_temperatures=\(\)"),
         ({"draft_temperatures": (1.0, 1.0)}, "draft_temperatures"),
-        ({"draft_temperatures": (0.0,)}, "draft_temperature=0"),
+        ({"draft_temperatures": (0.0,)}, "draft_temperatures=0"),
+        ({"draft_temperatures": 1.0}, "draft_temperatures=1.0: expected a sequence"),
+        ({"draft_temperatures": [1.0, []]}, r"draft_temperatures=\[\]"),
     ],
 )
 def test_values_out_of_range_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         AutoPlan(**changes)
+
+
+def test_temperatures_may_come_in_a_list() -> None:
+    listed = AutoPlan(draft_temperatures=[1.0, 1.5])
+    assert listed == AutoPlan(draft_temperatures=(1.0, 1.5))
+    assert hash(listed) == hash(AutoPlan(draft_temperatures=(1.0, 1.5)))
 
 
 def test_names_say_what_differs() -> None:

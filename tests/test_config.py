@@ -41,8 +41,12 @@ BAD_PLANS = [
 BAD_SHAPES = [
     ({"shape": ((0,), (1, 0))}, "shape=(1, 0): expected different nodes after their parents"),
     ({"shape": ((0,), (0,))}, "shape=(0,): expected different nodes"),
-    ({"shape": ((-1,),), "depth": 1}, "shape=(-1,): expected different nodes"),
-    ({"shape": ((),)}, "shape=(): expected different nodes"),
+    ({"shape": ((-1,),), "depth": 1}, "shape=-1: expected an integer in [0, 63]"),
+    ({"shape": ((64,),), "depth": 1}, "shape=64: expected an integer in [0, 63]"),
+    ({"shape": ((),)}, "shape=(): expected a sequence of nodes"),
+    ({"shape": "00", "depth": 1}, "shape='00': expected a sequence of nodes"),
+    ({"shape": ("0",), "depth": 1}, "shape='0': expected a sequence of nodes"),
+    ({"shape": 1, "depth": 1}, "shape=1: expected a sequence of nodes"),
     ({"shape": ((0,),), "depth": 2}, "depth=2: expected 1, the depth of the shape"),
     ({"shape": ((0,),), "depth": 1, "nodes": 3}, "nodes=3: expected None"),
 ]
@@ -106,6 +110,12 @@ def test_a_law_may_be_named(law):
 
 def test_no_law_leaves_the_choice_to_the_verifier():
     assert Plan().law is None
+
+
+def test_a_shape_may_come_in_lists():
+    listed = Plan(law="fixed", shape=[[0], [1], [0, 0]], depth=2)
+    assert listed == Plan(law="fixed", shape=((0,), (1,), (0, 0)), depth=2)
+    assert hash(listed) == hash(Plan(law="fixed", shape=((0,), (1,), (0, 0)), depth=2))
 
 
 def test_the_largest_tree_of_a_plan():

@@ -278,7 +278,7 @@ def test_prompts_wait_for_the_drafter_while_nobody_drafts(
     request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), AUTO)
     tiny.engine.step()
     assert request.prefilled
-    assert tiny.engine._behind(request) == (0 if reads else len(prompt))
+    assert tiny.engine._drafting.behind(request) == (0 if reads else len(prompt))
     # It is read as soon as somebody drafts.
     monkeypatch.setattr(tiny.engine, "_planner", RestlessPlanner())
     while tiny.engine.has_work:
@@ -299,8 +299,8 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False, graphs=graphs)
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    monkeypatch.setattr("eaglegbv.engine._KEPT", 10)
-    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 20)
+    monkeypatch.setattr("eaglegbv.drafting._KEPT", 10)
+    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 20)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = tiny.tokens([PROMPT * 9], params, PLAIN)
     with monkeypatch.context() as resting:
@@ -310,7 +310,7 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
         seen = []
         while len(request.token_ids) < 50:
             tiny.engine.step()
-            seen.append(tiny.engine._behind(request))
+            seen.append(tiny.engine._drafting.behind(request))
         assert seen[:3] == [11, 12, 13]  # all of the prompt but its end
         assert max(seen) == 21
         assert seen.count(11) == 5
@@ -374,8 +374,8 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     chance = random.Random(seed)
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, slots=900, max_batch=6, check_slots=True)
     engine, allocator = tiny.engine, tiny.target.allocator
-    assert isinstance(engine._drafter, EagleDrafter)
-    pool = engine._drafter._forward.attention.pool
+    assert isinstance(engine._drafting.drafter, EagleDrafter)
+    pool = engine._drafting.drafter._forward.attention.pool
     release, blank = allocator.release, allocator.blank
 
     def spoil(slots: torch.Tensor) -> None:
@@ -395,8 +395,8 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
 
     monkeypatch.setattr(EagleDrafter, "draft", sound)
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: chance.random() < 0.3)
-    monkeypatch.setattr("eaglegbv.engine._KEPT", 5)
-    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 12)
+    monkeypatch.setattr("eaglegbv.drafting._KEPT", 5)
+    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 12)
     resting = Planner()
     monkeypatch.setattr(resting, "assign", partial(plain, resting))
     prompts = [PROMPT * n + [n % VOCAB] * m for n in (4, 9, 20) for m in (1, 3, 30)]
@@ -434,8 +434,8 @@ def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
 
     monkeypatch.setattr(EagleDrafter, "skip", counted)
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    monkeypatch.setattr("eaglegbv.engine._KEPT", 1)
-    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 2)
+    monkeypatch.setattr("eaglegbv.drafting._KEPT", 1)
+    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 2)
     engine._planner = RestlessPlanner()
     result = check(engine, law, SAMPLES)
     assert result.p_value > LEVEL, result
@@ -510,13 +510,13 @@ def test_a_long_prompt_is_skipped_whole_once_its_beginning_was(
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefill_tokens=50)
     monkeypatch.setattr(Planner, "worth_reading", lambda self, request, *, rows, batch: rows < 90)
-    monkeypatch.setattr("eaglegbv.engine._KEPT", 10)
-    monkeypatch.setattr("eaglegbv.engine._MOST_KEPT", 20)
+    monkeypatch.setattr("eaglegbv.drafting._KEPT", 10)
+    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 20)
     request = tiny.engine.add(PROMPT * 40, SamplingParams(), AUTO)
     behind = []
     while not request.prefilled:
         tiny.engine.step()
-        behind.append(tiny.engine._behind(request))
+        behind.append(tiny.engine._drafting.behind(request))
     # What waited is read at the end, with what is left: an end is enough.
     assert behind == [10, 10, 10, 0]
 

@@ -137,7 +137,7 @@ def test_verifiers_are_compiled_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) 
         backends.add(backend)
         return checked_verifier(name, backend, vocab)
 
-    monkeypatch.setattr("eaglegbv.engine.checked_verifier", noted)
+    monkeypatch.setattr("eaglegbv.verification.checked_verifier", noted)
     plan = Plan(paths=2, depth=2)
     away = tiny_engine(device="cuda", compile_backend="eager")
     assert away.tokens([[3, 1, 4]], SamplingParams(max_tokens=4), plan)

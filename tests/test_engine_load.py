@@ -126,7 +126,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
     monkeypatch.setattr(exact.engine._scheduler, "_max_batch", len(requests))
     requests.append((exact.add(waiting), waiting))
     owner, name, calls = FAULTS[fault]
-    drafter = exact.engine._drafter
+    drafter = exact.engine._drafting.drafter
     assert isinstance(drafter, StandaloneDrafter)
     place = {
         "target": exact.target,

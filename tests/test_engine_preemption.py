@@ -166,7 +166,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
 ) -> None:
     """The hidden state that the next tree is drawn from, by three ways of coming to it."""
     [prompt] = prompts(3, 40)
-    drafter = tiny.engine._drafter
+    drafter = tiny.engine._drafting.drafter
     assert isinstance(drafter, EagleDrafter)
 
     def state(budget: int, *, preempted: bool) -> Tensor:
@@ -199,7 +199,7 @@ def read(tiny: TinyEngine, text: list[int], params: SamplingParams, plan: Plan) 
 
 def rows_of(tiny: TinyEngine, request: Request) -> list[Tensor]:
     """Keys and values of the text in the pools of the target and, where it follows, the head."""
-    drafter = tiny.engine._drafter
+    drafter = tiny.engine._drafting.drafter
     assert isinstance(drafter, EagleDrafter)
     pools = [tiny.target.pool, *([drafter._forward.attention.pool] if request.drafted else [])]
     slots = request.slots

@@ -52,7 +52,7 @@ def tiny() -> TinyEngine:
 
 
 def drafter_of(tiny: TinyEngine) -> EagleDrafter:
-    drafter = tiny.engine._drafter
+    drafter = tiny.engine._drafting.drafter
     assert isinstance(drafter, EagleDrafter)
     return drafter
 

@@ -5,6 +5,7 @@ import time
 import msgspec
 import pytest
 
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import (
     COMMITTED,
     FORWARDS,
@@ -135,7 +136,9 @@ def record(**changes):
 def test_counters_add_up_over_steps_and_gauges_show_the_latest():
     metrics = EngineMetrics()
     metrics.on_step(record())
-    metrics.on_step(record(kv_used=10, plans={"none": 3}))
+    metrics.on_step(record(plans={"none": 3}))
+    metrics.set(KV_USED, 40)
+    metrics.set(KV_USED, 10)
     assert metrics.value(COMMITTED) == 14
     assert metrics.value(FORWARDS, "none") == 4
     assert metrics.value(FORWARDS, "otbv 3x4") == 2
@@ -144,9 +147,20 @@ def test_counters_add_up_over_steps_and_gauges_show_the_latest():
     assert metrics.value(FORWARDS, "unheard of") == 0
 
 
+def test_values_are_found_by_name_too():
+    metrics = EngineMetrics()
+    assert metrics.value("eaglegbv_steps_total") == 0
+    metrics.on_step(record())
+    assert metrics.value("eaglegbv_steps_total") == 1
+    assert metrics.value("eaglegbv_phase_seconds_total", "forward") == 0.25
+    with pytest.raises(InvalidArgument, match="metric='steps': expected one of eaglegbv_acc"):
+        metrics.value("steps")
+
+
 def test_exposition_is_prometheus_text():
     metrics = EngineMetrics()
     metrics.on_step(record(plans={'a "quoted\\ plan': 1}))
+    metrics.set(KV_USED, 40)
     lines = metrics.exposition().splitlines()
     at = lines.index("# TYPE eaglegbv_request_forwards_total counter")
     assert lines[at - 1].startswith("# HELP eaglegbv_request_forwards_total ")

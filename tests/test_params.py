@@ -22,13 +22,13 @@ BAD = [
     ("top_p", math.nan, "a number in (0, 1]"),
     ("min_p", -0.01, "a number in [0, 1]"),
     ("min_p", 1.5, "a number in [0, 1]"),
-    ("repetition_penalty", 0.0, "a number in (0, 100]"),
-    ("repetition_penalty", -1.0, "a number in (0, 100]"),
+    ("repetition_penalty", 0.0, "a number in [0.001, 100]"),
+    ("repetition_penalty", -1.0, "a number in [0.001, 100]"),
     ("presence_penalty", 101, "a number in [-100, 100]"),
     ("frequency_penalty", -101, "a number in [-100, 100]"),
     ("frequency_penalty", math.inf, "a number in [-100, 100]"),
-    ("top_k", 0, "an integer of at least 1"),
-    ("top_k", -1, "an integer of at least 1"),
+    ("top_k", -2, "an integer of at least 1"),
+    ("top_k", False, "an integer of at least 1"),
     ("top_k", 2.0, "an integer of at least 1"),
     ("top_k", True, "an integer of at least 1"),
     ("max_tokens", 0, "an integer of at least 1"),
@@ -37,6 +37,8 @@ BAD = [
     ("seed", -1, "an integer in [0, 18446744073709551615]"),
     ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
     ("seed", 0.5, "an integer in [0, 18446744073709551615]"),
+    ("temperature", 5e-324, "0, or a number in [1e-37, 100]"),
+    ("ignore_eos", "no", "true or false"),
     ("stop", ("",), "non-empty strings"),
     ("stop", "", "non-empty strings"),
     ("stop", ("ok", 3), "non-empty strings"),
@@ -76,6 +78,11 @@ def test_a_bad_value_is_named_with_what_was_expected(name, value, expected):
 def test_the_ends_of_the_ranges_are_accepted(settings):
     params = SamplingParams(**settings)
     assert {name: getattr(params, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("everything", [0, -1])
+def test_all_tokens_may_be_asked_for_as_other_engines_do(everything):
+    assert SamplingParams(top_k=everything) == SamplingParams()
 
 
 def test_one_stop_string_is_a_tuple_of_one():

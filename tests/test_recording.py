@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
+from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.engine import Engine
 from eaglegbv.metrics import StepRecord
+from eaglegbv.outcomes import Judgement
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
+from eaglegbv.scheduler.batch import Group, Layout
 from eaglegbv.targets.base import TargetOutput
 from eaglegbv.tree import Law
 from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Purpose
+from eaglegbv.verification import Verification
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.reference.transport import transport
 
@@ -254,14 +257,16 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []
-    whole = Engine._verify
+    whole = Verification.judge
 
-    def verify(engine: Engine, *arguments: object) -> object:
-        judgement = whole(engine, *arguments)
+    def judge(
+        verification: Verification, group: Group, layout: Layout, logits: Tensor
+    ) -> Judgement:
+        judgement = whole(verification, group, layout, logits)
         evidence.append(judgement.evidence)
         return judgement
 
-    monkeypatch.setattr(Engine, "_verify", verify)
+    monkeypatch.setattr(Verification, "judge", judge)
     spec = Spec(PROMPT, SamplingParams(max_tokens=9, seed=1), Plan(verifier="otbv", paths=2))
     request = exact.add(spec)
     exact.run()

@@ -144,3 +144,12 @@ def test_a_character_of_several_tokens_comes_with_the_last_of_them(path):
     texts = [tree["committed_texts"] for tree in trees_in(path)]
     assert texts == [["a", "", "é", ""], ["", "日", ""], ["", "€", "!", ""]]
     assert "".join(map("".join, texts)) == "aé日€!"
+
+
+def test_ends_of_texts_are_remembered_of_so_many_requests_at_most(path, monkeypatch):
+    monkeypatch.setattr("eaglegbv.trace._MOST_TAILS", 2)
+    going_on = dataclasses.replace(BONUS, finish_reason=None)  # until somebody cancels it
+    with Tracer(path, decode=str) as tracer:
+        for number in (0, 1, 0, 2):
+            tracer.on_step(step(number, (dataclasses.replace(going_on, request=number),)))
+        assert list(tracer._texts.tails) == [0, 2]

@@ -86,7 +86,7 @@ def test_a_slot_for_padding_is_among_the_bytes_given() -> None:
 def test_the_pools_of_a_pair_are_sized_together(tmp_path: Path) -> None:
     pair = save_pair(tmp_path)
     llm = LLM(*pair, engine=EngineConfig(kv_bytes=3_000_000))
-    target, drafter = llm._engine._target, llm._engine._drafter
+    target, drafter = llm._engine._target, llm._engine._drafting.drafter
     assert isinstance(target, HFTarget)
     assert isinstance(drafter, EagleDrafter)
     pools = [target.pool, drafter._forward.attention.pool]

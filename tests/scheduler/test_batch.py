@@ -6,7 +6,7 @@ from eaglegbv.attention.base import pack
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.scheduler.batch import Group, by_plan, lay_out
+from eaglegbv.scheduler.batch import Forward, Group, by_plan
 from eaglegbv.tree import DraftTree, Law, check_tree
 from eaglegbv.uniforms import Stream
 
@@ -96,7 +96,8 @@ def test_a_prefill_group_reads_whole_prompts_and_its_roots_are_their_last_tokens
 
 def test_a_layout_says_where_each_tokens_row_and_logits_are():
     groups = [decoding_group(), prefill_group()]
-    layouts, wanted = lay_out(groups)
+    forward = Forward.of(groups, [])
+    layouts, wanted = forward.layouts, forward.logit_rows
     # Packed rows: 0-3 the fork, 4-5 the chain, 6-8 the first prompt, 9 the second.
     assert layouts[0].first_tokens == [0, 4]
     assert layouts[0].root_tokens == [0, 4]
@@ -112,7 +113,8 @@ def test_a_layout_says_where_each_tokens_row_and_logits_are():
 
 def test_a_layout_finds_every_nodes_token_in_the_packed_forward():
     groups = [prefill_group(), decoding_group(), prefill_group()]
-    layouts, wanted = lay_out(groups)
+    forward = Forward.of(groups, [])
+    layouts, wanted = forward.layouts, forward.logit_rows
     packed = pack([s for group in groups for s in group.segments])
     tokens = packed.token_ids[wanted]  # what a model's logits stand at
     for group, layout in zip(groups, layouts, strict=True):

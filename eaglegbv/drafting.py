@@ -1,0 +1,182 @@
+"""Who drafts for an engine: its drafter, where it has one, and lookups in the text itself."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from eaglegbv.config import Plan, Source
+from eaglegbv.drafters.base import Drafter, RecallingDrafter
+from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.outcomes import Outcome
+from eaglegbv.products import Quantization
+from eaglegbv.request import Request
+from eaglegbv.scheduler.batch import Layout
+from eaglegbv.transfer import upload
+from eaglegbv.tree import DraftTree, Law
+
+_KEPT, _MOST_KEPT = 64, 128
+"""A drafter more than ``_MOST_KEPT`` positions behind keeps the last ``_KEPT`` and skips the rest.
+
+Features of all that large batches decode plainly would fill memory, and who drafts again would
+first have to read them. The tiny pair's head drafts as well as ever if it begins 64 positions back.
+"""
+
+
+class Drafting:
+    """The drafters of an engine, each shown what it must see.
+
+    Attributes:
+        drafter: The engine's own; None where there is none, and lookups alone draft.
+    """
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        """Take the engine's drafter; one that looks drafts up serves for all lookups."""
+        self.drafter = drafter
+        self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
+
+    @property
+    def skips(self) -> bool:
+        """Whether the engine's drafter may begin behind positions that it has not run."""
+        return self.drafter is not None and self.drafter.skips
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """Drafts by whether a recording was replayed, or why not."""
+        return {} if self.drafter is None else self.drafter.graph_counts
+
+    def by(self, plan: Plan) -> Drafter:
+        """Return who drafts by a plan.
+
+        Raises:
+            InvalidArgument: Nobody does.
+        """
+        if plan.source is Source.LOOKUP:
+            return self._lookup
+        if self.drafter is None:
+            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
+        return self.drafter
+
+    def recalling(self, plan: Plan) -> RecallingDrafter:
+        """Return who drafts by a plan, and must be able to recall the laws of earlier steps.
+
+        Raises:
+            InvalidArgument: Nobody drafts, or who does cannot recall its laws to the last bit.
+        """
+        drafter = self.by(plan)
+        if not isinstance(drafter, RecallingDrafter):
+            raise InvalidArgument(
+                "drafter",
+                type(drafter).__name__,
+                f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
+            )
+        if drafter.quantization is not Quantization.NONE:
+            # A law computed again, in other company, would not be the one that was drawn from.
+            expected = f"none, verifier {plan.verifier!r} going by draft laws of earlier steps"
+            raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
+        return drafter
+
+    def draft(self, requests: Sequence[Request], law: Law, slots: Sequence[Tensor]) -> DraftTree:
+        """Propose a tree for each request.
+
+        Args:
+            requests: Requests of one plan.
+            law: How children arise; nothing is drafted by plans that do not speculate.
+            slots: For each request ``[plan.tree_slots]``, its KV slots of this step.
+        """
+        plan = requests[0].plan
+        if not plan.speculative:
+            return DraftTree.roots([request.token_ids[-1] for request in requests])
+        return self.by(plan).draft(requests, plan, law, [own[:-1] for own in slots])
+
+    def show_read(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
+        """Hand the drafter the features ``[tokens, feature_size]`` of parts that were read."""
+        if self.drafter is None:
+            return
+        for request, own in zip(requests, features, strict=True):
+            if request.drafted:
+                self.drafter.observe(request, own)
+
+    def show_committed(
+        self,
+        requests: Sequence[Request],
+        layout: Layout,
+        outcomes: Sequence[Outcome],
+        features: Tensor | None,
+    ) -> None:
+        """Hand the drafter the features of what was committed, all gathered at once.
+
+        Args:
+            requests: A group.
+            layout: Where it stands in the forward.
+            outcomes: What was decided for each request.
+            features: ``[rows, feature_size]`` of the whole forward; None where there are none.
+        """
+        if self.drafter is None or features is None:
+            return
+        shown = [
+            b for b, outcome in enumerate(outcomes) if requests[b].drafted and not outcome.fault
+        ]
+        if not shown:
+            return
+        if len(features) == len(shown):  # all of them, a row each: as nobody drafted
+            parts = features.clone().split(1)
+        else:
+            rows = [layout.committed_rows(b, outcomes[b].nodes) for b in shown]
+            places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
+            parts = features.index_select(0, places).split([len(own) for own in rows])
+        for b, part in zip(shown, parts, strict=True):
+            self.drafter.observe(requests[b], part)
+
+    def index(self, requests: Iterable[Request]) -> None:
+        """Index what was read of texts in which drafts may be looked up."""
+        self._lookup.catch_up([request for request in requests if request.looks_up])
+
+    def matched(self, request: Request) -> int:
+        """Return how many of a text's last tokens stood before; see :class:`NgramDrafter`."""
+        return self._lookup.matched(request)
+
+    def catch_up(self, requests: Sequence[Request]) -> int:
+        """Run the drafter over what it has not run yet, and return for how many positions."""
+        if self.drafter is None:
+            return 0
+        missed = sum(map(self.behind, requests))
+        self.drafter.catch_up(requests)
+        return missed
+
+    def behind(self, request: Request) -> int:
+        """Return for how many committed positions the drafter has not run yet."""
+        return 0 if self.drafter is None else self.drafter.behind(request)
+
+    def skip(self, requests: Iterable[Request]) -> None:
+        """Have the drafter forget most of what it missed of texts that it may draft no more."""
+        for request in requests:
+            if request.skips and self.behind(request) > _MOST_KEPT:
+                self._skip(request, keep=_KEPT)
+
+    def set_aside(self, requests: Iterable[Request]) -> None:
+        """Copy the features that wait to be run, so that those of the forward can be freed."""
+        for request in requests:
+            if request.skips:
+                self._skip(request, keep=_MOST_KEPT)
+
+    def final(self, request: Request) -> int | None:
+        """Return for how many leading positions the drafter's rows are final.
+
+        None where the drafter does not follow the text, so that there are no such rows.
+        """
+        if self.drafter is None or not request.drafted:
+            return None
+        return self.drafter.shareable(request)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is remembered about a request that ended or is pre-empted."""
+        self._lookup.forget(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
+
+    def _skip(self, request: Request, *, keep: int) -> None:
+        if self.drafter is not None:
+            self.drafter.skip(request, keep=keep)
