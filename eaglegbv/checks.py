@@ -1,5 +1,8 @@
 """What a user's value must be: numbers within limits, or an error that says so."""
 
+from collections.abc import Sequence
+from math import isfinite
+
 from eaglegbv.errors import InvalidArgument
 
 
@@ -34,3 +37,9 @@ def require_number(
     if not inside:
         bracket = "(" if open_low else "["
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
+
+
+def require_numbers(name: str, values: Sequence[float], *, count: int) -> None:
+    """Raise :class:`InvalidArgument` unless there are ``count`` values, all finite."""
+    if len(values) != count or not all(map(isfinite, values)):
+        raise InvalidArgument(name, values, f"{count} finite numbers")

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
+from eaglegbv.checks import require_integer, require_numbers
 from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
 
 Array: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -44,17 +46,21 @@ _TRUST = 2.0
 _FADING = 200.0
 """Observed steps after which half of a correction is left that was not looked at again."""
 
-_SURPRISE = 0.35
-"""Largest surprise (natural logarithm of seconds) taken at face value, but for a cell's first.
+_SURPRISE, _FIRST_SURPRISE = 0.35, 1.0
+"""Largest surprises (logarithms of seconds) taken at face value, and that of a cell's first step.
 
-That one is taken whole: what the linear law said of a size that was never run may be far off.
+What the linear law said of a size that was never run may be far off; but a program that stood still
+for a second says nothing about it.
 """
 
 _REFIT = 8
 """Steps between two fits of the linear law, once it knows more than this many."""
 
+_FEATURES = 8
+"""What the linear law multiplies."""
+
 _DRAFTING, _NODE, _LOOK = 4, 6, 7
-"""Places in the linear law of a request that drafts, a node, and a node's look at 1024 tokens."""
+"""Places in it of a request that drafts, a node, and a node's look at 1024 tokens."""
 
 _RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0, 20.0))
 """Doubts of the linear law's coefficients.
@@ -190,6 +196,11 @@ class KnownCell(msgspec.Struct, frozen=True, kw_only=True):
     log: float
     steps: int
 
+    def __post_init__(self) -> None:
+        require_numbers("row", self.row, count=_FEATURES)
+        require_numbers("log", (self.log,), count=1)
+        require_integer("steps", self.steps, 1)
+
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     """What was learned about steps, to be kept on disk.
@@ -207,6 +218,13 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     law: tuple[float, ...]
     cells: tuple[KnownCell, ...]
     steps: int
+
+    def __post_init__(self) -> None:
+        if len(self.gram) != _FEATURES:
+            raise InvalidArgument("gram", len(self.gram), f"{_FEATURES} rows")
+        for row in (*self.gram, self.moment, self.law):
+            require_numbers("costs", row, count=_FEATURES)
+        require_integer("steps", self.steps, sum(cell.steps for cell in self.cells))
 
     @property
     def knows_drafts(self) -> bool:
@@ -294,11 +312,18 @@ class StepCosts:
             self._law[0] = seconds
         usual = self._linear(row) * math.exp(correction.log)
         surprise = math.log(seconds / usual) - self._pace
-        # What is common to all cells goes to the pace; a new cell's surprise is its own.
-        if correction.steps:
+        if correction.steps == 1 and surprise < -_SURPRISE:
+            # The first was held up by something else: this one stands for it.
+            correction.log += surprise
+            usual *= math.exp(surprise)
+            surprise = 0.0
+        elif correction.steps:
+            # What is common to all cells goes to the pace; a new cell's surprise is its own.
             surprise = max(-_SURPRISE, min(_SURPRISE, surprise))
             self._pace = _PACE_MEMORY * self._pace + _PACE * surprise
             surprise *= 1 - _PACE
+        elif self._steps:
+            surprise = max(-_FIRST_SURPRISE, min(_FIRST_SURPRISE, surprise))
         correction.log += correction.share * surprise
         correction.steps += 1
         self._steps += 1

@@ -56,14 +56,18 @@ Costs measured before the first request are of made-up texts.
 """
 
 _HOPELESS = 0.7
-"""A plan that looks this bad beside plain decoding is not tried at a new batch size."""
+"""A plan that looks this bad beside others is not tried at a new batch size.
+
+Plain decoding is, until two of its steps were timed: one may have been held up.
+"""
 
 _BETTER = 1.02
 """How much better another plan must look to replace the present one."""
 
-_PAYS, _PAYS_BY_SIZE = 1.03, 0.04
+_PAYS, _PAYS_BY_SIZE, _BEGINS = 1.03, 0.04, 0.04
 """How much better drafting must look than plain decoding to go on: of one request, and more with
-every doubling of the batch.
+every doubling of the batch. And how much more to begin: a drafter left behind has to catch up
+first.
 
 Requests that draft end at different times, and what is left of their batch is served at a lower
 rate: where drafting looks 1% better in a batch of 8, the whole of it takes 6% longer, and where it
@@ -72,9 +76,6 @@ plans the one that looks best is seldom as good: where drafting about pays, 18 o
 engines lost more than 3% at 8 with 0.02 a doubling, with 0.04 seven, and the mean was the same
 (tests/support/closed_batches.py).
 """
-
-_BEGIN = 1.07
-"""How much better it must look to begin, at least: a drafter left behind has to catch up first."""
 
 _BUDGET = 0.006
 """Share of the time that probes may lose."""
@@ -91,8 +92,11 @@ There a probe has to read what drafters missed.
 _WORTH_A_PROBE = 0.8
 """A plan is probed if it looks at least this good beside the best."""
 
-_OFTEN, _SAMPLE_EVERY = 64, 4
-"""After so many steps of one kind, the time of one in four is enough."""
+_OFTEN, _SAMPLE_EVERY = 64, 5
+"""After so many steps of one kind, the time of one in five is enough.
+
+No divisor of the steps that choices hold: of these the first takes longer, for it was chosen anew.
+"""
 
 
 _REQUEST_HOPE = 0.5
@@ -330,6 +334,11 @@ class Planner:
                 if self._alike >= _ALIKE and not late:
                     self._timed = _Timed(book, shape, choice.reason)
         self._kind = kind
+
+    @property
+    def times(self) -> bool:
+        """Whether what the step takes whose plans were assigned last says something."""
+        return self._timed is not None
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
@@ -610,6 +619,8 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
         if outlook.others or not _unknown(book, plan, size):
             continue
         trial = outlook.at_once().first(outlook.requests, plan, PlanReason.LEARNING)
+        if not plan.speculative and book.costs.steps_in(_cell(plan, size)) < _KNOWN:
+            return trial
         if trial.rate > _HOPELESS * max(plain.rate, drafting.rate):
             return trial
     pays = _PAYS + _PAYS_BY_SIZE * size
@@ -618,7 +629,7 @@ def _choose(book: _Book, outlook: Outlook, size: int) -> Choice:
         stay = outlook.by(present, PlanReason.BEST)
         drafting = drafting if drafting.rate > _BETTER * stay.rate else stay
     else:
-        pays = max(pays, _BEGIN)
+        pays += _BEGINS
     return drafting if drafting.rate > pays * plain.rate else plain
 
 
@@ -632,8 +643,13 @@ def _unknown(book: _Book, plan: Plan, size: int) -> bool:
 
 
 def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
-    """Return another choice that is worth a look and within the budget, or None."""
-    if book.step - book.probed < (_PROBE_EVERY if best.drafting else _PLAINLY_EVERY):
+    """Return another choice that is worth a look and within the budget, or None.
+
+    Beside others, who share in its time, it would say little.
+    """
+    if outlook.others or book.step - book.probed < (
+        _PROBE_EVERY if best.drafting else _PLAINLY_EVERY
+    ):
         return None
     plan = _least_recent(book, outlook, best)
     # What drafters read for a probe may be read in vain: all of it counts, in the first step.

@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from support.simulated_engine import Simulation, World
@@ -101,11 +102,15 @@ def test_costs_are_measured_once_and_kept(
     LLM(plan=limits, engine=sizes)
     assert kept.read_bytes() == written
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]
-    kept.write_text("{")
-    with caplog.at_level(logging.WARNING):
-        LLM(plan=limits, engine=sizes)
-    assert "measured again" in caplog.text
-    assert kept.stat().st_size > 100
+    short = msgspec.json.decode(written)
+    short["sampled"]["law"].pop()
+    for damaged in (b"{", written[:-20], msgspec.json.encode(short)):
+        kept.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            LLM(plan=limits, engine=sizes)
+        assert "measured again" in caplog.text
+        assert kept.stat().st_size > 100
 
 
 def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(

@@ -96,6 +96,20 @@ def test_a_stall_changes_little() -> None:
     assert costs.seconds(shape(1, 3, 4)) < 1.12 * before
 
 
+def test_a_first_step_that_was_held_up_is_forgotten_after_the_second() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        for plan in PLANS[1:]:
+            costs.observe(shape(1, *plan), linear_seconds(shape(1, *plan)))
+    plain, others = shape(1, 0, 0), [shape(1, *plan) for plan in PLANS[1:]]
+    before = [costs.seconds(other) for other in others]
+    costs.observe(plain, 2.0)
+    assert costs.seconds(plain) < 3 * linear_seconds(plain)
+    costs.observe(plain, linear_seconds(plain))
+    assert costs.seconds(plain) == pytest.approx(linear_seconds(plain), rel=0.25)
+    assert [costs.seconds(other) for other in others] == pytest.approx(before, rel=0.1)
+
+
 def test_trees_look_at_long_texts_again_and_plain_decoding_does_not() -> None:
     """A node takes longer in a longer text: two plans at another length tell by how much."""
 

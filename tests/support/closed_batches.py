@@ -89,11 +89,15 @@ class Shop:
         machine: It.
         chance: Of a single draft at depth 1 of a usual text.
         tokens: Tokens of every answer.
+        stall: Seconds by which the first timed step is held up that ``stalls`` says; once.
+        stalls: Says which.
     """
 
     machine: Machine
     chance: float = 0.63
     tokens: int = 64
+    stall: float = 0.0
+    stalls: Callable[[list[Request]], bool] = lambda requests: False
     _added: int = 0
 
     def __post_init__(self) -> None:
@@ -138,7 +142,10 @@ class Shop:
             for r in requests:
                 self._commit(r, chances[r.number], generator)
                 behind[r.number] = 0 if r.plan.speculative else behind[r.number] + 1
-            self.planner.observe_step(seconds * self.machine.noise())
+            held_up = 0.0
+            if self.stall and self.planner.times and self.stalls(requests):
+                held_up, self.stall = self.stall, 0.0
+            self.planner.observe_step(seconds * self.machine.noise() + held_up)
             requests = [r for r in requests if len(r.token_ids) < self.tokens]
         return time
 
