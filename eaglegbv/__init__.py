@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from eaglegbv.completion import Completion, Delta
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.errors import EagleGBVError, InvalidArgument
-    from eaglegbv.llm import LLM, Completion, Delta
+    from eaglegbv.llm import LLM
     from eaglegbv.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -25,8 +26,8 @@ __all__ = [
 # Loaded on first use: torch and transformers take seconds to import, and `--help` needs neither.
 _HOMES = {
     "LLM": "eaglegbv.llm",
-    "Completion": "eaglegbv.llm",
-    "Delta": "eaglegbv.llm",
+    "Completion": "eaglegbv.completion",
+    "Delta": "eaglegbv.completion",
     "EagleGBVError": "eaglegbv.errors",
     "EngineConfig": "eaglegbv.config",
     "InvalidArgument": "eaglegbv.errors",

@@ -5,16 +5,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self, TypeAlias, cast, overload
+from typing import Self, cast
 
-import msgspec
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, plans_of
 from eaglegbv.calibration import LARGEST, calibrate
+from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
@@ -22,12 +21,13 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.frames import roomy
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
-from eaglegbv.metrics import EngineMetrics, RequestMetrics, StepObserver
+from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.products import Quantization
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
+from eaglegbv.text_generator import Prompt, TextGenerator
 from eaglegbv.tree import Law
 from eaglegbv.verification import check_verifier
 
@@ -36,62 +36,31 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 )
 """The class that serves by each backend, by its full name: loaded when it is asked for."""
 
-Message: TypeAlias = dict[str, str]
-Prompt: TypeAlias = str | list[int] | list[Message]
-"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one prompt.
-
-    Attributes:
-        text: The text, cut before a stop string; special tokens are left out.
-        token_ids: The tokens, an end-of-sequence token included.
-        prompt_token_ids: The prompt as the model read it.
-        finish_reason: ``stop`` (end of sequence or a stop), ``length``, ``error``, or ``cancelled``
-            (of a stream that was left).
-        error: What went wrong, where the reason is ``error``.
-        metrics: Counts and times.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: FinishReason
-    error: str | None
-    metrics: RequestMetrics
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a streamed answer.
-
-    Attributes:
-        text: New text; may be empty while a character or a possible stop string is incomplete.
-        token_ids: New tokens.
-        completion: The whole answer, with the last piece only.
-    """
-
-    text: str
-    token_ids: list[int]
-    completion: Completion | None = None
-
-
-class LLM:
+class LLM(TextGenerator):
     """A target, a drafter and an engine.
 
     ``LLM()`` loads the tiny pair that comes with the package. With a ``model`` of your own name a
     ``drafter`` too, or pass ``plan=Plan(verifier="none")`` for plain decoding.
-    ``LLM(..., backend="sglang")`` has SGLang serve the same calls.
+    ``LLM(..., backend="sglang")`` has SGLang serve the same calls: it gives another
+    :class:`TextGenerator`, without what is said of this package's engine below.
+
+    Attributes:
+        pair: The target and what drafts for it.
+        dtype: What the target computes in.
     """
 
     def __new__(cls, *arguments: object, backend: str = "local", **named: object) -> Self:
-        """Return an object of the class that serves by ``backend``."""
-        del arguments, named
+        """Return what serves by ``backend``; of another class it is initialised already."""
         if backend not in BACKENDS:
             raise InvalidArgument("backend", backend, f"one of {', '.join(sorted(BACKENDS))}")
+        if backend == "local":
+            return super().__new__(cls)
         home, _, name = BACKENDS[backend].rpartition(".")
-        serving = cls if cls is not LLM else getattr(import_module(home), name)
-        return cast("Self", object.__new__(serving))
+        serving = getattr(import_module(home), name)
+        # Python calls our __init__ on no other class. Type checkers take it for an LLM, as they
+        # cannot be told of a class that a name decides on.
+        return cast("Self", serving(*arguments, backend=backend, **named))
 
     def __init__(
         self,
@@ -146,13 +115,13 @@ class LLM:
         del backend  # settled by __new__
         if model is None:
             model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
-        self.plan: Planning
+        planning: Planning
         if plan is not None:
-            self.plan = named_planning(plan)
+            planning = named_planning(plan)
         elif all(choice is None for choice in (verifier, paths, depth, law)):
-            self.plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
+            planning = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
         else:
-            self.plan = plan_from(
+            planning = plan_from(
                 verifier=verifier,
                 paths=paths,
                 depth=depth,
@@ -161,96 +130,36 @@ class LLM:
                 draft_temperature=draft_temperature,
             )
         # Before minutes go by with loading.
-        plans = plans_of(self.plan, greedy=False)
+        plans = plans_of(planning, greedy=False)
         check_verifier(plans[0])
         if not any(p.asks_drafter for p in plans):
             drafter = None
-        self.model_name = str(model)
-        self.drafter_name = None if drafter is None else str(drafter)
         config = engine or EngineConfig()
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
-        pair = load_pair(
+        self.pair = load_pair(
             model,
             drafter,
             slots=size,
             dtype=dtype,
             device=device,
-            quantization=self._quantization(config),
+            quantization=_quantization(config, planning),
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
         )
-        self.pair = pair
+        target = self.pair.target
+        super().__init__(
+            str(model),
+            None if drafter is None else str(drafter),
+            plan=planning,
+            device=target.device,
+        )
+        self.dtype = target.dtype
         costs = self._costs(config, compile_backend)
         self._engine = Engine(
-            pair.target, pair.drafter, config, costs=costs, compile_backend=compile_backend
+            target, self.pair.drafter, config, costs=costs, compile_backend=compile_backend
         )
-        self._engine.check_plan(self.plan)
+        self._engine.check_plan(planning)
         self._open: dict[int, _Answer] = {}
-        self.device = pair.target.device
-        self.dtype = pair.target.dtype
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        plan: Planning | PlanName | None = None,
-        priority: int = 0,
-        progress: bool = False,
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        plan: Planning | PlanName | None = None,
-        priority: int = 0,
-        progress: bool = False,
-    ) -> list[Completion]: ...
-
-    def generate(
-        self,
-        prompts: object,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        plan: Planning | PlanName | None = None,
-        priority: int = 0,
-        progress: bool = False,
-    ) -> Completion | list[Completion]:
-        """Answer one prompt or many.
-
-        Args:
-            prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
-                list of such prompts. Text is read as it is; messages go through the chat template.
-            sampling_params: One for all, or one per prompt.
-            plan: How to speculate, instead of the LLM's own plan.
-            priority: Lower numbers are served first, where streams or other calls wait too.
-            progress: Show a progress bar.
-
-        Returns:
-            A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
-            many, one with bad input has ``finish_reason`` ``error``; the others are answered.
-
-        Raises:
-            EagleGBVError: A single prompt is not usable, or the settings of the call are not.
-        """
-        self._check_plan(plan)
-        if _is_one(prompts):
-            [completion] = self._run(
-                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
-            )
-            if isinstance(completion, EagleGBVError):
-                raise completion
-            return completion
-        many = cast("Sequence[Prompt]", prompts)
-        return [
-            _failed(c) if isinstance(c, EagleGBVError) else c
-            for c in self._run(many, sampling_params, plan, priority, progress=progress)
-        ]
 
     def stream(
         self,
@@ -310,12 +219,6 @@ class LLM:
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
         self._engine.check_plan(self._planning(plan))
 
-    def _quantization(self, config: EngineConfig) -> Quantization:
-        """Return how to hold a head's weights: as they are where a seed is to reproduce a text."""
-        if config.draft_quantization is Quantization.AUTO and not isinstance(self.plan, AutoPlan):
-            return Quantization.NONE
-        return config.draft_quantization
-
     def _costs(self, config: EngineConfig, compile_backend: str | None) -> KnownCosts | None:
         """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
         if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
@@ -330,8 +233,8 @@ class LLM:
             config.cuda_graphs,
             self.draft_quantization,
             min(config.max_batch, LARGEST),
-            device=self.pair.target.device,
-            dtype=self.pair.target.dtype,
+            device=self.device,
+            dtype=self.dtype,
         )
         known = cache.read()
         if known is None:
@@ -411,39 +314,6 @@ class LLM:
         self._open[request.number] = answer
         return answer
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt as the model reads it."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidArgument("prompt", prompt, "a text that is not empty")
-            return list(self.tokenizer.encode(prompt))
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self._apply_chat_template(cast("list[Message]", prompt))
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
-            raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
-        return list(cast("list[int]", prompt))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return str(text)
-
-    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
-        for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise InvalidArgument("prompt", dict(message), "a message with role and content")
-        if self.tokenizer.chat_template is None:
-            raise InvalidArgument(
-                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
-            )
-        encoded = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )
-        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
-
 
 @dataclass(slots=True)
 class _Answer:
@@ -483,13 +353,11 @@ class _Answer:
         return error if isinstance(error, EagleGBVError) else self.completion()
 
 
-def _is_one(prompts: object) -> bool:
-    """Tell one prompt (text, ids, messages) from a list of prompts."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
-    return bool(prompts) and isinstance(prompts[0], int | Mapping)
+def _quantization(config: EngineConfig, planning: Planning) -> Quantization:
+    """Return how to hold a head's weights: as they are where a seed is to reproduce a text."""
+    if config.draft_quantization is Quantization.AUTO and not isinstance(planning, AutoPlan):
+        return Quantization.NONE
+    return config.draft_quantization
 
 
 def plan_from(
@@ -524,14 +392,3 @@ def per_prompt(
     if len(params) != count:
         raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
     return list(params)
-
-
-def _failed(error: EagleGBVError) -> Completion:
-    return Completion(
-        text="",
-        token_ids=[],
-        prompt_token_ids=[],
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        metrics=RequestMetrics(),
-    )

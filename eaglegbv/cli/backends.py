@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eaglegbv.cli.options import load_llm
 from eaglegbv.errors import InvalidArgument
@@ -12,7 +12,6 @@ from eaglegbv.errors import InvalidArgument
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eaglegbv.backends.sglang.llm import SGLangLLM
     from eaglegbv.config import Plan
     from eaglegbv.eval.baselines import ChatBaseline
     from eaglegbv.eval.records import Setting
@@ -164,8 +163,8 @@ def sglang(
 def _sglang_engine(
     models: Models, plan: "Plan", arguments: Mapping[str, Scalar]
 ) -> "Iterator[Generate]":
+    from eaglegbv.backends.sglang.llm import SGLangLLM
     from eaglegbv.eval.streamed import Streamed
-    from eaglegbv.llm import LLM
     from eaglegbv.loading import named_dtype
 
     # Every setting and repeat reads its prompts itself.
@@ -174,11 +173,11 @@ def _sglang_engine(
         named["dtype"] = named_dtype(models.dtype)
     if models.device is not None:
         named["device"] = models.device
-    llm = LLM(models.model, models.drafter, plan=plan, backend="sglang", **named)
+    llm = SGLangLLM(models.model, models.drafter, plan=plan, **named)
     try:
         yield Streamed(llm)
     finally:
-        cast("SGLangLLM", llm).shutdown()
+        llm.shutdown()
 
 
 def _baselines(models: Models, settings: Sequence["Setting"]) -> "dict[str, ChatBaseline]":

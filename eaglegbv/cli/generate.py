@@ -31,8 +31,9 @@ from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from eaglegbv.auto_plan import Planning
+    from eaglegbv.completion import Completion
     from eaglegbv.config import Plan
-    from eaglegbv.llm import LLM, Completion
+    from eaglegbv.llm import LLM
     from eaglegbv.params import SamplingParams
 
 Messages = list[dict[str, str]]

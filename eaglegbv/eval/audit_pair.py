@@ -17,9 +17,10 @@ from eaglegbv.eval.g_test import (
     g_test_texts,
     joint_law,
 )
-from eaglegbv.llm import LLM, Prompt
+from eaglegbv.llm import LLM
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.text_generator import Prompt
 from eaglegbv.warp import WarpSettings, warp
 
 POWER = 0.9

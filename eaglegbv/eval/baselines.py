@@ -183,7 +183,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class BaselineAnswer:
-    """An answer of a baseline, as :class:`eaglegbv.llm.Completion` is one of the engine.
+    """An answer of a baseline, as :class:`eaglegbv.completion.Completion` is one of the engine.
 
     Attributes:
         text: The answer, special tokens left out.

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from eaglegbv.completion import Completion
 from eaglegbv.config import Plan
 from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.eval.questions import Question
-from eaglegbv.llm import LLM, Completion, Message
+from eaglegbv.llm import LLM
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.text_generator import Message
 from eaglegbv.uniforms import request_seed
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
-from eaglegbv.llm import Completion, Delta, Prompt
 from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
+from eaglegbv.text_generator import Prompt
 
 
 class Streams(Protocol):

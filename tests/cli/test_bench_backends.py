@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
+from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import Plan
 from eaglegbv.eval.store import read_results
-from eaglegbv.llm import LLM, Completion, Delta
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
 
@@ -74,17 +73,15 @@ def test_transformers_alone_runs_no_plan(cli, pair, tmp_path: Path) -> None:
     assert summary["block_efficiency"]["value"] == 1
 
 
-class FakeSGLang(LLM):
+class FakeSGLang:
     """Answers as SGLang's LLM does; notes what was started and stopped."""
 
     log: ClassVar[list[tuple[str, object]]] = []
 
-    def __init__(self, model=None, drafter=None, *, plan, backend, **arguments: object) -> None:
-        assert backend == "sglang"
+    def __init__(self, model=None, drafter=None, *, plan, **arguments: object) -> None:
         self.plan = plan
         self.log.append(("start", plan.verifier))
         self.log.append(("arguments", arguments))
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     def stream(self, prompt, sampling_params=None, *, plan=None, priority=0) -> Iterator[Delta]:
         assert plan == self.plan

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from eaglegbv.completion import Completion
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.papers import cells as module
@@ -23,7 +24,6 @@ from eaglegbv.eval.papers.cells import (
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.same_drafts import Sampling, Tally, Text
-from eaglegbv.llm import Completion
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason

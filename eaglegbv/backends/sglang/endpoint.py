@@ -19,7 +19,7 @@ ANSWERS_WITHIN = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class EndpointAnswer:
-    """An answer of a server; see :class:`eaglegbv.llm.Completion`."""
+    """An answer of a server; see :class:`eaglegbv.completion.Completion`."""
 
     text: str
     token_ids: Sequence[int]

@@ -1,28 +1,28 @@
 """``LLM(..., backend="sglang")``: the same ``generate`` and ``stream``, served by SGLang."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.auto_plan import PlanName, Planning
 from eaglegbv.backends.sglang.engine import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.llm import LLM, Completion, Delta, Prompt, per_prompt, plan_from
+from eaglegbv.llm import per_prompt, plan_from
 from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_dtype, named_folder
-from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
-from eaglegbv.scheduler.planner import Estimate
+from eaglegbv.text_generator import Prompt, TextGenerator
 from eaglegbv.tree import Law
 
 TORCH_TO_SGLANG = {
@@ -31,9 +31,22 @@ TORCH_TO_SGLANG = {
     torch.float16: "float16",
 }
 
+LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
+    {
+        "dtype": "SGLang chooses it",
+        "draft_quantization": "SGLang holds the weights",
+        "explain_plans": "one plan serves every request",
+        "metrics": "SGLang counts for itself, see its /metrics",
+        "observe": "SGLang's steps are its own",
+        "pair": "SGLang holds the models",
+        "reset_prefix_cache": "SGLang keeps its own cache",
+    }
+)
+"""What the local engine's :class:`eaglegbv.llm.LLM` has besides, and why there is none here."""
 
-class SGLangLLM(LLM):
-    """An :class:`LLM` whose engine is SGLang's; see there for the arguments.
+
+class SGLangLLM(TextGenerator):
+    """What ``LLM(..., backend="sglang")`` gives: SGLang runs the models; arguments are LLM's.
 
     One plan serves every request: SGLang fixes the number and length of paths when it starts.
     """
@@ -59,8 +72,8 @@ class SGLangLLM(LLM):
         """Start SGLang.
 
         Args:
-            model: See :class:`LLM` for this and the next twelve; here ``law`` is None or ``iid``,
-                and ``plan`` is none that the engine chooses.
+            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``law`` is None
+                or ``iid``, and ``plan`` is none that the engine chooses.
             drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
             verifier: A verifier that accepts independently drawn paths.
             paths: Number of drafted paths.
@@ -92,13 +105,10 @@ class SGLangLLM(LLM):
                 draft_temperature=draft_temperature,
             )
         )
-        self.plan = self._plan
         if not self._plan.speculative:
             drafter = None
         elif drafter is None:
             raise InvalidArgument("drafter", None, f"a drafter, for {self._plan.verifier!r}")
-        self.model_name = str(model)
-        self.drafter_name = None if drafter is None else str(drafter)
         sizes = engine or EngineConfig()
         self._sglang = start_engine(
             model,
@@ -108,21 +118,21 @@ class SGLangLLM(LLM):
             settings=_settings(self._plan, sizes.seed),
             **(_engine_arguments(sizes, dtype, device) | arguments),
         )
-        self.device = torch.device(self._sglang.server_args.device)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model))
+        super().__init__(
+            str(model),
+            None if drafter is None else str(drafter),
+            plan=self._plan,
+            device=torch.device(self._sglang.server_args.device),
+        )
 
-    @property
-    def metrics(self) -> EngineMetrics:
-        """SGLang counts for itself: see its ``/metrics``."""
-        raise _not_local("metrics")
+    if not TYPE_CHECKING:  # which would take every name for an attribute
 
-    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:  # noqa: ARG002
-        """Refuse: SGLang's steps are its own."""
-        raise _not_local("observer", observer)
-
-    def explain_plans(self) -> list[Estimate]:
-        """Refuse: one plan serves every request."""
-        raise _not_local("explain_plans")
+        def __getattr__(self, name: str) -> object:
+            """Say why there is none of what users may know of the local engine."""
+            if name in LOCAL_ALONE:
+                why = f"{LOCAL_ALONE[name]}; LLM(..., backend='local') has it"
+                raise AttributeError(f"SGLangLLM has no {name!r}: {why}", name=name, obj=self)
+            return super().__getattribute__(name)  # raises as usual
 
     def shutdown(self) -> None:
         """Stop SGLang's processes."""
@@ -136,7 +146,7 @@ class SGLangLLM(LLM):
         plan: Planning | PlanName | None = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; see :meth:`LLM.stream`."""
+        """Answer one prompt piece by piece; see :meth:`TextGenerator.stream`."""
         self._check_plan(plan)
         _check_priority(priority)
         prompt_ids, answer, text, tokens = self.encode(prompt), {}, "", 0
@@ -235,10 +245,6 @@ def _settings(plan: Plan, seed: int) -> Settings:
         draft_temperature=plan.draft_temperature,
         seed=seed,
     )
-
-
-def _not_local(name: str, value: object = None) -> InvalidArgument:
-    return InvalidArgument(name, value, 'something else of LLM(..., backend="sglang")')
 
 
 def _check_priority(priority: int) -> None:

@@ -1,0 +1,54 @@
+"""The answer to a prompt, whole and piece by piece."""
+
+import msgspec
+
+from eaglegbv.errors import EagleGBVError
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.request import FinishReason
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one prompt.
+
+    Attributes:
+        text: The text, cut before a stop string; special tokens are left out.
+        token_ids: The tokens, an end-of-sequence token included.
+        prompt_token_ids: The prompt as the model read it.
+        finish_reason: ``stop`` (end of sequence or a stop), ``length``, ``error``, or ``cancelled``
+            (of a stream that was left).
+        error: What went wrong, where the reason is ``error``.
+        metrics: Counts and times.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    error: str | None
+    metrics: RequestMetrics
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: New text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens.
+        completion: The whole answer, with the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+def failed(error: EagleGBVError) -> Completion:
+    """Return what stands for the answer to a prompt that has none."""
+    return Completion(
+        text="",
+        token_ids=[],
+        prompt_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        metrics=RequestMetrics(),
+    )

@@ -1,0 +1,182 @@
+"""What answers prompts by a model, whoever runs it: text in, text out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, cast, overload
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eaglegbv.auto_plan import PlanName, Planning
+from eaglegbv.completion import Completion, Delta, failed
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.params import SamplingParams
+
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[int] | list[Message]
+"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+
+
+class TextGenerator(ABC):
+    """A model that is ready to answer.
+
+    Attributes:
+        model_name: Folder or hub name of the target.
+        drafter_name: What drafts for it, or None.
+        plan: How requests speculate that bring no plan of their own.
+        device: Where the target runs.
+        tokenizer: The target's.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        drafter_name: str | None,
+        *,
+        plan: Planning,
+        device: torch.device,
+    ) -> None:
+        self.model_name = model_name
+        self.drafter_name = drafter_name
+        self.plan = plan
+        self.device = device
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_name)
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: object,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Answer one prompt or many.
+
+        Args:
+            prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
+                list of such prompts. Text is read as it is; messages go through the chat template.
+            sampling_params: One for all, or one per prompt.
+            plan: How to speculate, instead of its own plan.
+            priority: Lower numbers are served first, where streams or other calls wait too.
+            progress: Show a progress bar.
+
+        Returns:
+            A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
+            many, one with bad input has ``finish_reason`` ``error``; the others are answered.
+
+        Raises:
+            EagleGBVError: A single prompt is not usable, or the settings of the call are not.
+        """
+        self._check_plan(plan)
+        if _is_one(prompts):
+            [completion] = self._run(
+                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
+            )
+            if isinstance(completion, EagleGBVError):
+                raise completion
+            return completion
+        many = cast("Sequence[Prompt]", prompts)
+        return [
+            failed(c) if isinstance(c, EagleGBVError) else c
+            for c in self._run(many, sampling_params, plan, priority, progress=progress)
+        ]
+
+    @abstractmethod
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
+
+        Raises:
+            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
+        """
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt as the model reads it."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidArgument("prompt", prompt, "a text that is not empty")
+            return list(self.tokenizer.encode(prompt))
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            return self._apply_chat_template(cast("list[Message]", prompt))
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+            raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+        return list(cast("list[int]", prompt))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
+        for message in messages:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise InvalidArgument("prompt", dict(message), "a message with role and content")
+        if self.tokenizer.chat_template is None:
+            raise InvalidArgument(
+                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
+            )
+        encoded = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )
+        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
+
+    @abstractmethod
+    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+        """Raise unless requests can follow the plan; None is its own."""
+
+    @abstractmethod
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        plan: Planning | PlanName | None,
+        priority: int,
+        *,
+        progress: bool,
+    ) -> list[Completion | EagleGBVError]:
+        """Answer many prompts, or say what is wrong with each; see :meth:`generate`.
+
+        Raises:
+            EagleGBVError: The settings of the call are not usable.
+        """
+
+
+def _is_one(prompts: object) -> bool:
+    """Tell one prompt (text, ids, messages) from a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
+    return bool(prompts) and isinstance(prompts[0], int | Mapping)

@@ -1,0 +1,77 @@
+"""What ``LLM(..., backend="sglang")`` offers, beside a stand-in for SGLang's engine: no models."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eaglegbv import LLM, InvalidArgument
+from eaglegbv.backends.sglang import llm as sglang_llm
+from eaglegbv.text_generator import TextGenerator
+
+
+class Engine:
+    """Answers every prompt by the same two tokens; knows whether it was stopped."""
+
+    server_args = SimpleNamespace(device="cpu")
+    stopped = False
+
+    def generate(self, **named: Any) -> Iterator[dict[str, Any]]:
+        about = {"finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 2}
+        yield {"text": "a", "output_ids": [5], "meta_info": about}
+        yield {"text": "ab", "output_ids": [5, 6], "meta_info": about}
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine()
+    monkeypatch.setattr(sglang_llm, "start_engine", lambda *models, **named: engine)
+    return engine
+
+
+@pytest.fixture
+def llm(engine: Engine) -> Any:
+    return LLM(backend="sglang")
+
+
+def test_a_backend_is_chosen_by_name(engine: Engine) -> None:
+    llm: Any = LLM(None, "eagle1", backend="sglang", verifier="gbv", paths=2, seed=3)
+    assert type(llm) is sglang_llm.SGLangLLM
+    assert (llm.plan.verifier, llm.plan.paths, llm.drafter_name) == ("gbv", 2, "eagle1")
+    llm.shutdown()
+    assert engine.stopped
+    with pytest.raises(InvalidArgument, match="backend='nope': expected one of local, sglang"):
+        LLM(backend="nope")
+
+
+def test_what_is_not_the_engines_is_offered_alike(llm: Any) -> None:
+    assert llm.decode(llm.encode("Once upon a time")) == "<|bos|>Once upon a time"
+    assert llm.device.type == "cpu"
+    first, second, last = llm.stream("Once")
+    assert (first.text + second.text, first.token_ids + second.token_ids) == ("ab", [5, 6])
+    assert last.completion.text == "ab"
+    assert last.completion.prompt_token_ids == llm.encode("Once")
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(sglang_llm.LOCAL_ALONE),
+)
+def test_what_is_the_local_engines_alone_says_so(llm: Any, name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^SGLangLLM has no '{name}': .*; .*'local'"):
+        getattr(llm, name)
+    assert not hasattr(llm, name)
+
+
+def test_all_that_the_local_engine_has_besides_is_known() -> None:
+    besides = {name for name in vars(LLM) if not name.startswith("_")} - {*dir(TextGenerator)}
+    assert besides == {*sglang_llm.LOCAL_ALONE} - {"dtype", "pair"}
+
+
+def test_other_names_are_missing_as_usual(llm: Any) -> None:
+    with pytest.raises(AttributeError, match=r"^'SGLangLLM' object has no attribute 'metric'$"):
+        _ = llm.metric
