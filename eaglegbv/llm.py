@@ -1,7 +1,7 @@
 """Text in, text out: the Python API."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.frames import roomy
-from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, load_pair
+from eaglegbv.loading import load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.products import Quantization
@@ -113,8 +113,7 @@ class LLM(TextGenerator):
             DrafterMismatch: The drafter does not fit the model.
         """
         del backend  # settled by __new__
-        if model is None:
-            model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
+        models = named_models(model, drafter)
         planning: Planning
         if plan is not None:
             planning = named_planning(plan)
@@ -133,12 +132,12 @@ class LLM(TextGenerator):
         plans = plans_of(planning, greedy=False)
         check_verifier(plans[0])
         if not any(p.asks_drafter for p in plans):
-            drafter = None
+            models = replace(models, drafter=None)
         config = engine or EngineConfig()
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(
-            model,
-            drafter,
+            models.target,
+            models.drafter,
             slots=size,
             dtype=dtype,
             device=device,
@@ -148,8 +147,8 @@ class LLM(TextGenerator):
         )
         target = self.pair.target
         super().__init__(
-            str(model),
-            None if drafter is None else str(drafter),
+            str(models.target),
+            models.drafter_name,
             plan=planning,
             device=target.device,
         )

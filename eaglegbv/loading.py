@@ -52,6 +52,33 @@ class Pair:
     drafter: Drafter | None
 
 
+@dataclass(frozen=True, slots=True)
+class NamedModels:
+    """The models that a user's choice comes to.
+
+    Attributes:
+        name: What reports call the target.
+        target: Its folder or hub name.
+        drafter: As :func:`load_pair` takes it.
+    """
+
+    name: str
+    target: str | Path
+    drafter: str | Path | None
+
+    @property
+    def drafter_name(self) -> str | None:
+        """What reports call the drafter."""
+        return None if self.drafter is None else str(self.drafter)
+
+
+def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
+    """Return the models of a user's choice; where no target is named, those of the tiny pair."""
+    if model is None:
+        return NamedModels("tiny", TINY_TARGET, drafter or TINY_DRAFTERS[0])
+    return NamedModels(str(model), model, drafter)
+
+
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Return the dtype of a name, such as ``"bfloat16"``; a dtype is one already.
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
+from eaglegbv.loading import TINY_TARGET, named_models
 from eaglegbv.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -48,6 +50,15 @@ def _save_model(folder: Path, vocab: int, *, context: int = 256) -> None:
             eos_token_id=None,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_no_model_named_means_the_packaged_pair() -> None:
+    tiny = named_models(None, None)
+    assert (tiny.name, tiny.target, tiny.drafter) == ("tiny", TINY_TARGET, "eagle3")
+    assert named_models(None, "eagle1") == replace(tiny, drafter="eagle1")
+    alone = named_models(TINY_TARGET, None)  # a folder that is named is no choice of a drafter
+    assert (alone.name, alone.drafter_name) == (str(TINY_TARGET), None)
+    assert named_models("a/b", Path("head")).drafter_name == "head"
 
 
 def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:

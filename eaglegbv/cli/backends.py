@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from eaglegbv.eval.baselines import ChatBaseline
     from eaglegbv.eval.records import Setting
     from eaglegbv.eval.runner import Generate
+    from eaglegbv.loading import NamedModels
     from eaglegbv.products import Quantization
 
 Scalar: TypeAlias = str | int | float | bool | None
@@ -42,11 +43,16 @@ class Models:
     compile_backend: str | None
 
     @property
+    def named(self) -> "NamedModels":
+        """The models that the first two come to."""
+        from eaglegbv.loading import named_models
+
+        return named_models(self.model, self.drafter)
+
+    @property
     def target(self) -> str:
         """Folder or name of the target."""
-        from eaglegbv.loading import TINY_TARGET
-
-        return self.model or str(TINY_TARGET)
+        return str(self.named.target)
 
 
 @dataclass(frozen=True, slots=True)

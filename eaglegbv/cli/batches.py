@@ -84,6 +84,7 @@ def batch(
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
+    from eaglegbv.loading import named_models
 
     grid = Grid(
         batches=integers("batches", batches),
@@ -122,11 +123,12 @@ def batch(
         typer.echo(fleet.explain())
     if out is not None:
         environment = describe_environment(str(fleet.plain.device))
+        models = named_models(model, drafter)
         content = BatchResults(
             timings=tuple(timings),
             environment=environment,
-            model=model or "tiny",
-            drafter=drafter or "eagle3" if model is None else drafter or "",
+            model=models.name,
+            drafter=models.drafter_name or "",
             verifier=verifier,
             suite=questions_set,
             compile_backend=compile_backend or "",

@@ -168,12 +168,15 @@ def mt_bench(
         draft_temperatures=numbers("draft-temperature", draft_temperature),
         baselines=others,
     )
+    models = Models(
+        model, drafter, device, dtype, quantization(draft_quantization), compile_backend
+    )
     settings = RunSettings(
         suite=chosen.suite,
         origin=chosen.origin,
         question_ids=tuple(question.id for question in chosen.questions),
-        model=model or "tiny",
-        drafter=drafter or "eagle3" if model is None else drafter,
+        model=models.named.name,
+        drafter=models.named.drafter_name,
         system=system,
         settings=wanted.settings,
         max_tokens=max_tokens,
@@ -187,9 +190,6 @@ def mt_bench(
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     out = out or Path("runs") / chosen.suite
-    models = Models(
-        model, drafter, device, dtype, quantization(draft_quantization), compile_backend
-    )
     serving = _serving(models, settings)
     if serving.tokenizer.chat_template is None:
         raise InvalidArgument(

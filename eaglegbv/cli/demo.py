@@ -27,16 +27,18 @@ def demo(
     from eaglegbv.eval.report import plain_text, table
     from eaglegbv.eval.runner import run
     from eaglegbv.eval.summary import summarise
+    from eaglegbv.loading import named_models
     from eaglegbv.params import SamplingParams
 
     plan = Plan()
     chosen = load_questions("builtin").first(questions)
+    models = named_models(None, None)
     settings = RunSettings(
         suite=chosen.suite,
         origin=chosen.origin,
         question_ids=tuple(question.id for question in chosen.questions),
-        model="tiny",
-        drafter="eagle3",
+        model=models.name,
+        drafter=models.drafter_name,
         system=None,
         settings=grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan).settings,
         max_tokens=max_tokens,

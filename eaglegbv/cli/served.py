@@ -74,7 +74,7 @@ def served(
     from eaglegbv.eval.report import plain_text
     from eaglegbv.eval.served import HEADINGS, accepted, hold_at_once
     from eaglegbv.eval.store import RunFolder
-    from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_folder
+    from eaglegbv.loading import named_folder, named_models
 
     check_version()
     check_plugin()
@@ -92,14 +92,13 @@ def served(
         wanted += tuple(
             Setting(plan=PLAIN, temperature=t, baseline=name) for t in numbers("eagle", eagle)
         )
-    target = str(TINY_TARGET) if model is None else model
-    head = drafter if model is not None else drafter or TINY_DRAFTERS[0]
+    models = named_models(model, drafter)
     settings = RunSettings(
         suite=chosen.suite,
         origin=chosen.origin,
         question_ids=tuple(question.id for question in chosen.questions),
-        model=model or "tiny",
-        drafter=head,
+        model=models.name,
+        drafter=models.drafter_name,
         system=None,
         settings=wanted,
         max_tokens=max_tokens,
@@ -111,7 +110,7 @@ def served(
     )
     out = out or Path("runs") / f"served-{chosen.suite}"
     folder = RunFolder(out, settings, describe_environment("SGLang's", ("sglang",)))
-    folder_of_head = None if head is None else named_folder(head)
+    head = None if models.drafter is None else named_folder(models.drafter)
     with tqdm(
         total=sum(1 for _ in settings.keys(wanted)),
         initial=len(folder.records),
@@ -122,7 +121,7 @@ def served(
             folder.add(record)
             bar.update()
 
-        for server in _servers(wanted, target, folder_of_head, Plan(paths=paths, depth=depth)):
+        for server in _servers(wanted, str(models.target), head, Plan(paths=paths, depth=depth)):
             done = {record.key for record in folder.records}
             if all(key in done for key in settings.keys(server.settings)):
                 continue

@@ -1,6 +1,6 @@
 import pytest
 
-import eaglegbv.llm
+from eaglegbv import loading
 from eaglegbv.loading import TINY_TARGET
 
 ROWS = ["none", "token K1 L4", "block K1 L4", "gbv K3 L4", "otbv K3 L4"]
@@ -18,8 +18,8 @@ def check(result) -> None:
 
 def test_answers_and_compares(cli, pair, monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = pair[1], pair[3]
-    monkeypatch.setattr(eaglegbv.llm, "TINY_TARGET", target)
-    monkeypatch.setattr(eaglegbv.llm, "TINY_DRAFTERS", (head,))
+    monkeypatch.setattr(loading, "TINY_TARGET", target)
+    monkeypatch.setattr(loading, "TINY_DRAFTERS", (head,))
     check(cli("demo", "--questions", "1", "--max-tokens", "4"))
 
 

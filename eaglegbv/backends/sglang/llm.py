@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,7 @@ from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.llm import per_prompt, plan_from
-from eaglegbv.loading import TINY_DRAFTERS, TINY_TARGET, named_dtype, named_folder
+from eaglegbv.loading import named_dtype, named_folder, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
 from eaglegbv.text_generator import Prompt, TextGenerator
@@ -92,8 +93,7 @@ class SGLangLLM(TextGenerator):
             EagleGBVError: Something cannot be served; the message names it and the remedy.
         """
         del backend
-        if model is None:
-            model, drafter = TINY_TARGET, drafter or TINY_DRAFTERS[0]
+        models = named_models(model, drafter)
         self._plan = _served_plan(
             plan
             or plan_from(
@@ -106,21 +106,21 @@ class SGLangLLM(TextGenerator):
             )
         )
         if not self._plan.speculative:
-            drafter = None
-        elif drafter is None:
+            models = replace(models, drafter=None)
+        elif models.drafter is None:
             raise InvalidArgument("drafter", None, f"a drafter, for {self._plan.verifier!r}")
         sizes = engine or EngineConfig()
         self._sglang = start_engine(
-            model,
-            None if drafter is None else named_folder(drafter),
+            models.target,
+            None if models.drafter is None else named_folder(models.drafter),
             paths=self._plan.paths,
             depth=self._plan.depth,
             settings=_settings(self._plan, sizes.seed),
             **(_engine_arguments(sizes, dtype, device) | arguments),
         )
         super().__init__(
-            str(model),
-            None if drafter is None else str(drafter),
+            str(models.target),
+            models.drafter_name,
             plan=self._plan,
             device=torch.device(self._sglang.server_args.device),
         )
