@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 
@@ -10,6 +10,7 @@ from eaglegbv.checks import require_integer, require_number
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, MAX_WIDTH, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.tree import Law
 
 _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -140,6 +141,69 @@ def named_planning(plan: Planning | str) -> Planning:
     if not isinstance(plan, Plan | AutoPlan):
         raise InvalidArgument("plan", plan, "'auto', an AutoPlan or a Plan")
     return plan
+
+
+def plan_from(
+    *,
+    verifier: str | None,
+    paths: int | None,
+    depth: int | None,
+    law: Law | str | None,
+    draft_width: int,
+    draft_temperature: float,
+) -> Plan:
+    """Return the plan with these choices; those that are None are the usual ones.
+
+    Raises:
+        InvalidArgument: A choice is out of range.
+    """
+    usual = Plan()
+    return Plan(
+        verifier=usual.verifier if verifier is None else verifier,
+        paths=usual.paths if paths is None else paths,
+        depth=usual.depth if depth is None else depth,
+        law=cast("Law | None", law),
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+    )
+
+
+def planning_from(
+    plan: Planning | str | None,
+    *,
+    verifier: str | None,
+    paths: int | None,
+    depth: int | None,
+    law: Law | str | None,
+    draft_width: int,
+    draft_temperature: float,
+) -> Planning:
+    """Return the planning of a user's choices.
+
+    Args:
+        plan: Counts alone where it is given; see :func:`named_planning`.
+        verifier: Where one of this and the next three is given, they make a plan.
+        paths: Number of drafted paths.
+        depth: Length of a drafted path.
+        law: How a tree's children arise.
+        draft_width: Of the plan, or of those the engine chooses from; so too the next.
+        draft_temperature: As a multiple of the request's.
+
+    Raises:
+        InvalidArgument: A choice is out of range.
+    """
+    if plan is not None:
+        return named_planning(plan)
+    if all(choice is None for choice in (verifier, paths, depth, law)):
+        return AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
+    return plan_from(
+        verifier=verifier,
+        paths=paths,
+        depth=depth,
+        law=law,
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+    )
 
 
 def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:

@@ -1,7 +1,7 @@
 """Text in, text out: the Python API."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -10,11 +10,12 @@ from typing import Self, cast
 import torch
 from tqdm import tqdm
 
+from eaglegbv.answer import Answer
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, plans_of
+from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, planning_from, plans_of
 from eaglegbv.calibration import LARGEST, calibrate
 from eaglegbv.completion import Completion, Delta
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.config import EngineConfig
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine
@@ -24,10 +25,11 @@ from eaglegbv.loading import load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.products import Quantization
-from eaglegbv.request import FinishReason, Request
+from eaglegbv.prompts import Prompt, per_prompt
+from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
-from eaglegbv.text_generator import Prompt, TextGenerator
+from eaglegbv.text_generator import TextGenerator
 from eaglegbv.tree import Law
 from eaglegbv.verification import check_verifier
 
@@ -87,14 +89,14 @@ class LLM(TextGenerator):
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
                 of a table; ``"ngram"`` for prompt lookup; of the tiny pair also ``"eagle3"`` or
                 ``"eagle1"``.
-            verifier: See :class:`Plan` for this and the next five. Where none of the first four is
-                given, the engine chooses paths and depth itself, step by step.
+            verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
+                the first four is given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
             law: How a tree's children arise.
             draft_width: Candidates a draft law keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Instead of those six: a :class:`Plan`, or an :class:`AutoPlan` (``"auto"``) within
+            plan: Instead of those six: such a plan, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
@@ -114,20 +116,15 @@ class LLM(TextGenerator):
         """
         del backend  # settled by __new__
         models = named_models(model, drafter)
-        planning: Planning
-        if plan is not None:
-            planning = named_planning(plan)
-        elif all(choice is None for choice in (verifier, paths, depth, law)):
-            planning = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
-        else:
-            planning = plan_from(
-                verifier=verifier,
-                paths=paths,
-                depth=depth,
-                law=law,
-                draft_width=draft_width,
-                draft_temperature=draft_temperature,
-            )
+        planning = planning_from(
+            plan,
+            verifier=verifier,
+            paths=paths,
+            depth=depth,
+            law=law,
+            draft_width=draft_width,
+            draft_temperature=draft_temperature,
+        )
         # Before minutes go by with loading.
         plans = plans_of(planning, greedy=False)
         check_verifier(plans[0])
@@ -158,7 +155,7 @@ class LLM(TextGenerator):
             target, self.pair.drafter, config, costs=costs, compile_backend=compile_backend
         )
         self._engine.check_plan(planning)
-        self._open: dict[int, _Answer] = {}
+        self._open: dict[int, Answer] = {}
 
     def stream(
         self,
@@ -258,7 +255,7 @@ class LLM(TextGenerator):
         answers = [
             self._try_add(p, s, plan, priority) for p, s in zip(prompts, params, strict=True)
         ]
-        waiting = [answer for answer in answers if isinstance(answer, _Answer)]
+        waiting = [answer for answer in answers if isinstance(answer, Answer)]
         try:
             with tqdm(total=len(waiting), disable=not progress, unit="prompt") as bar:
                 while open_ := sum(not answer.request.finished for answer in waiting):
@@ -267,7 +264,7 @@ class LLM(TextGenerator):
         finally:
             for answer in waiting:
                 self._close(answer)
-        return [a.result() if isinstance(a, _Answer) else a for a in answers]
+        return [a.result() if isinstance(a, Answer) else a for a in answers]
 
     def _step(self) -> None:
         """Advance every open answer, whoever waits for it."""
@@ -284,7 +281,7 @@ class LLM(TextGenerator):
     # A generator calls from wherever it is asked for more: each step by itself.
     _roomy_step = roomy(_step)
 
-    def _close(self, answer: "_Answer") -> None:
+    def _close(self, answer: Answer) -> None:
         self._engine.cancel(answer.request)
         del self._open[answer.request.number]
 
@@ -294,7 +291,7 @@ class LLM(TextGenerator):
         params: SamplingParams,
         plan: Planning | PlanName | None,
         priority: int,
-    ) -> "_Answer | EagleGBVError":
+    ) -> Answer | EagleGBVError:
         try:
             return self._add(prompt, params, plan, priority)
         except EagleGBVError as error:
@@ -306,50 +303,12 @@ class LLM(TextGenerator):
         params: SamplingParams,
         plan: Planning | PlanName | None,
         priority: int,
-    ) -> "_Answer":
+    ) -> Answer:
         ids = self.encode(prompt)
         request = self._engine.add(ids, params, self._planning(plan), priority=priority)
-        answer = _Answer(request, TextStream(self.tokenizer, params.stop))
+        answer = Answer(request, TextStream(self.tokenizer, params.stop))
         self._open[request.number] = answer
         return answer
-
-
-@dataclass(slots=True)
-class _Answer:
-    """A request in the engine, its text so far, and the pieces nobody has taken yet."""
-
-    request: Request
-    text: TextStream
-    pieces: list[Delta] = field(default_factory=list)
-
-    def add(self, token_ids: list[int]) -> None:
-        """Turn new tokens into text."""
-        before = len(self.text.token_ids)
-        new = self.text.feed(token_ids)
-        self.pieces.append(Delta(text=new, token_ids=self.text.token_ids[before:]))
-
-    def take(self) -> list[Delta]:
-        """Return the new pieces."""
-        taken, self.pieces = self.pieces, []
-        return taken
-
-    def completion(self) -> Completion:
-        """Return the answer of a request that has ended."""
-        if self.request.finish_reason is None:
-            raise RuntimeError(f"request {self.request.number} has not ended")
-        return Completion(
-            text=self.text.text,
-            token_ids=list(self.request.token_ids),
-            prompt_token_ids=list(self.request.prompt_ids),
-            finish_reason=self.request.finish_reason,
-            error=None,
-            metrics=self.request.metrics,
-        )
-
-    def result(self) -> Completion | EagleGBVError:
-        """Return the answer, or what went wrong."""
-        error = self.request.error
-        return error if isinstance(error, EagleGBVError) else self.completion()
 
 
 def _quantization(config: EngineConfig, planning: Planning) -> Quantization:
@@ -357,37 +316,3 @@ def _quantization(config: EngineConfig, planning: Planning) -> Quantization:
     if config.draft_quantization is Quantization.AUTO and not isinstance(planning, AutoPlan):
         return Quantization.NONE
     return config.draft_quantization
-
-
-def plan_from(
-    *,
-    verifier: str | None,
-    paths: int | None,
-    depth: int | None,
-    law: Law | str | None,
-    draft_width: int,
-    draft_temperature: float,
-) -> Plan:
-    """Return the plan with these choices; those that are None are the usual ones."""
-    usual = Plan()
-    return Plan(
-        verifier=usual.verifier if verifier is None else verifier,
-        paths=usual.paths if paths is None else paths,
-        depth=usual.depth if depth is None else depth,
-        law=cast("Law | None", law),
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
-
-
-def per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Return the settings of each of ``count`` prompts."""
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
-    return list(params)

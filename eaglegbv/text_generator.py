@@ -1,20 +1,17 @@
 """What answers prompts by a model, whoever runs it: text in, text out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, cast, overload
+from collections.abc import Iterator, Sequence
+from typing import cast, overload
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.auto_plan import PlanName, Planning
 from eaglegbv.completion import Completion, Delta, failed
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError
 from eaglegbv.params import SamplingParams
-
-Message: TypeAlias = dict[str, str]
-Prompt: TypeAlias = str | list[int] | list[Message]
-"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+from eaglegbv.prompts import Message, Prompt, PromptReader, is_one
 
 
 class TextGenerator(ABC):
@@ -41,6 +38,7 @@ class TextGenerator(ABC):
         self.plan = plan
         self.device = device
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_name)
+        self._reader = PromptReader(self.tokenizer, model_name)
 
     @overload
     def generate(
@@ -91,7 +89,7 @@ class TextGenerator(ABC):
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
         self._check_plan(plan)
-        if _is_one(prompts):
+        if is_one(prompts):
             [completion] = self._run(
                 [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
             )
@@ -120,37 +118,13 @@ class TextGenerator(ABC):
         """
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt as the model reads it."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidArgument("prompt", prompt, "a text that is not empty")
-            return list(self.tokenizer.encode(prompt))
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self._apply_chat_template(cast("list[Message]", prompt))
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
-            raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
-        return list(cast("list[int]", prompt))
+        """Return a prompt as the model reads it; see :meth:`PromptReader.encode`."""
+        return self._reader.encode(prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return str(text)
-
-    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
-        for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise InvalidArgument("prompt", dict(message), "a message with role and content")
-        if self.tokenizer.chat_template is None:
-            raise InvalidArgument(
-                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
-            )
-        encoded = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )
-        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
 
     @abstractmethod
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
@@ -171,12 +145,3 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: The settings of the call are not usable.
         """
-
-
-def _is_one(prompts: object) -> bool:
-    """Tell one prompt (text, ids, messages) from a list of prompts."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
-    return bool(prompts) and isinstance(prompts[0], int | Mapping)

@@ -2,7 +2,15 @@
 
 import pytest
 
-from eaglegbv.auto_plan import AUTO, AutoPlan, named_planning, plan_name, plans_of
+from eaglegbv.auto_plan import (
+    AUTO,
+    AutoPlan,
+    Planning,
+    named_planning,
+    plan_name,
+    planning_from,
+    plans_of,
+)
 from eaglegbv.config import PLAIN, Plan, Source
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import Law
@@ -29,6 +37,21 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
     assert all(p.paths == 1 and p.source is Source.LOOKUP for p in AUTO.lookups)
     assert not any(p.asks_drafter for p in AUTO.lookups)
     assert all(p.asks_drafter for p in AUTO.candidates)
+
+
+def test_a_plan_goes_before_choices_and_choices_before_the_engines_own() -> None:
+    def chosen(plan: Planning | str | None = None, **choices: object) -> Planning:
+        none = dict.fromkeys(("verifier", "paths", "depth", "law"))
+        usual = {"draft_width": 64, "draft_temperature": 1.5}
+        return planning_from(plan, **(none | usual | choices))
+
+    assert chosen("auto", paths=2) is AUTO
+    assert chosen(PLAIN, paths=2) is PLAIN
+    assert chosen() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
+    assert chosen(depth=2) == Plan(depth=2, draft_width=64, draft_temperature=1.5)
+    assert chosen(verifier="gbv", paths=2, law="iid") == Plan(
+        verifier="gbv", paths=2, law=Law.IID, draft_width=64, draft_temperature=1.5
+    )
 
 
 def test_all_plans_that_may_come() -> None:

@@ -19,8 +19,8 @@ from eaglegbv.eval.g_test import (
 )
 from eaglegbv.llm import LLM
 from eaglegbv.params import SamplingParams
+from eaglegbv.prompts import Prompt
 from eaglegbv.request import FinishReason
-from eaglegbv.text_generator import Prompt
 from eaglegbv.warp import WarpSettings, warp
 
 POWER = 0.9

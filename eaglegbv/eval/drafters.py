@@ -13,8 +13,8 @@ from eaglegbv.eval.questions import Question
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.prompts import Message
 from eaglegbv.request import FinishReason
-from eaglegbv.text_generator import Message
 from eaglegbv.uniforms import request_seed
 
 

@@ -10,7 +10,7 @@ from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
 from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
-from eaglegbv.text_generator import Prompt
+from eaglegbv.prompts import Prompt
 
 
 class Streams(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
-from eaglegbv.auto_plan import PlanName, Planning
+from eaglegbv.auto_plan import PlanName, Planning, plan_from
 from eaglegbv.backends.sglang.engine import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
@@ -19,11 +19,11 @@ from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.llm import per_prompt, plan_from
 from eaglegbv.loading import named_dtype, named_folder, named_models
 from eaglegbv.params import SamplingParams
+from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.request import FinishReason
-from eaglegbv.text_generator import Prompt, TextGenerator
+from eaglegbv.text_generator import TextGenerator
 from eaglegbv.tree import Law
 
 TORCH_TO_SGLANG = {
