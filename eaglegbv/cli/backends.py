@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from eaglegbv.cli.measuring import Scalar
 from eaglegbv.cli.options import load_llm
 from eaglegbv.errors import InvalidArgument
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from eaglegbv.eval.runner import Generate
     from eaglegbv.loading import NamedModels
     from eaglegbv.products import Quantization
-
-Scalar: TypeAlias = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from eaglegbv.errors import InvalidArgument
 if TYPE_CHECKING:
     from eaglegbv.auto_plan import Planning
     from eaglegbv.eval.baselines import Baseline, Library
-    from eaglegbv.eval.batches import Way
+    from eaglegbv.eval.batches import Grid, PromptSource, Timing, Way
+    from eaglegbv.eval.evidence import BatchResults
     from eaglegbv.llm import LLM
     from eaglegbv.products import Quantization
 
@@ -76,12 +77,8 @@ def batch(
 
     Answers have all the same length. Ratios are taken within a repeat, and then their median.
     """
-    import msgspec
-    from tqdm import tqdm
-
-    from eaglegbv.eval.batches import Grid, PromptSource, measure, summarise, table
+    from eaglegbv.eval.batches import Grid, PromptSource, summarise, table
     from eaglegbv.eval.evidence import BatchResults
-    from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
     from eaglegbv.loading import named_models
@@ -95,10 +92,8 @@ def batch(
         prompts=prompts,
         seed=seed,
     )
-    most = max(batch * grid.calls(batch) for batch in grid.batches)
     # Before models are loaded, which may take minutes: a missing file is said at once.
-    chosen_set = load_questions(questions_set, data)
-    questions = chosen_set.first(min(most, len(chosen_set.questions))).questions
+    questions = _questions(questions_set, data, grid)
     held = quantization(draft_quantization)
     fleet = _Fleet(
         model, drafter, device, dtype, verifier, compile_backend=compile_backend, quantization=held
@@ -107,26 +102,15 @@ def batch(
     if assistant is not None:
         wanted.append(f"assistant:{assistant}")
     chosen = [fleet.way(name) for name in wanted]
-    source = PromptSource.of(fleet.plain, [question.turns[0] for question in questions])
-    timings = []
-    cells = len(grid.contexts) * len(grid.temperatures) * repeats * len(chosen)
-    calls = cells * sum(map(grid.calls, grid.batches))
-    with tqdm(total=calls, unit="call") as bar:
-        for timing in measure(chosen, source.take, grid):
-            timings.append(timing)
-            bar.set_postfix_str(
-                f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s", refresh=False
-            )
-            bar.update()
+    timings = _measure(chosen, PromptSource.of(fleet.plain, questions), grid)
     typer.echo(plain_text(table(summarise(timings))))
     if explain and "auto" in wanted:
         typer.echo(fleet.explain())
     if out is not None:
-        environment = describe_environment(str(fleet.plain.device))
         models = named_models(model, drafter)
-        content = BatchResults(
+        results = BatchResults(
             timings=tuple(timings),
-            environment=environment,
+            environment=describe_environment(str(fleet.plain.device)),
             model=models.name,
             drafter=models.drafter_name or "",
             verifier=verifier,
@@ -135,8 +119,43 @@ def batch(
             dtype=str(fleet.plain.dtype).removeprefix("torch."),
             draft_quantization=fleet.draft_quantization,
         )
-        out.write_bytes(msgspec.json.encode(content))
-        typer.echo(f"wrote {out}", err=True)
+        _write(out, results)
+
+
+def _questions(questions_set: str, data: Path | None, grid: "Grid") -> list[str]:
+    """Return as many first turns of questions as the largest batch needs, or all there are."""
+    from eaglegbv.eval.questions import load_questions
+
+    most = max(batch * grid.calls(batch) for batch in grid.batches)
+    chosen = load_questions(questions_set, data)
+    few = chosen.first(min(most, len(chosen.questions)))
+    return [question.turns[0] for question in few.questions]
+
+
+def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[Timing]":
+    """Time the ways, beside a progress bar."""
+    from tqdm import tqdm
+
+    from eaglegbv.eval.batches import measure
+
+    timings = []
+    cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(ways)
+    calls = cells * sum(map(grid.calls, grid.batches))
+    with tqdm(total=calls, unit="call") as bar:
+        for timing in measure(ways, source.take, grid):
+            timings.append(timing)
+            bar.set_postfix_str(
+                f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s", refresh=False
+            )
+            bar.update()
+    return timings
+
+
+def _write(out: Path, results: "BatchResults") -> None:
+    import msgspec
+
+    out.write_bytes(msgspec.json.encode(results))
+    typer.echo(f"wrote {out}", err=True)
 
 
 class _Fleet:

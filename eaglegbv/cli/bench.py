@@ -8,7 +8,7 @@ import typer
 from eaglegbv.cli.batches import batch
 from eaglegbv.cli.compare import compare
 from eaglegbv.cli.drafters import drafters
-from eaglegbv.cli.measuring import progress, report_errors
+from eaglegbv.cli.measuring import progress, report_errors, run_settings
 from eaglegbv.cli.options import (
     CompileBackend,
     Device,
@@ -34,8 +34,12 @@ from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eaglegbv.cli.backends import Backend, Models
+    from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, RunSettings
+    from eaglegbv.eval.store import RunFolder
 
 DEFAULT_VERIFIERS = "none,token,block,gbv,otbv"
 LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
@@ -134,30 +138,20 @@ def mt_bench(
     the Hugging Face hub; --questions-set builtin is packaged. A run that was interrupted goes on
     where it stopped when the same command is given again.
     """
-    import msgspec
-
     from eaglegbv.cli.backends import Models
     from eaglegbv.cli.backends import backend_arguments as parse_arguments
     from eaglegbv.config import Plan
-    from eaglegbv.eval.baselines import baseline
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.picture import check_matplotlib
-    from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.questions import load_questions
-    from eaglegbv.eval.records import RunSettings, describe_environment
-    from eaglegbv.eval.report import plain_text, table, write_markdown
-    from eaglegbv.eval.runner import run
-    from eaglegbv.eval.store import RunFolder, write_results
-    from eaglegbv.eval.summary import summarise
+    from eaglegbv.eval.records import describe_environment
+    from eaglegbv.eval.store import RunFolder
 
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
     if backend not in BACKENDS:
         raise InvalidArgument("backend", backend, f"one of {', '.join(BACKENDS)}")
-    others = _baselines(backend, baselines)
-    for name in others:
-        baseline(name)
     wanted = grid(
         _verifiers(backend, verifiers),
         integers("paths", paths),
@@ -166,66 +160,76 @@ def mt_bench(
         base=Plan(draft_width=draft_width),
         laws=laws(law),
         draft_temperatures=numbers("draft-temperature", draft_temperature),
-        baselines=others,
+        baselines=_baselines(backend, baselines),
     )
     models = Models(
         model, drafter, device, dtype, quantization(draft_quantization), compile_backend
     )
-    settings = RunSettings(
-        suite=chosen.suite,
-        origin=chosen.origin,
-        question_ids=tuple(question.id for question in chosen.questions),
-        model=models.named.name,
-        drafter=models.named.drafter_name,
-        system=system,
-        settings=wanted.settings,
+    settings = run_settings(
+        chosen,
+        models.named,
+        wanted.settings,
         max_tokens=max_tokens,
         seed=seed,
         repeats=repeats,
-        questions_sha256=chosen.sha256,
+        system=system,
         backend=backend,
         backend_arguments=parse_arguments(backend_arguments),
-        compile_backend=compile_backend or "",
+        compile_backend=compile_backend,
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
-    out = out or Path("runs") / chosen.suite
     serving = _serving(models, settings)
-    if serving.tokenizer.chat_template is None:
-        raise InvalidArgument(
-            "model", settings.model, "a model whose tokenizer has a chat template"
-        )
-    settings = msgspec.structs.replace(
-        settings,
-        template=_template(serving.tokenizer.chat_template),
-        dtype=serving.dtype,
-        draft_quantization=serving.draft_quantization,
+    folder = RunFolder(
+        out or Path("runs") / chosen.suite,
+        _as_served(settings, serving),
+        describe_environment(serving.device, serving.packages),
     )
-    folder = RunFolder(out, settings, describe_environment(serving.device, serving.packages))
-    with progress(settings, folder.records) as show:
+    _hold(serving, chosen.questions, folder)
+    _report(folder, plots=plots)
+
+
+def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolder") -> None:
+    """Hold all conversations that the folder of a run has not yet."""
+    import msgspec
+
+    from eaglegbv.eval.runner import run
+
+    with progress(folder.settings, folder.records) as show:
 
         def keep(record: "Record") -> None:
             folder.add(record)
             show(record)
 
         for sitting in serving.sittings:
-            done = {record.key for record in folder.records}
-            if all(key in done for key in settings.keys(sitting.settings)):
+            if folder.has_all(sitting.settings):
                 continue
             with sitting.open() as generate:
                 run(
                     generate,
-                    chosen.questions,
-                    msgspec.structs.replace(settings, settings=sitting.settings),
+                    questions,
+                    msgspec.structs.replace(folder.settings, settings=sitting.settings),
                     baselines=sitting.baselines,
-                    done=done,
+                    done=folder.done,
                     on_record=keep,
                 )
+
+
+def _report(folder: "RunFolder", *, plots: bool) -> None:
+    """Write what was measured into the folder of a run, and print the table."""
+    from eaglegbv.eval.plots import draw_all
+    from eaglegbv.eval.report import plain_text, table, write_markdown
+    from eaglegbv.eval.store import write_results
+    from eaglegbv.eval.summary import summarise
+
     found = folder.results()
     summaries = summarise(found)
-    written = [write_results(out, found, summaries), write_markdown(out, found, summaries)]
+    written = [
+        write_results(folder.path, found, summaries),
+        write_markdown(folder.path, found, summaries),
+    ]
     if plots:
-        written += draw_all(found, out / "plots")
+        written += draw_all(found, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
     report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
@@ -240,9 +244,15 @@ def _verifiers(backend: str, text: str | None) -> list[str]:
 
 
 def _baselines(backend: str, text: str | None) -> list[str]:
+    from eaglegbv.eval.baselines import baseline
+
     if text is not None:
-        return names("baselines", text)
-    return [TRANSFORMERS] if backend == TRANSFORMERS else []
+        found = names("baselines", text)
+    else:
+        found = [TRANSFORMERS] if backend == TRANSFORMERS else []
+    for name in found:
+        baseline(name)  # raises where there is none of this name
+    return found
 
 
 def _serving(models: "Models", settings: "RunSettings") -> "Backend":
@@ -262,6 +272,22 @@ def _serving(models: "Models", settings: "RunSettings") -> "Backend":
         return backends.sglang(models, settings.settings, arguments)
     load = backends.transformers if settings.backend == TRANSFORMERS else backends.local
     return load(models, settings.settings)
+
+
+def _as_served(settings: "RunSettings", serving: "Backend") -> "RunSettings":
+    """Return the settings of a run with what is known of its models once they are loaded."""
+    import msgspec
+
+    template = serving.tokenizer.chat_template
+    if template is None:
+        expected = "a model whose tokenizer has a chat template"
+        raise InvalidArgument("model", settings.model, expected)
+    return msgspec.structs.replace(
+        settings,
+        template=_template(template),
+        dtype=serving.dtype,
+        draft_quantization=serving.draft_quantization,
+    )
 
 
 def _template(template: str | dict[str, str]) -> str:

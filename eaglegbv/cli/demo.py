@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from eaglegbv.cli.generate import messages, print_answer
-from eaglegbv.cli.measuring import progress, report_errors
+from eaglegbv.cli.measuring import progress, report_errors, run_settings
 from eaglegbv.cli.options import load_llm
 
 VERIFIERS = ("none", "token", "block", "gbv", "otbv")
@@ -23,7 +23,7 @@ def demo(
     from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
-    from eaglegbv.eval.records import Record, Results, RunSettings, describe_environment
+    from eaglegbv.eval.records import Record, Results, describe_environment
     from eaglegbv.eval.report import plain_text, table
     from eaglegbv.eval.runner import run
     from eaglegbv.eval.summary import summarise
@@ -32,18 +32,12 @@ def demo(
 
     plan = Plan()
     chosen = load_questions("builtin").first(questions)
-    models = named_models(None, None)
-    settings = RunSettings(
-        suite=chosen.suite,
-        origin=chosen.origin,
-        question_ids=tuple(question.id for question in chosen.questions),
-        model=models.name,
-        drafter=models.drafter_name,
-        system=None,
-        settings=grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan).settings,
+    settings = run_settings(
+        chosen,
+        named_models(None, None),
+        grid(VERIFIERS, [plan.paths], [plan.depth], [1.0], base=plan).settings,
         max_tokens=max_tokens,
         seed=seed,
-        repeats=1,
     )
     llm = load_llm(None, None, plan, None, None)
     typer.echo(f"> {prompt}")

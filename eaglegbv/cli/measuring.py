@@ -1,20 +1,62 @@
-"""What the commands that measure share: the engine's answers, progress, and errors."""
+"""What the commands that measure share: settings of a run, progress, and errors."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from eaglegbv.eval.records import Record, RunSettings
+    from eaglegbv.eval.questions import QuestionSet
+    from eaglegbv.eval.records import Record, RunSettings, Setting
     from eaglegbv.eval.summary import Summary
+    from eaglegbv.loading import NamedModels
+
+Scalar: TypeAlias = str | int | float | bool | None
 
 SHOWN = 6
 """Settings whose figures fit beside a progress bar."""
+
+
+def run_settings(
+    questions: "QuestionSet",
+    models: "NamedModels",
+    settings: "tuple[Setting, ...]",
+    *,
+    max_tokens: int,
+    seed: int,
+    repeats: int = 1,
+    system: str | None = None,
+    backend: str = "local",
+    backend_arguments: "Mapping[str, Scalar] | None" = None,
+    compile_backend: str | None = None,
+) -> "RunSettings":
+    """Return the settings of a run; see :class:`eaglegbv.eval.records.RunSettings`.
+
+    Raises:
+        InvalidArgument: A number is out of range, or two settings are the same.
+    """
+    from eaglegbv.eval.records import RunSettings
+
+    return RunSettings(
+        suite=questions.suite,
+        origin=questions.origin,
+        question_ids=tuple(question.id for question in questions.questions),
+        questions_sha256=questions.sha256,
+        model=models.name,
+        drafter=models.drafter_name,
+        system=system,
+        settings=settings,
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=repeats,
+        backend=backend,
+        backend_arguments=dict(backend_arguments or {}),
+        compile_backend=compile_backend or "",
+    )
 
 
 @contextmanager

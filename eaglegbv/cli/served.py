@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglegbv.cli.measuring import run_settings
 from eaglegbv.cli.options import Drafter, DraftWidth, Model, names, numbers
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
@@ -14,7 +15,10 @@ from eaglegbv.errors import InvalidArgument
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.serving import Launch
     from eaglegbv.config import Plan
+    from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, Setting
+    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.loading import NamedModels
 
 
 def served(
@@ -61,84 +65,107 @@ def served(
     Options that are not known here are SGLang's and handed on. SGLang's own EAGLE drafts its trees
     from the same head with as many nodes. A run that was interrupted goes on where it stopped.
     """
-    from tqdm import tqdm
-
-    from eaglegbv.backends.sglang.endpoint import Endpoint
     from eaglegbv.backends.sglang.guard import check_plugin, check_version
-    from eaglegbv.backends.sglang.server import running
     from eaglegbv.checks import require_integer
-    from eaglegbv.config import PLAIN, Plan
+    from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
-    from eaglegbv.eval.records import RunSettings, Setting, describe_environment
-    from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.served import HEADINGS, accepted, hold_at_once
+    from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.store import RunFolder
-    from eaglegbv.loading import named_folder, named_models
+    from eaglegbv.loading import named_models
 
     check_version()
     check_plugin()
     require_integer("at-once", at_once, 1, 1024)
     chosen = load_questions(questions_set, data).first(questions)
-    wanted = grid(
+    sampled = grid(
         names("verifiers", verifiers),
         [paths],
         [depth],
         numbers("temperature", temperature),
         base=Plan(draft_width=draft_width),
     ).settings
-    if eagle is not None:
-        name = f"eagle K{paths} L{depth}"
-        wanted += tuple(
-            Setting(plan=PLAIN, temperature=t, baseline=name) for t in numbers("eagle", eagle)
-        )
+    shape = Plan(paths=paths, depth=depth)
     models = named_models(model, drafter)
-    settings = RunSettings(
-        suite=chosen.suite,
-        origin=chosen.origin,
-        question_ids=tuple(question.id for question in chosen.questions),
-        model=models.name,
-        drafter=models.drafter_name,
-        system=None,
-        settings=wanted,
+    settings = run_settings(
+        chosen,
+        models,
+        sampled + _eagle(shape, eagle),
         max_tokens=max_tokens,
         seed=seed,
-        repeats=1,
-        questions_sha256=chosen.sha256,
         backend="sglang server",
         backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
     )
-    out = out or Path("runs") / f"served-{chosen.suite}"
-    folder = RunFolder(out, settings, describe_environment("SGLang's", ("sglang",)))
-    head = None if models.drafter is None else named_folder(models.drafter)
-    with tqdm(
-        total=sum(1 for _ in settings.keys(wanted)),
-        initial=len(folder.records),
-        unit="conversation",
-    ) as bar:
+    folder = RunFolder(
+        out or Path("runs") / f"served-{chosen.suite}",
+        settings,
+        describe_environment("SGLang's", ("sglang",)),
+    )
+    servers = _servers(settings.settings, models, shape)
+    _hold(servers, chosen.questions, folder, others=context.args, at_once=at_once)
+    _report(folder)
+
+
+def _eagle(shape: "Plan", temperatures: str | None) -> "tuple[Setting, ...]":
+    """Return the settings of SGLang's own EAGLE."""
+    from eaglegbv.config import PLAIN
+    from eaglegbv.eval.records import Setting
+
+    if temperatures is None:
+        return ()
+    name = f"eagle K{shape.paths} L{shape.depth}"
+    return tuple(
+        Setting(plan=PLAIN, temperature=temperature, baseline=name)
+        for temperature in numbers("eagle", temperatures)
+    )
+
+
+def _hold(
+    servers: "Sequence[_Server]",
+    questions: "Sequence[Question]",
+    folder: "RunFolder",
+    *,
+    others: "Sequence[str]",
+    at_once: int,
+) -> None:
+    """Hold all conversations that the folder of a run has not yet, server by server."""
+    from tqdm import tqdm
+
+    from eaglegbv.backends.sglang.endpoint import Endpoint
+    from eaglegbv.backends.sglang.server import running
+    from eaglegbv.eval.served import hold_at_once
+
+    total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
+    with tqdm(total=total, initial=len(folder.records), unit="conversation") as bar:
 
         def keep(record: "Record") -> None:
             folder.add(record)
             bar.update()
 
-        for server in _servers(wanted, str(models.target), head, Plan(paths=paths, depth=depth)):
-            done = {record.key for record in folder.records}
-            if all(key in done for key in settings.keys(server.settings)):
+        for server in servers:
+            if folder.has_all(server.settings):
                 continue
-            launch = server.launch(context.args)
-            with running(launch, out / "logs" / f"{server.settings[0].name}.txt") as url:
+            log = folder.path / "logs" / f"{server.settings[0].name}.txt"
+            with running(server.launch(others), log) as url:
                 hold_at_once(
                     Endpoint(url, server.shape),
-                    chosen.questions,
-                    settings,
+                    questions,
+                    folder.settings,
                     own=server.settings,
                     at_once=at_once,
-                    done=done,
+                    done=folder.done,
                     on_record=keep,
                 )
-    rows = [list(HEADINGS), *(figures.row for figures in accepted(settings, folder.records))]
-    text = plain_text(rows)
-    (out / "table.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def _report(folder: "RunFolder") -> None:
+    """Write the table into the folder of a run, and print it."""
+    from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.served import HEADINGS, accepted
+
+    found = accepted(folder.settings, folder.records)
+    text = plain_text([list(HEADINGS), *(figures.row for figures in found)])
+    (folder.path / "table.txt").write_text(text + "\n", encoding="utf-8")
     typer.echo(text)
 
 
@@ -175,15 +202,16 @@ class _Server:
         return launch(self.target, self.head, paths=K, depth=L, settings=settings, others=others)
 
 
-def _servers(
-    settings: "Sequence[Setting]", target: str, head: Path | None, eagle: "Plan"
-) -> list[_Server]:
+def _servers(settings: "Sequence[Setting]", models: "NamedModels", eagle: "Plan") -> list[_Server]:
     """Return the servers of a run; ``eagle`` has the shape of SGLang's own trees."""
+    from eaglegbv.loading import named_folder
+
+    head = None if models.drafter is None else named_folder(models.drafter)
     own = dict.fromkeys((setting.baseline, setting.plan) for setting in settings)
     return [
         _Server(
             tuple(s for s in settings if (s.baseline, s.plan) == (baseline, plan)),
-            target,
+            str(models.target),
             head,
             plan if baseline is None else eagle,
         )

@@ -10,7 +10,11 @@ from eaglegbv.cli.drafters import split_name
 from eaglegbv.cli.options import Device, Dtype, Model, integers, load_llm, numbers
 
 if TYPE_CHECKING:
-    from eaglegbv.eval.same_drafts import Text
+    from collections.abc import Mapping, Sequence
+
+    from eaglegbv.eval.questions import Question
+    from eaglegbv.eval.study import Study
+    from eaglegbv.llm import LLM
 
 
 def study(
@@ -55,16 +59,12 @@ def study(
     fixed trees that has as many in the mean. Writes study.json and a picture (matplotlib comes with
     eaglegbv[bench]) into --out; what is measured is written after every temperature.
     """
-    import msgspec
-    from tqdm import tqdm
-
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.eval.picture import check_matplotlib
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment, name_of_model
     from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.same_drafts import collect
-    from eaglegbv.eval.study import Study, StudySettings, study_cells
+    from eaglegbv.eval.study import Study, StudySettings
     from eaglegbv.eval.study_report import draw_study, findings, study_table
 
     check_matplotlib()
@@ -99,26 +99,46 @@ def study(
     )
     out.mkdir(parents=True, exist_ok=True)
     path = out / "study.json"
-    total = len(settings.temperatures) * len(llms) * len(chosen.questions)
-    with tqdm(total=total, unit="text", file=sys.stderr) as bar:
-        for temperature in settings.temperatures:
-            texts: list[Text] = collect(
-                first, chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed
-            )
-            for name, llm in llms.items():
-                bar.set_postfix_str(f"T {temperature:g}, {name}", refresh=False)
-                cells = study_cells(
-                    name, llm.pair, texts, temperature, settings, on_texts=bar.update
-                )
-                result = msgspec.structs.replace(
-                    result,
-                    sampled=(*result.sampled, *cells.sampled),
-                    fixed=(*result.fixed, *cells.fixed),
-                )
-            path.write_bytes(msgspec.json.encode(result) + b"\n")
+    result = _measure(result, llms, chosen.questions, path)
     typer.echo(plain_text(study_table(result)))
     for finding in findings(result):
         typer.echo(f"- {finding}")
     for picture in draw_study(result, out):
         typer.echo(f"wrote {picture}", err=True)
     typer.echo(f"wrote {path}", err=True)
+
+
+def _measure(
+    study: "Study", llms: "Mapping[str, LLM]", questions: "Sequence[Question]", path: Path
+) -> "Study":
+    """Return the study with what is measured by the drafters, written after every temperature."""
+    import msgspec
+    from tqdm import tqdm
+
+    from eaglegbv.eval.same_drafts import collect
+    from eaglegbv.eval.study import study_cells
+
+    settings = study.settings
+    first = next(iter(llms.values()))
+    total = len(settings.temperatures) * len(llms) * len(questions)
+    with tqdm(total=total, unit="text", file=sys.stderr) as bar:
+        for temperature in settings.temperatures:
+            texts = collect(
+                first,
+                questions,
+                temperature=temperature,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+            )
+            for name, llm in llms.items():
+                bar.set_postfix_str(f"T {temperature:g}, {name}", refresh=False)
+                cells = study_cells(
+                    name, llm.pair, texts, temperature, settings, on_texts=bar.update
+                )
+                study = msgspec.structs.replace(
+                    study,
+                    sampled=(*study.sampled, *cells.sampled),
+                    fixed=(*study.fixed, *cells.fixed),
+                )
+            path.write_bytes(msgspec.json.encode(study) + b"\n")
+    return study

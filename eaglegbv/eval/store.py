@@ -9,7 +9,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.figures import FIGURES
-from eaglegbv.eval.records import Environment, Record, Results, RunSettings
+from eaglegbv.eval.records import Environment, Key, Record, Results, RunSettings, Setting
 
 
 class _Run(msgspec.Struct, kw_only=True):
@@ -26,6 +26,7 @@ class RunFolder:
 
     Attributes:
         path: The folder.
+        settings: Of the run.
         environment: Where the run was started.
         records: What is measured so far, earlier sittings included.
 
@@ -35,7 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path, settings: RunSettings, environment: Environment) -> None:
         self.path = path
-        self._settings = settings
+        self.settings = settings
         self._records_file = path / "records.jsonl"
         header = path / "run.json"
         try:
@@ -77,9 +78,18 @@ class RunFolder:
             file.write(msgspec.json.encode(record) + b"\n")
         self.records.append(record)
 
+    @property
+    def done(self) -> frozenset[Key]:
+        """The keys of all that was measured."""
+        return frozenset(record.key for record in self.records)
+
+    def has_all(self, settings: Sequence[Setting]) -> bool:
+        """Whether all that some of the settings come to was measured."""
+        return self.done.issuperset(self.settings.keys(settings))
+
     def results(self) -> Results:
         """Return all that was measured."""
-        return Results(settings=self._settings, environment=self.environment, records=self.records)
+        return Results(settings=self.settings, environment=self.environment, records=self.records)
 
 
 def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Struct]) -> Path:

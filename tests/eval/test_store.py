@@ -43,6 +43,19 @@ def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path) -> None:
     assert len(set(keys)) == len(keys) == 12
 
 
+def test_a_folder_knows_what_is_measured(tmp_path: Path) -> None:
+    settings = run_settings(repeats=1)
+    folder = RunFolder(tmp_path, settings, ENVIRONMENT)
+    keys = list(settings.keys([NONE]))
+    for setting, question, repeat in keys:
+        assert not folder.has_all([NONE])
+        assert setting == NONE.name
+        folder.add(record(NONE, question, repeat, forwards=4, committed=8, decode_seconds=2.0))
+    assert folder.done == {*keys}
+    assert folder.has_all([NONE])
+    assert not folder.has_all(settings.settings)
+
+
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     RunFolder(tmp_path, run_settings(), ENVIRONMENT)
     with pytest.raises(InvalidArgument, match=r"out=.*with the same max_tokens, seed"):

@@ -1,0 +1,99 @@
+"""``bench served`` beside stand-ins for SGLang's servers: what is started, asked and written."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from eaglegbv.backends.sglang.serving import Launch
+from eaglegbv.config import Plan
+from eaglegbv.eval.store import load_results
+from eaglegbv.loading import TINY_TARGET
+from eaglegbv.metrics import RequestMetrics
+
+QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--paths", "2"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str = "yes"
+    token_ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    finish_reason: str = "length"
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+
+
+@dataclass(frozen=True)
+class FakeEndpoint:
+    url: str
+    shape: Plan
+
+    def __call__(self, *arguments: object, **named: object) -> Answer:
+        return Answer()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commands of the servers that were started, with the names of their logs."""
+    commands: list[str] = []
+
+    @contextmanager
+    def running(launch: Launch, log: Path) -> Iterator[str]:
+        commands.append(f"{log.stem}: {' '.join(launch.command)}")
+        yield "http://nowhere"
+
+    home = "eaglegbv.backends.sglang"
+    for check in ("check_version", "check_plugin"):
+        monkeypatch.setattr(f"{home}.guard.{check}", lambda: None)
+    monkeypatch.setattr(f"{home}.server.running", running)
+    monkeypatch.setattr(f"{home}.endpoint.Endpoint", FakeEndpoint)
+    monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
+    return commands
+
+
+def test_one_server_a_plan_and_nothing_twice(cli, started: list[str], tmp_path: Path) -> None:
+    command = ["bench", "served", *QUICK, "--verifiers", "none,gbv", "--temperature", "0.5,1"]
+    command += ["--eagle", "0", "--seed", "7", "--out", str(tmp_path), "--tp", "2"]
+    result = cli(*command)
+    assert result.status == 0, result.err
+    assert [line.partition(":")[0] for line in started] == [
+        *("none T0.5", "gbv K2 L4 T0.5", "eagle K2 L4 T0")
+    ]
+    assert all(f"--model-path {TINY_TARGET}" in line and "--tp 2" in line for line in started)
+    assert ["draft-model-path" in line for line in started] == [False, True, True]
+    results = load_results(tmp_path)
+    settings = results.settings
+    assert [s.name for s in settings.settings] == [
+        *("none T0.5", "gbv K2 L4 T0.5", "none", "gbv K2 L4", "eagle K2 L4 T0")
+    ]
+    assert (settings.model, settings.drafter, settings.system) == ("tiny", "eagle3", None)
+    assert (settings.suite, settings.seed, settings.repeats) == ("builtin", 7, 1)
+    assert settings.questions_sha256
+    assert settings.backend == "sglang server"
+    assert settings.backend_arguments == {"arguments": "--tp 2", "at_once": 16}
+    assert (settings.template, settings.dtype, settings.compile_backend) == (None, "", "")
+    assert results.environment.device == "SGLang's"
+    assert results.environment.versions["sglang"] == "sglang 1"
+    assert len(results.records) == 5 * 2
+    table = (tmp_path / "table.txt").read_text(encoding="utf-8")
+    assert table == result.out
+    assert len(table.splitlines()) >= 1 + 5
+
+    del started[:]  # all measured: nothing is started again
+    assert cli(*command).out == result.out
+    assert started == []
+
+
+def test_other_models_keep_their_names(cli, pair, started: list[str], tmp_path: Path) -> None:
+    named = [*pair[:2], "--verifiers", "none", "--out", str(tmp_path)]
+    assert cli("bench", "served", *QUICK, *named).status == 0
+    header = json.loads((tmp_path / "run.json").read_bytes())["settings"]
+    assert (header["model"], header["drafter"]) == (pair[1], None)
+    refused = cli("bench", "served", *QUICK, *named[:-1], str(tmp_path / "e"), "--eagle", "0")
+    assert refused.status == 2
+    assert "drafter=None: expected a folder with an EAGLE head, for --eagle" in refused.err
