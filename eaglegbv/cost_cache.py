@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 import torch
 
+from eaglegbv.processor import processor_name
 from eaglegbv.scheduler.planner import KnownCosts
 
 FOLDER = "EAGLEGBV_CACHE"
@@ -42,8 +43,8 @@ class CostCache:
             device: Where the target runs.
             dtype: What it computes in.
         """
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        known = (_FORMAT, torch.__version__, torch.get_num_threads(), name, str(dtype), *facts)
+        threads, name = torch.get_num_threads(), _device_name(device)
+        known = (_FORMAT, torch.__version__, threads, name, str(dtype), *facts)
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
         return cls(_folder() / f"costs-{key}.json")
 
@@ -75,6 +76,13 @@ def shape_of(model: str | None) -> str | None:
     config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
     facts = {key: value for key, value in config.items() if key not in _NAMES}
     return str(msgspec.json.encode(facts, order="sorted"))
+
+
+def _device_name(device: torch.device) -> str:
+    """Return what tells a device from those of other machines, which may share the folder."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return processor_name() if device.type == "cpu" else str(device)
 
 
 def _folder() -> Path:

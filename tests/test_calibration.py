@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.simulated_engine import Simulation, World
 
-from eaglegbv import LLM, SamplingParams
+from eaglegbv import LLM, SamplingParams, cost_cache
 from eaglegbv.auto_plan import AUTO, AutoPlan
 from eaglegbv.calibration import calibrate
 from eaglegbv.config import EngineConfig, Plan
@@ -144,6 +144,18 @@ def test_other_settings_have_other_files() -> None:
     }
     assert len(files) == 3
     assert CostCache.of("a", "b", device=cpu, dtype=usual).path in files
+
+
+def test_machines_that_share_a_folder_measure_for_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The home folder of a cluster: as many threads, and other processors."""
+    files = set()
+    for processor in ("fast", "slow", "slow"):
+        monkeypatch.setattr(cost_cache, "processor_name", lambda name=processor: name)
+        cache = CostCache.of("a", device=torch.device("cpu"), dtype=torch.float32)
+        files.add(cache.path)
+    assert len(files) == 2
 
 
 def test_what_has_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

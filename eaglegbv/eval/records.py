@@ -16,6 +16,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.processor import processor_name
 
 Key: TypeAlias = tuple[str, str, int]
 """Setting, question and repeat of a record."""
@@ -231,7 +232,7 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **versions},
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor_name(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
@@ -241,12 +242,3 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 def name_of_model(model: str) -> str:
     """Return ``tiny`` for the packaged target, wherever it lies; other names as they are."""
     return "tiny" if Path(model) == TINY_TARGET else model
-
-
-def _processor() -> str:
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.is_file():
-        for line in cpu_info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
