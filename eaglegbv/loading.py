@@ -41,7 +41,7 @@ _DTYPES = MappingProxyType(
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class _Opening:
         same = PoolSize(slots=target.max_slots)
         small = self._open(folder, FeatureSpec.none(), same, GraphMode.OFF)
         if small.max_context < target.max_context:
-            logger.warning(
+            _log.warning(
                 "texts end at %d tokens, the context of drafter %s; the target's is %d",
                 small.max_context,
                 folder,

@@ -1,6 +1,5 @@
 """What SGLang asks a speculative algorithm about itself, and what is settled before it starts."""
 
-import logging
 import os
 from typing import Any, ClassVar
 
@@ -9,8 +8,6 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from eaglegbv.backends.sglang.guard import check_override_points, check_version
 from eaglegbv.backends.sglang.launch import settle_arguments
 from eaglegbv.backends.sglang.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 
 class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]

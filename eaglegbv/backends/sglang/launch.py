@@ -16,7 +16,7 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 DEFAULT_PATHS = 3
 DEFAULT_DEPTH = 4
@@ -170,10 +170,10 @@ def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> N
         server_args.max_running_requests = DEFAULT_RUNNING
     if server_args.device == "cpu" and not server_args.disable_overlap_schedule:
         server_args.disable_overlap_schedule = True
-        logger.warning("overlap scheduling is off: SGLang does not speculate with it on a CPU")
+        _log.warning("overlap scheduling is off: SGLang does not speculate with it on a CPU")
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
-        logger.warning("mixed chunked prefill is off: it decodes running requests without drafts")
+        _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
 
 
 def _settle_shape(server_args: Any) -> None:
@@ -218,7 +218,7 @@ def _settle_debts(server_args: Any) -> None:
         unserved.check(server_args)
     if not server_args.disable_overlap_schedule:
         server_args.disable_overlap_schedule = True
-        logger.warning("overlap scheduling is off: debts depend on the round before")
+        _log.warning("overlap scheduling is off: debts depend on the round before")
 
 
 def _check_attention(server_args: Any) -> None:
