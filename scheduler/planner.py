@@ -647,9 +647,8 @@ def _probe(book: _Book, outlook: Outlook, best: Choice) -> Choice | None:
 
     Beside others, who share in its time, it would say little.
     """
-    if outlook.others or book.step - book.probed < (
-        _PROBE_EVERY if best.drafting else _PLAINLY_EVERY
-    ):
+    every = _PROBE_EVERY if best.drafting else _PLAINLY_EVERY
+    if outlook.others or book.step - book.probed < every:
         return None
     plan = _least_recent(book, outlook, best)
     # What drafters read for a probe may be read in vain: all of it counts, in the first step.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.closed_batches import Machine, Shop
 
-WORLDS, REPEATS = 24, 3
+WORLDS, REPEATS = 48, 3
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def gains() -> dict[int, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "least"), [(1, 1.45), (2, 1.18), (4, 1.02), (8, 0.97), (16, 0.985)]
+    ("batch", "least"), [(1, 1.45), (2, 1.18), (4, 1.01), (8, 0.97), (16, 0.985)]
 )
 def test_on_average_drafting_gains_or_is_left(gains, batch: int, least: float) -> None:
     assert gains[batch].mean() > least
