@@ -1,4 +1,15 @@
-"""Lossless tree speculation for large language models."""
+"""Lossless tree speculation for large language models.
+
+    from eaglegbv import LLM, SamplingParams
+
+    llm = LLM()  # the tiny pair of the package; LLM(model, drafter) for others
+    answer = llm.generate([{"role": "user", "content": "Name three fruits."}])
+    print(answer.text, answer.metrics.block_efficiency)
+    for piece in llm.stream("Once upon a time", SamplingParams(temperature=0.7, max_tokens=64)):
+        print(piece.text, end="", flush=True)
+
+``help(eaglegbv.LLM)``, ``help(eaglegbv.SamplingParams)`` and ``help(eaglegbv.Plan)`` say more.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -34,6 +45,11 @@ _HOMES = {
     "Plan": "eaglegbv.config",
     "SamplingParams": "eaglegbv.params",
 }
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> object:

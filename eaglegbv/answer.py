@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from eaglegbv.completion import Completion, Delta
-from eaglegbv.errors import EagleGBVError
-from eaglegbv.request import Request
+from eaglegbv.completion import Completion, Delta, Result
+from eaglegbv.request import FinishReason, Request
 from eaglegbv.text import TextStream
 
 
@@ -16,41 +15,55 @@ class Answer:
         request: In the engine.
         text: Its text.
         pieces: Those not taken yet, in order.
+        followed: Tokens of the request that were turned into text.
     """
 
     request: Request
     text: TextStream
     pieces: list[Delta] = field(default_factory=list)
+    followed: int = 0
 
-    def add(self, token_ids: list[int]) -> None:
-        """Turn new tokens into text."""
+    def follow(self) -> None:
+        """Turn tokens that the request was given since into text."""
+        new = self.request.token_ids[self.followed :]
+        if not new or self.text.stopped:
+            return
+        self.followed += len(new)
         before = len(self.text.token_ids)
-        new = self.text.feed(token_ids)
-        self.pieces.append(Delta(text=new, token_ids=self.text.token_ids[before:]))
+        text = self.text.feed(new)
+        self.pieces.append(Delta(text=text, token_ids=self.text.token_ids[before:]))
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether a stop string ends the text, and the engine has not been told yet."""
+        told = self.request.finish_reason is FinishReason.STOP
+        return self.text.stopped and not (told and self.kept == len(self.request.token_ids))
+
+    @property
+    def kept(self) -> int:
+        """Tokens up to the one that completes a stop string, or all."""
+        return len(self.text.token_ids)
 
     def take(self) -> list[Delta]:
         """Return the new pieces."""
         taken, self.pieces = self.pieces, []
         return taken
 
-    def completion(self) -> Completion:
-        """Return the answer of a request that has ended.
+    def result(self) -> Result:
+        """Return what came of a request that has ended.
 
         Raises:
             RuntimeError: It has not.
         """
-        if self.request.finish_reason is None:
-            raise RuntimeError(f"request {self.request.number} has not ended")
-        return Completion(
+        request = self.request
+        if request.finish_reason is None:
+            raise RuntimeError(f"request {request.number} has not ended")
+        completion = Completion(
             text=self.text.text,
-            token_ids=list(self.request.token_ids),
-            prompt_token_ids=list(self.request.prompt_ids),
-            finish_reason=self.request.finish_reason,
-            error=None,
-            metrics=self.request.metrics,
+            token_ids=list(request.token_ids),
+            prompt_token_ids=list(request.prompt_ids),
+            finish_reason=request.finish_reason,
+            error=None if request.error is None else str(request.error),
+            metrics=request.metrics,
         )
-
-    def result(self) -> Completion | EagleGBVError:
-        """Return the answer, or what went wrong."""
-        error = self.request.error
-        return error if isinstance(error, EagleGBVError) else self.completion()
+        return Result(completion, request.error)

@@ -1,6 +1,7 @@
 """What a user sets who leaves the choice of plans to the engine."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias, cast
 
@@ -143,67 +144,69 @@ def named_planning(plan: Planning | str) -> Planning:
     return plan
 
 
-def plan_from(
-    *,
-    verifier: str | None,
-    paths: int | None,
-    depth: int | None,
-    law: Law | str | None,
-    draft_width: int,
-    draft_temperature: float,
-) -> Plan:
-    """Return the plan with these choices; those that are None are the usual ones.
+@dataclass(frozen=True, slots=True)
+class PlanChoices:
+    """What a user chose of a plan; None and usual values choose nothing.
 
-    Raises:
-        InvalidArgument: A choice is out of range.
-    """
-    usual = Plan()
-    return Plan(
-        verifier=usual.verifier if verifier is None else verifier,
-        paths=usual.paths if paths is None else paths,
-        depth=usual.depth if depth is None else depth,
-        law=cast("Law | None", law),
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
-
-
-def planning_from(
-    plan: Planning | str | None,
-    *,
-    verifier: str | None,
-    paths: int | None,
-    depth: int | None,
-    law: Law | str | None,
-    draft_width: int,
-    draft_temperature: float,
-) -> Planning:
-    """Return the planning of a user's choices.
-
-    Args:
-        plan: Counts alone where it is given; see :func:`named_planning`.
-        verifier: Where one of this and the next three is given, they make a plan.
+    Attributes:
+        verifier: See :class:`eaglegbv.config.Plan` for this and the others.
         paths: Number of drafted paths.
         depth: Length of a drafted path.
         law: How a tree's children arise.
         draft_width: Of the plan, or of those the engine chooses from; so too the next.
         draft_temperature: As a multiple of the request's.
-
-    Raises:
-        InvalidArgument: A choice is out of range.
     """
-    if plan is not None:
+
+    verifier: str | None = None
+    paths: int | None = None
+    depth: int | None = None
+    law: Law | str | None = None
+    draft_width: int = DRAFT_WIDTH
+    draft_temperature: float = 1.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether any of the first four is given: they make a plan for all steps."""
+        return any(c is not None for c in (self.verifier, self.paths, self.depth, self.law))
+
+    def plan(self) -> Plan:
+        """Return the plan with these choices; those that are None are the usual ones.
+
+        Raises:
+            InvalidArgument: A choice is out of range.
+        """
+        usual = Plan()
+        return Plan(
+            verifier=usual.verifier if self.verifier is None else self.verifier,
+            paths=usual.paths if self.paths is None else self.paths,
+            depth=usual.depth if self.depth is None else self.depth,
+            law=cast("Law | None", self.law),
+            draft_width=self.draft_width,
+            draft_temperature=self.draft_temperature,
+        )
+
+    def planning(self) -> Planning:
+        """Return such a plan, or the engine's own choice where nothing fixes one.
+
+        Raises:
+            InvalidArgument: A choice is out of range.
+        """
+        if self.fixed:
+            return self.plan()
+        return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))
+
+    def give_way_to(self, plan: Planning | str) -> Planning:
+        """Return what a user's ``plan`` stands for, which must be all that was chosen.
+
+        Raises:
+            InvalidArgument: Something else was chosen too, or it is no plan.
+        """
+        usual = asdict(PlanChoices())
+        also = [name for name, value in asdict(self).items() if value != usual[name]]
+        if also:
+            expected = f"None where {also[0]} is given: a plan says that too"
+            raise InvalidArgument("plan", plan, expected)
         return named_planning(plan)
-    if all(choice is None for choice in (verifier, paths, depth, law)):
-        return AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
-    return plan_from(
-        verifier=verifier,
-        paths=paths,
-        depth=depth,
-        law=law,
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
 
 
 def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:

@@ -1,5 +1,8 @@
 """The answer to a prompt, whole and piece by piece."""
 
+from dataclasses import dataclass
+from typing import Self
+
 import msgspec
 
 from eaglegbv.errors import EagleGBVError
@@ -42,13 +45,27 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     completion: Completion | None = None
 
 
-def failed(error: EagleGBVError) -> Completion:
-    """Return what stands for the answer to a prompt that has none."""
-    return Completion(
-        text="",
-        token_ids=[],
-        prompt_token_ids=[],
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        metrics=RequestMetrics(),
-    )
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a prompt.
+
+    Attributes:
+        completion: The answer; what there was of it, where something went wrong.
+        error: What went wrong, or None.
+    """
+
+    completion: Completion
+    error: EagleGBVError | None = None
+
+    @classmethod
+    def of_error(cls, error: EagleGBVError) -> Self:
+        """Return the result of a prompt that was never read."""
+        nothing = Completion(
+            text="",
+            token_ids=[],
+            prompt_token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+            metrics=RequestMetrics(),
+        )
+        return cls(nothing, error)

@@ -126,6 +126,7 @@ class Engine:
         self._added = 0
         self._steps = 0
         self._stepping = False
+        self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
         self._observers: list[StepObserver] = []
 
@@ -248,6 +249,9 @@ class Engine:
             return self._step()
         finally:
             self._stepping = False
+            leaving, self._leaving = self._leaving, []
+            for request in leaving:
+                self.cancel(request)
 
     def _step(self) -> list[Commit]:
         commits: list[Commit] = []
@@ -267,8 +271,13 @@ class Engine:
         return commits
 
     def cancel(self, request: Request) -> None:
-        """End a request, waiting or running, between steps; one that has ended stays as it is."""
-        if not request.finished:
+        """End a request, waiting or running; one that has ended stays as it is.
+
+        Within a step, where an observer or a finaliser may ask for it, it ends with the step.
+        """
+        if self._stepping:
+            self._leaving.append(request)
+        elif not request.finished:
             self.finish(request, FinishReason.CANCELLED)
 
     def preempt(self, request: Request) -> None:
@@ -276,7 +285,10 @@ class Engine:
 
         Raises:
             InvalidArgument: It does not run.
+            EngineBusy: The engine is within a step.
         """
+        if self._stepping:
+            raise EngineBusy("a pre-emption within a step: expected one between steps")
         self._scheduler.preempt(request)
 
     def check(self) -> None:

@@ -12,9 +12,16 @@ from tqdm import tqdm
 
 from eaglegbv.answer import Answer
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.auto_plan import AutoPlan, PlanName, Planning, named_planning, planning_from, plans_of
+from eaglegbv.auto_plan import (
+    AutoPlan,
+    PlanChoices,
+    PlanName,
+    Planning,
+    named_planning,
+    plans_of,
+)
 from eaglegbv.calibration import LARGEST, calibrate
-from eaglegbv.completion import Completion, Delta
+from eaglegbv.completion import Delta, Result
 from eaglegbv.config import EngineConfig
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
@@ -116,15 +123,8 @@ class LLM(TextGenerator):
         """
         del backend  # settled by __new__
         models = named_models(model, drafter)
-        planning = planning_from(
-            plan,
-            verifier=verifier,
-            paths=paths,
-            depth=depth,
-            law=law,
-            draft_width=draft_width,
-            draft_temperature=draft_temperature,
-        )
+        choices = PlanChoices(verifier, paths, depth, law, draft_width, draft_temperature)
+        planning = choices.planning() if plan is None else choices.give_way_to(plan)
         # Before minutes go by with loading.
         plans = plans_of(planning, greedy=False)
         check_verifier(plans[0])
@@ -157,6 +157,10 @@ class LLM(TextGenerator):
         self._engine.check_plan(planning)
         self._open: dict[int, Answer] = {}
 
+    def __repr__(self) -> str:
+        facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
+        return f"LLM({', '.join(facts)}, device={str(self.device)!r}, dtype={self.dtype})"
+
     def stream(
         self,
         prompt: Prompt,
@@ -172,15 +176,17 @@ class LLM(TextGenerator):
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
-        answer = self._add(prompt, sampling_params or SamplingParams(), plan, priority)
+        [params] = per_prompt(sampling_params, 1)
+        answer = self._add(prompt, params, plan, priority)
         try:
             while not answer.request.finished:
                 self._roomy_step()
-                yield from answer.take()
-            yield from answer.take()
-            if answer.request.error is not None:
-                raise answer.request.error
-            yield Delta(text=answer.text.flush(), token_ids=[], completion=answer.completion())
+                yield from self._new(answer)
+            yield from self._new(answer)
+            result = answer.result()
+            if result.error is not None:
+                raise result.error
+            yield Delta(text=answer.text.flush(), token_ids=[], completion=result.completion)
         finally:
             self._close(answer)
 
@@ -198,11 +204,17 @@ class LLM(TextGenerator):
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`.
 
+        One that fails is told no more; its error is logged, and no request suffers.
+
         Args:
             observer: Is told.
             trees: Have records say what became of every draft tree too.
         """
         self._engine.observe(observer, trees=trees)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Tell ``observer`` no more."""
+        self._engine.unobserve(observer)
 
     def reset_prefix_cache(self) -> None:
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
@@ -250,36 +262,51 @@ class LLM(TextGenerator):
         priority: int,
         *,
         progress: bool,
-    ) -> list[Completion | EagleGBVError]:
+    ) -> list[Result]:
         params = per_prompt(sampling_params, len(prompts))
-        answers = [
-            self._try_add(p, s, plan, priority) for p, s in zip(prompts, params, strict=True)
-        ]
-        waiting = [answer for answer in answers if isinstance(answer, Answer)]
+        answers: list[Answer | EagleGBVError] = []
         try:
-            with tqdm(total=len(waiting), disable=not progress, unit="prompt") as bar:
-                while open_ := sum(not answer.request.finished for answer in waiting):
+            for prompt, own in zip(prompts, params, strict=True):
+                answers.append(self._try_add(prompt, own, plan, priority))
+            unfinished = [answer for answer in answers if isinstance(answer, Answer)]
+            with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
+                while unfinished:
                     self._step()
-                    bar.update(open_ - sum(not answer.request.finished for answer in waiting))
+                    before = len(unfinished)
+                    unfinished = [a for a in unfinished if not a.request.finished]
+                    bar.update(before - len(unfinished))
+            return [self._result(answer) for answer in answers]
         finally:
-            for answer in waiting:
-                self._close(answer)
-        return [a.result() if isinstance(a, Answer) else a for a in answers]
+            for answer in answers:
+                if isinstance(answer, Answer):
+                    self._close(answer)
 
     def _step(self) -> None:
         """Advance every open answer, whoever waits for it."""
         for commit in self._engine.step():
-            answer = self._open[commit.request.number]
-            answer.add(commit.token_ids)
-            kept = len(answer.text.token_ids)
-            # A stop string may also end before the token that ended the request in the same step.
-            if answer.text.stopped and (
-                not commit.request.finished or kept < len(commit.request.token_ids)
-            ):
-                self._engine.finish(commit.request, FinishReason.STOP, keep=kept)
+            answer = self._open.get(commit.request.number)
+            if answer is not None:  # else it was left during the step
+                self._follow(answer)
 
     # A generator calls from wherever it is asked for more: each step by itself.
     _roomy_step = roomy(_step)
+
+    def _follow(self, answer: Answer) -> None:
+        """Turn new tokens into text, and end a request whose text ends."""
+        answer.follow()
+        if answer.stops_here:
+            self._engine.finish(answer.request, FinishReason.STOP, keep=answer.kept)
+
+    def _new(self, answer: Answer) -> list[Delta]:
+        """Return new pieces; also of a step that an interrupt left before they were made."""
+        self._follow(answer)
+        return answer.take()
+
+    def _result(self, answer: Answer | EagleGBVError) -> Result:
+        if not isinstance(answer, Answer):
+            return Result.of_error(answer)
+        self._follow(answer)
+        return answer.result()
 
     def _close(self, answer: Answer) -> None:
         self._engine.cancel(answer.request)

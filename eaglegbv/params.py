@@ -25,8 +25,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens: Number of tokens to generate at most.
         stop: Strings that end the text; the text is cut before the first of them.
         stop_token_ids: Token ids that end the text, beside the model's end-of-sequence tokens.
-        seed: Seed of this request. The same seed gives the same tokens whatever else runs.
-            ``None`` derives one from the engine's seed and the request's number.
+        seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
+            else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
+            running number, and a seed need not reproduce a text; the law is the same. ``None``
+            derives one from the engine's seed and the request's number.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that
             occurs in the prompt or the text so far; 1 is none.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.errors import InvalidArgument
@@ -12,6 +13,8 @@ from eaglegbv.params import SamplingParams
 Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+
+_PROMPT = "text, token ids or chat messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +33,59 @@ class PromptReader:
         """Return a prompt as the model reads it.
 
         Raises:
-            InvalidArgument: It is empty or no prompt, or the model takes no chat messages.
+            InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
         """
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidArgument("prompt", prompt, "a text that is not empty")
-            return list(self.tokenizer.encode(prompt))
+            return list(self.tokenizer.encode(_sound(prompt)))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise InvalidArgument("prompt", prompt, _PROMPT)
         if prompt and all(isinstance(message, Mapping) for message in prompt):
             return self._apply_chat_template(cast("list[Message]", prompt))
         if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
-            raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+            raise InvalidArgument("prompt", prompt, _PROMPT)
         return list(cast("list[int]", prompt))
 
     def _apply_chat_template(self, messages: list[Message]) -> list[int]:
-        for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise InvalidArgument("prompt", dict(message), "a message with role and content")
+        plain = [_plain_message(message) for message in messages]
         if self.tokenizer.chat_template is None:
             raise InvalidArgument(
                 "prompt", "chat messages", f"text: {self.model_name} has no chat template"
             )
-        encoded = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except TemplateError as error:
+            expected = f"messages that the chat template of {self.model_name} takes ({error})"
+            raise InvalidArgument("prompt", plain, expected) from error
         return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
+
+
+def _plain_message(message: Mapping[str, object]) -> Message:
+    """Return a message whose content is text, given as text or as parts of it.
+
+    Raises:
+        InvalidArgument: It is neither, or names no role.
+    """
+    content = message.get("content")
+    if isinstance(content, list):  # as chat services take it
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        texts = [text for text in parts if isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
+    return cast("Message", {**message, "content": _sound(content)})
+
+
+def _sound(text: str) -> str:
+    """Return ``text``, which tokenizers take if it can be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("prompt", text, "text without halves of surrogate pairs") from error
+    return text
 
 
 def is_one(prompts: object) -> bool:
@@ -78,12 +107,18 @@ def per_prompt(
     """Return the settings of each of ``count`` prompts.
 
     Raises:
-        InvalidArgument: There are several, and not as many as prompts.
+        InvalidArgument: They are something else, or several, and not as many as prompts.
     """
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    expected = "a SamplingParams, or one per prompt"
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidArgument("sampling_params", params, expected)
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise InvalidArgument("sampling_params", own, expected)
     if len(params) != count:
         raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
     return list(params)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import Plan
+from eaglegbv.errors import EagleGBVError
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.uniforms import Stream
@@ -124,7 +125,7 @@ class Request:
     draft_states: dict[type[DraftState], DraftState] = field(default_factory=dict)
     debts: tuple[Debt, ...] = ()
     finish_reason: FinishReason | None = None
-    error: Exception | None = None
+    error: EagleGBVError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.auto_plan import PlanName, Planning
-from eaglegbv.completion import Completion, Delta, failed
-from eaglegbv.errors import EagleGBVError
+from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Message, Prompt, PromptReader, is_one
 
@@ -83,24 +82,23 @@ class TextGenerator(ABC):
 
         Returns:
             A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
-            many, one with bad input has ``finish_reason`` ``error``; the others are answered.
+            many, one with bad input has ``finish_reason`` ``error``, and so has one that broke off,
+            with the tokens it had; the others are answered.
 
         Raises:
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
         self._check_plan(plan)
         if is_one(prompts):
-            [completion] = self._run(
+            [only] = self._run(
                 [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
             )
-            if isinstance(completion, EagleGBVError):
-                raise completion
-            return completion
+            if only.error is not None:
+                raise only.error
+            return only.completion
         many = cast("Sequence[Prompt]", prompts)
-        return [
-            failed(c) if isinstance(c, EagleGBVError) else c
-            for c in self._run(many, sampling_params, plan, priority, progress=progress)
-        ]
+        results = self._run(many, sampling_params, plan, priority, progress=progress)
+        return [result.completion for result in results]
 
     @abstractmethod
     def stream(
@@ -139,7 +137,7 @@ class TextGenerator(ABC):
         priority: int,
         *,
         progress: bool,
-    ) -> list[Completion | EagleGBVError]:
+    ) -> list[Result]:
         """Answer many prompts, or say what is wrong with each; see :meth:`generate`.
 
         Raises:

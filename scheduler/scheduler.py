@@ -12,7 +12,7 @@ Requests are served in order of precedence: by priority, a lower number first, t
 - A waiting request of a better priority pre-empts running ones of a worse one, if that lets it in.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,8 +133,9 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take a request out, waiting or running; what it holds is the caller's to free."""
         for requests in (self.running, self._waiting):
-            if request in requests:
-                requests.remove(request)
+            place = bisect_left(requests, _precedence(request), key=_precedence)
+            if place < len(requests) and requests[place] is request:
+                del requests[place]
 
     def preempt(self, request: Request) -> None:
         """Make a running request wait again, without any slots.

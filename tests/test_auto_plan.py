@@ -5,10 +5,9 @@ import pytest
 from eaglegbv.auto_plan import (
     AUTO,
     AutoPlan,
-    Planning,
+    PlanChoices,
     named_planning,
     plan_name,
-    planning_from,
     plans_of,
 )
 from eaglegbv.config import PLAIN, Plan, Source
@@ -39,19 +38,26 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
     assert all(p.asks_drafter for p in AUTO.candidates)
 
 
-def test_a_plan_goes_before_choices_and_choices_before_the_engines_own() -> None:
-    def chosen(plan: Planning | str | None = None, **choices: object) -> Planning:
-        none = dict.fromkeys(("verifier", "paths", "depth", "law"))
-        usual = {"draft_width": 64, "draft_temperature": 1.5}
-        return planning_from(plan, **(none | usual | choices))
-
-    assert chosen("auto", paths=2) is AUTO
-    assert chosen(PLAIN, paths=2) is PLAIN
-    assert chosen() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
-    assert chosen(depth=2) == Plan(depth=2, draft_width=64, draft_temperature=1.5)
-    assert chosen(verifier="gbv", paths=2, law="iid") == Plan(
-        verifier="gbv", paths=2, law=Law.IID, draft_width=64, draft_temperature=1.5
+def test_choices_make_a_plan_and_none_the_engines_own() -> None:
+    usual = {"draft_width": 64, "draft_temperature": 1.5}
+    assert PlanChoices().planning() == AUTO
+    assert PlanChoices(**usual).planning() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
+    assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
+    assert PlanChoices(verifier="gbv", paths=2, law="iid", **usual).planning() == Plan(
+        verifier="gbv", paths=2, law=Law.IID, **usual
     )
+
+
+def test_a_plan_says_all_there_is_to_choose() -> None:
+    assert PlanChoices().give_way_to("auto") is AUTO
+    assert PlanChoices().give_way_to(PLAIN) is PLAIN
+    for choices, name in (
+        (PlanChoices(paths=2), "paths"),
+        (PlanChoices(verifier="gbv", paths=2), "verifier"),
+        (PlanChoices(draft_temperature=1.5), "draft_temperature"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"plan=.*: expected None where {name} is given"):
+            choices.give_way_to(PLAIN)
 
 
 def test_all_plans_that_may_come() -> None:

@@ -22,12 +22,19 @@ from eaglegbv.cli.options import (
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eaglegbv.auto_plan import Planning
     from eaglegbv.eval.baselines import Baseline, Library
     from eaglegbv.eval.batches import Grid, PromptSource, Timing, Way
     from eaglegbv.eval.evidence import BatchResults
     from eaglegbv.llm import LLM
     from eaglegbv.products import Quantization
+
+EXPLAINED = (
+    "shares of all steps of all answers; best: the most tokens a second by what is known; "
+    "learning: too\nlittle is known of such steps; probe: to see whether what is known still holds"
+)
 
 
 def batch(
@@ -69,7 +76,8 @@ def batch(
     compile_backend: CompileBackend = None,
     draft_quantization: DraftQuantization = "auto",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also say which plans auto used, and why.")
+        bool,
+        typer.Option("--explain", help="Also say which plans auto used in each batch, and why."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for all timings.")] = None,
 ) -> None:
@@ -103,9 +111,9 @@ def batch(
         wanted.append(f"assistant:{assistant}")
     chosen = [fleet.way(name) for name in wanted]
     timings = _measure(chosen, PromptSource.of(fleet.plain, questions), grid)
-    typer.echo(plain_text(table(summarise(timings))))
-    if explain and "auto" in wanted:
-        typer.echo(fleet.explain())
+    typer.echo(plain_text(table(summarise(timings), lengths=any(grid.contexts))))
+    if explain:
+        _explain(chosen)
     if out is not None:
         models = named_models(model, drafter)
         results = BatchResults(
@@ -136,19 +144,31 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
     """Time the ways, beside a progress bar."""
     from tqdm import tqdm
 
-    from eaglegbv.eval.batches import measure
+    from eaglegbv.eval.batches import WatchedWay, measure
 
+    watched = [way for way in ways if isinstance(way, WatchedWay)]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(ways)
     calls = cells * sum(map(grid.calls, grid.batches))
     with tqdm(total=calls, unit="call") as bar:
         for timing in measure(ways, source.take, grid):
             timings.append(timing)
+            for way in watched:
+                way.note(timing)
             bar.set_postfix_str(
                 f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s", refresh=False
             )
             bar.update()
     return timings
+
+
+def _explain(ways: "Sequence[Way]") -> None:
+    """Print which plans the engine chose, and why, where it had the choice."""
+    from eaglegbv.eval.batches import WatchedWay
+
+    lines = [line for way in ways if isinstance(way, WatchedWay) for line in way.explain()]
+    if lines:
+        typer.echo("\n".join(["", *lines, EXPLAINED]))
 
 
 def _write(out: Path, results: "BatchResults") -> None:
@@ -187,12 +207,12 @@ class _Fleet:
         """Return the way that a name stands for."""
         from eaglegbv.auto_plan import AUTO
         from eaglegbv.config import PLAIN, Plan
-        from eaglegbv.eval.batches import EngineWay, TransformersWay
+        from eaglegbv.eval.batches import EngineWay, TransformersWay, WatchedWay
 
         if name == "none":
             return EngineWay(name, self.plain, PLAIN)
         if name == "auto":
-            return EngineWay(name, self.drafting, AUTO)
+            return WatchedWay(EngineWay(name, self.drafting, AUTO))
         if found := re.fullmatch(r"(\d+)x(\d+)", name):
             paths, depth = map(int, found.groups())
             plan = Plan(verifier=self._verifier, paths=paths, depth=depth)
@@ -212,19 +232,6 @@ class _Fleet:
     def draft_quantization(self) -> str:
         """How the drafter's weights are held; empty where nothing drafted."""
         return "" if self._drafting is None else self._drafting.draft_quantization
-
-    def explain(self) -> str:
-        """Say which plans were used and why, all calls together."""
-        from eaglegbv.metrics import FORWARDS, REASONS
-
-        lines = []
-        for metric in (FORWARDS, REASONS):
-            cells = self.drafting.metrics.values.get(metric, {})
-            total = sum(cells.values()) or 1.0
-            shares = sorted(cells.items(), key=lambda item: -item[1])
-            figures = ", ".join(f"{name} {count / total:.1%}" for name, count in shares)
-            lines.append(f"{metric.label}s: {figures}")
-        return "\n".join(lines)
 
     def _load(self, plan: "Planning") -> "LLM":
         from eaglegbv.config import EngineConfig

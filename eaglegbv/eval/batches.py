@@ -7,10 +7,11 @@ on several prompts, batch after batch: drafts of one text may do well or badly b
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import msgspec
 
@@ -19,6 +20,7 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
 from eaglegbv.eval.questions import evenly
 from eaglegbv.llm import LLM
+from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.params import SamplingParams
 from eaglegbv.uniforms import request_seed
 
@@ -26,6 +28,12 @@ BASELINE = "none"
 """The way that others are compared with: plain decoding by the engine."""
 
 WARM_UP_TOKENS = 24
+
+FEW = 0.02
+"""Plans of a smaller share than this are told together."""
+
+Cell: TypeAlias = tuple[float, int, int]
+"""Temperature, context and batch."""
 
 
 class Way(Protocol):
@@ -68,6 +76,71 @@ class EngineWay:
             if answer.error is not None:  # a prompt longer than the model's context, say
                 raise EagleGBVError(answer.error)
         return sum(len(answer.token_ids) for answer in answers)
+
+
+@dataclass(slots=True)
+class WatchedWay:
+    """A way of the engine whose choice of plans is counted, by cell; see :class:`Way`.
+
+    Ways share an engine and its counters, so what they counted before a call is taken off.
+
+    Attributes:
+        way: The way.
+        chosen: Requests times forwards by plan, and by reason, in each cell.
+    """
+
+    way: EngineWay
+    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
+    _last: dict[Metric, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """See :attr:`Way.name`."""
+        return self.way.name
+
+    @property
+    def max_batch(self) -> int | None:
+        """See :attr:`Way.max_batch`."""
+        return self.way.max_batch
+
+    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+        """See :meth:`Way.run`."""
+        before = self._counted()
+        came = self.way.run(prompts, tokens, temperature=temperature, seed=seed)
+        self._last = {m: cells - before[m] for m, cells in self._counted().items()}
+        return came
+
+    def note(self, timing: "Timing") -> None:
+        """Count the call that was timed last, if it was of this way; others only warmed up."""
+        if timing.way == self.name:
+            cell = self.chosen.setdefault((timing.temperature, timing.context, timing.batch), {})
+            for metric, cells in self._last.items():
+                cell.setdefault(metric, Counter()).update(cells)
+
+    def _counted(self) -> dict[Metric, Counter[str]]:
+        values = self.way.llm.metrics.values
+        return {m: Counter({k: int(n) for k, n in values.get(m, {}).items()}) for m in _CHOICES}
+
+    def explain(self) -> list[str]:
+        """Return a line a cell: the shares of plans, and of why they were chosen."""
+        lengths = any(context for _, context, _ in self.chosen)
+        return [
+            f"{_label(temperature, context, self.name, lengths=lengths)}, batch {batch}: "
+            f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
+            for (temperature, context, batch), counted in self.chosen.items()
+        ]
+
+
+_CHOICES = (FORWARDS, REASONS)
+
+
+def _shares(counted: Counter[str]) -> str:
+    """Return names with their shares, the largest first, and the small ones as one."""
+    total = max(1, counted.total())
+    large = [(name, n) for name, n in counted.most_common() if n >= FEW * total]
+    rest = counted.total() - sum(n for _, n in large)
+    told = [*large, ("others", rest)] if rest else large
+    return ", ".join(f"{name} {n / total:.0%}" for name, n in told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +366,13 @@ def rate_of(timings: Sequence[Timing]) -> float:
     return sum(t.tokens for t in timings) / sum(t.seconds for t in timings)
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return rows for a terminal, headings first: a line a way, a column a batch."""
+def table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:
+    """Return rows for a terminal, headings first: a line a way, a column a batch.
+
+    Args:
+        rows: In the order of the lines.
+        lengths: Whether to say how long the prompts are, as where there are several lengths.
+    """
     batches = sorted({row.batch for row in rows})
     lines: dict[tuple[float, int, str], dict[int, Row]] = {}
     for row in rows:
@@ -308,9 +386,15 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 
     body = [
         [
-            f"T={temperature:g}, {context or 'own'} tokens, {way}",
+            _label(temperature, context, way, lengths=lengths),
             *(figure(found.get(b)) for b in batches),
         ]
         for (temperature, context, way), found in lines.items()
     ]
     return [["tokens/s (of none)", *(f"batch {b}" for b in batches)], *body]
+
+
+def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
+    """Return what a line is of; a context of 0 are the questions, of their own lengths."""
+    length = f" {context or 'own'} tokens," if lengths else ""
+    return f"T={temperature:g},{length} {way}"

@@ -17,13 +17,15 @@ def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
     assert result.status == 0, result.err
     lines = result.out.splitlines()
     assert lines[0].split()[-4:] == ["batch", "1", "batch", "2"]
-    rows = {line.split("tokens, ")[1].split()[0]: line for line in lines if "tokens, " in line}
+    rows = {line.split()[1]: line for line in lines if line.startswith("T=1, ")}
+    choices = [line for line in lines if line.startswith("T=1, auto, batch ")]
+    rows.pop("auto,")
     assert set(rows) == {"auto", "2x2", "none", "transformers", "lookup:2"}
     assert "(1.00)" in rows["none"]
     # Assisted generation takes one prompt at a time.
     assert rows["lookup:2"].split()[-1] == "-"
-    assert any(line.startswith("plans: ") for line in lines)
-    assert any(line.startswith("reasons: ") for line in lines)
+    assert [line.split(":")[0].split()[-1] for line in choices] == ["1", "2"]
+    assert not any("fixed" in line for line in choices)  # as the plan 2x2 is
     timings = json.loads(out.read_text())["timings"]
     assert len(timings) == 5 + 4
     assert all(timing["tokens"] == 6 * timing["batch"] for timing in timings)

@@ -1,11 +1,26 @@
 """bench batch: ways take turns, ratios are those of the same repeat, prompts have their lengths."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from eaglegbv.auto_plan import AUTO
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.batches import Grid, PromptSource, Timing, measure, summarise, table
+from eaglegbv.eval.batches import (
+    EngineWay,
+    Grid,
+    PromptSource,
+    Timing,
+    WatchedWay,
+    measure,
+    summarise,
+    table,
+)
+from eaglegbv.llm import LLM
+from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
@@ -111,6 +126,38 @@ def test_the_table_has_a_column_a_batch() -> None:
     assert lines[0][1:] == ["batch 2", "batch 4"]
     assert lines[1] == ["T=1, own tokens, none", "50 (1.00)", "100 (1.00)"]
     assert lines[2] == ["T=1, own tokens, auto", "100 (2.00)", "-"]
+    assert table(rows, lengths=False)[2][0] == "T=1, auto"
+
+
+class Counting:
+    """An engine that counts a plan as often as the prompts say."""
+
+    def __init__(self) -> None:
+        self.metrics = EngineMetrics()
+
+    def generate(self, prompts: list[list[int]], params: object, *, plan: object) -> list[object]:
+        for prompt in prompts:
+            for plan_number in prompt:
+                self.metrics.add(FORWARDS, 1, f"plan {plan_number}")
+                self.metrics.add(REASONS, 1, "best")
+        return [SimpleNamespace(error=None, token_ids=[1]) for _ in prompts]
+
+
+def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
+    engine = cast("LLM", Counting())
+    watched, other = WatchedWay(EngineWay("auto", engine, AUTO)), EngineWay("3x4", engine, AUTO)
+    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
+    asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
+    for told in measure([watched, other], lambda count, _: asked[count], grid):
+        watched.note(told)
+    assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
+        (1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
+        (1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+    }
+    assert watched.explain() == [
+        "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
+        "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
+    ]
 
 
 def test_an_empty_grid_is_refused() -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
-from eaglegbv.auto_plan import PlanName, Planning, plan_from
+from eaglegbv.auto_plan import PlanChoices, PlanName, Planning
 from eaglegbv.backends.sglang.engine import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.completion import Completion, Delta
+from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -94,17 +94,8 @@ class SGLangLLM(TextGenerator):
         """
         del backend
         models = named_models(model, drafter)
-        self._plan = _served_plan(
-            plan
-            or plan_from(
-                verifier=verifier,
-                paths=paths,
-                depth=depth,
-                law=law,
-                draft_width=draft_width,
-                draft_temperature=draft_temperature,
-            )
-        )
+        choices = PlanChoices(verifier, paths, depth, law, draft_width, draft_temperature)
+        self._plan = _served_plan(choices.plan() if plan is None else choices.give_way_to(plan))
         if not self._plan.speculative:
             models = replace(models, drafter=None)
         elif models.drafter is None:
@@ -171,37 +162,34 @@ class SGLangLLM(TextGenerator):
         priority: int,
         *,
         progress: bool,
-    ) -> list[Completion | EagleGBVError]:
+    ) -> list[Result]:
         self._check_plan(plan)
         _check_priority(priority)
         params = per_prompt(sampling_params, len(prompts))
         with tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
 
-            async def answer(prompt: Prompt, own: SamplingParams) -> Completion | EagleGBVError:
-                completion = await self._answer(prompt, own)
+            async def answer(prompt: Prompt, own: SamplingParams) -> Result:
+                result = await self._answer(prompt, own)
                 bar.update()
-                return completion
+                return result
 
-            async def answer_all() -> list[Completion | EagleGBVError]:
+            async def answer_all() -> list[Result]:
                 pairs = zip(prompts, params, strict=True)
                 return await asyncio.gather(*(answer(p, s) for p, s in pairs))
 
-            return cast(
-                "list[Completion | EagleGBVError]",
-                self._sglang.loop.run_until_complete(answer_all()),
-            )
+            return cast("list[Result]", self._sglang.loop.run_until_complete(answer_all()))
 
-    async def _answer(self, prompt: Prompt, params: SamplingParams) -> Completion | EagleGBVError:
+    async def _answer(self, prompt: Prompt, params: SamplingParams) -> Result:
         try:
             prompt_ids = self.encode(prompt)
             answer = await self._sglang.async_generate(
                 input_ids=prompt_ids, sampling_params=to_sglang(params)
             )
         except EagleGBVError as error:
-            return error
+            return Result.of_error(error)
         except ValueError as error:  # what SGLang says of requests it does not take
-            return InvalidArgument("prompt", f"{len(prompt)} long", str(error))
-        return self._completion(prompt_ids, answer)
+            return Result.of_error(InvalidArgument("prompt", f"{len(prompt)} long", str(error)))
+        return Result(self._completion(prompt_ids, answer))
 
     def _completion(self, prompt_ids: list[int], answer: dict[str, Any]) -> Completion:
         about = answer["meta_info"]
