@@ -97,7 +97,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--raw", "--system", "b"], "system='b'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top-p", "0"], "top_p=0.0"),
-        (["--prompt", "a", "--top-k", "0"], "top_k=0"),
+        (["--prompt", "a", "--top-k", "-2"], "top_k=-2"),
         (["--prompt", "a", "--min-p", "2"], "min_p=2.0"),
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
         (["--prompt", "a", "--paths", "0"], "paths=0"),

@@ -41,6 +41,7 @@ LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
         "observe": "SGLang's steps are its own",
         "pair": "SGLang holds the models",
         "reset_prefix_cache": "SGLang keeps its own cache",
+        "unobserve": "SGLang's steps are its own",
     }
 )
 """What the local engine's :class:`eaglegbv.llm.LLM` has besides, and why there is none here."""
