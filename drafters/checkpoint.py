@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eaglegbv.drafters.eagle_head import (
-    Arch,
-    Eagle1Head,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-)
+from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import Contents, FormatName
 from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
 from eaglegbv.drafters.formats.names import (

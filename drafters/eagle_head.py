@@ -6,127 +6,15 @@ EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eaglegbv.errors import DrafterMismatch
+from eaglegbv.drafters.eagle_head_config import EagleHeadConfig
+from eaglegbv.drafters.eagle_layers import Attend, FeedForward, NormEach, attention_of
+from eaglegbv.drafters.rotary import RotaryEmbedding, Rotation
 from eaglegbv.products import PackedProduct, Product, Quantization, prepare, product_of
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
-already, to ``[..., heads, head_dim]``."""
-
-_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-
-
-class Arch(StrEnum):
-    """Which published head."""
-
-    EAGLE1 = "eagle1"
-    """EAGLE-1 and EAGLE-2, whose weights are the same."""
-    EAGLE3 = "eagle3"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleHeadConfig:
-    """Sizes and settings of a head.
-
-    Attributes:
-        arch: Which published head.
-        hidden_size: Width of the head's residual stream.
-        target_hidden_size: Width of the target's; EAGLE-1 needs both to be equal.
-        intermediate_size: Width of the feed-forward layer.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        vocab_size: Tokens of the target.
-        draft_vocab_size: Tokens the head can draft; EAGLE-1 drafts all.
-        feature_layers: EAGLE-3: the target layers whose inputs are the features, low to high.
-            EAGLE-1: empty, the feature being the hidden state after the final norm.
-        rms_norm_eps: Added to the mean square in norms.
-        rope_parameters: Rotary embedding settings, as in transformers' configurations.
-        fc_bias: Whether ``fc`` has a bias.
-        qkv_bias: Whether the query, key and value projections have biases.
-        o_bias: Whether the output projection of attention has a bias.
-        qk_norm: Whether queries and keys are normed before they are rotated, as in Qwen3.
-        norm_before_fc: EAGLE-3: the features are normed together before ``fc`` (``input_norm``).
-        fc_norm: EAGLE-3: each layer's features are normed on their own before ``fc``.
-        norm_before_residual: EAGLE-3: the residual stream starts at the normed state.
-        norm_output: EAGLE-3: the recurrent state is the one the output layer reads, after the last
-            norm, and not the one before it.
-    """
-
-    arch: Arch
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    feature_layers: tuple[int, ...] = ()
-    rms_norm_eps: float = 1e-6
-    rope_parameters: Mapping[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    fc_bias: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-
-    def __post_init__(self) -> None:
-        rope_type = self.rope_parameters.get("rope_type")
-        if rope_type not in _FIXED_ROPE_TYPES:
-            raise DrafterMismatch("rope_type", rope_type, f"one of {sorted(_FIXED_ROPE_TYPES)}")
-        rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
-        if rotated != 1.0:
-            raise DrafterMismatch("partial_rotary_factor", rotated, "1.0, the whole head rotated")
-        if self.num_heads % self.num_kv_heads:
-            raise DrafterMismatch("num_kv_heads", self.num_kv_heads, f"to divide {self.num_heads}")
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise DrafterMismatch(
-                "draft_vocab_size", self.draft_vocab_size, f"an integer in [1, {self.vocab_size}]"
-            )
-        if self.arch is Arch.EAGLE1:
-            self._check_eagle1()
-
-    def _check_eagle1(self) -> None:
-        if self.hidden_size != self.target_hidden_size:
-            raise DrafterMismatch(
-                "hidden_size", self.hidden_size, f"the target's, {self.target_hidden_size}"
-            )
-        if self.draft_vocab_size != self.vocab_size:
-            raise DrafterMismatch(
-                "draft_vocab_size", self.draft_vocab_size, f"the target's, {self.vocab_size}"
-            )
-        if self.feature_layers:
-            raise DrafterMismatch("feature_layers", self.feature_layers, "none for an EAGLE-1 head")
-        for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"):
-            if getattr(self, name):
-                raise DrafterMismatch(name, True, "false for an EAGLE-1 head")
-
-    @property
-    def feature_size(self) -> int:
-        """Width F of the target's features of a token."""
-        return max(1, len(self.feature_layers)) * self.target_hidden_size
-
-
-def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the target layers whose inputs EAGLE-3 reads when a checkpoint names none."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 class EagleHead(nn.Module, ABC):
@@ -157,7 +45,7 @@ class EagleHead(nn.Module, ABC):
             draft_to_target = torch.arange(config.draft_vocab_size, device=embedding.device)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
-        self.rotary = _Rotary(config)
+        self.rotary = RotaryEmbedding(config)
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
@@ -207,9 +95,7 @@ class EagleHead(nn.Module, ABC):
         """Turn the target's features ``[..., F]`` into a first hidden state, ``[..., hidden]``."""
 
     @abstractmethod
-    def step(
-        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
-    ) -> Tensor:
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Run the layer on embedded tokens ``[..., hidden]``; see :meth:`forward`."""
 
     @abstractmethod
@@ -235,9 +121,9 @@ class Eagle1Head(EagleHead):
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
-                "self_attn": _attention(config, size),
+                "self_attn": attention_of(config, size),
                 "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
-                "mlp": _FeedForward(config),
+                "mlp": FeedForward(config),
             }
         )
 
@@ -245,9 +131,7 @@ class Eagle1Head(EagleHead):
         """Return the target's final hidden state as it is."""
         return features
 
-    def step(
-        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
-    ) -> Tensor:
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """See :class:`Eagle1Head`."""
         # Under autocast the residual stream keeps the type of the state it continues.
         x = self.fc(torch.cat((embedded, hidden), dim=-1)).to(hidden.dtype)
@@ -289,15 +173,15 @@ class Eagle3Head(EagleHead):
         size, eps = config.hidden_size, config.rms_norm_eps
         width, layers = config.feature_size, len(config.feature_layers)
         self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
-        self.fc_norm = _NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
+        self.fc_norm = NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
         self.fc = nn.Linear(width, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
                 "input_layernorm": nn.RMSNorm(size, eps),
                 "hidden_norm": nn.RMSNorm(size, eps),
-                "self_attn": _attention(config, 2 * size),
+                "self_attn": attention_of(config, 2 * size),
                 "post_attention_layernorm": nn.RMSNorm(size, eps),
-                "mlp": _FeedForward(config),
+                "mlp": FeedForward(config),
             }
         )
         self.norm = nn.RMSNorm(size, eps)
@@ -310,9 +194,7 @@ class Eagle3Head(EagleHead):
         fused: Tensor = self.fc(self.fc_norm(self.input_norm(features)))
         return fused
 
-    def step(
-        self, embedded: Tensor, hidden: Tensor, rotation: "Rotation", attend: Attend
-    ) -> Tensor:
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """See :class:`Eagle3Head`."""
         layer = self.layer
         normed = layer["hidden_norm"](hidden)
@@ -327,127 +209,3 @@ class Eagle3Head(EagleHead):
         normed = hidden if self._norm_output else self.norm(hidden)
         logits: Tensor = self.lm_head(normed)
         return logits
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary angles, for the half-split layout of Llama.
-
-    Attributes:
-        cos: ``[..., 1, head_dim]``, the cosines, twice.
-        sin: ``[..., 1, head_dim]``, the sines, negative and then positive.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate ``x`` ``[..., heads, head_dim]``."""
-        first, second = x.chunk(2, dim=-1)
-        return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
-
-    def at(self, positions: Tensor) -> "Rotation":
-        """Return the angles of some of the positions, ``[rows]`` int64, of a list of them."""
-        return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
-
-
-class _Rotary(nn.Module):
-    """Rotary angles with transformers' frequencies and scaling."""
-
-    frequencies: Tensor
-
-    def __init__(self, config: EagleHeadConfig) -> None:
-        super().__init__()
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
-            head_dim=config.head_dim,
-            rope_parameters=dict(config.rope_parameters),
-        )
-        # A head may be built on the meta device to be filled from a file; frequencies are no part
-        # of the file.
-        with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(llama)
-        self.register_buffer("frequencies", rotary.inv_freq, persistent=False)
-        self.scaling = float(rotary.attention_scaling)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        exact = self.frequencies
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Frequencies rounded to half precision would misplace far positions.
-        self.frequencies = exact.to(self.frequencies.device)
-        return self
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(-2)
-        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
-
-
-class _Attention(nn.Module):
-    """Projections around the attention that is handed in."""
-
-    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.q_proj = nn.Linear(input_size, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        q, k, v = self.heads(x)
-        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
-        return out
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        return q, k, v
-
-
-class _NormedAttention(_Attention):
-    """Attention whose queries and keys are normed head by head (Qwen3)."""
-
-    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
-        super().__init__(config, input_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return self.q_norm(q), self.k_norm(k), v
-
-
-def _attention(config: EagleHeadConfig, input_size: int) -> _Attention:
-    return (_NormedAttention if config.qk_norm else _Attention)(config, input_size)
-
-
-class _NormEach(nn.ModuleList):
-    """One norm for the features of each layer."""
-
-    def __init__(self, layers: int, width: int, eps: float) -> None:
-        super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
-
-    def forward(self, features: Tensor) -> Tensor:
-        parts = features.chunk(len(self), dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
-
-
-class _FeedForward(nn.Module):
-    """SiLU-gated feed-forward layer."""
-
-    def __init__(self, config: EagleHeadConfig) -> None:
-        super().__init__()
-        size, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, wide, bias=False)
-        self.up_proj = nn.Linear(size, wide, bias=False)
-        self.down_proj = nn.Linear(wide, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out

@@ -31,7 +31,9 @@ from eaglegbv.compiling import (
 )
 from eaglegbv.drafters.device_trees import pick
 from eaglegbv.drafters.draft_law import draft_laws
-from eaglegbv.drafters.eagle_head import Attend, EagleHead, Rotation
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_layers import Attend
+from eaglegbv.drafters.rotary import Rotation
 from eaglegbv.products import Quantization, in_use
 from eaglegbv.warp import WarpSettings
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from eaglegbv.drafters.checkpoint import Checkpoint, Fit
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import VARIANTS
 from eaglegbv.drafters.formats.layers import FeatureLayers
 from eaglegbv.drafters.formats.names import EMBEDDING, MEMBERS, OFFSETS

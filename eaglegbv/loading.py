@@ -17,7 +17,8 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter

@@ -11,7 +11,7 @@ from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, LawMismatch
 from eaglegbv.metrics import Phase

@@ -16,7 +16,7 @@ from torch import Tensor
 from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode, NotRecordable, Work
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.targets.base import TargetOutput

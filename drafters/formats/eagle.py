@@ -7,7 +7,7 @@ EAGLE-2 name their layer ``layers.0``, EAGLE-3 ``midlayer``.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.formats.base import (
     Contents,
     Format,

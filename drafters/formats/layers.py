@@ -9,7 +9,7 @@ read the same layers, the inputs of 2, L // 2 and L - 3 of a target of L layers.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from eaglegbv.drafters.eagle_head import default_feature_layers
+from eaglegbv.drafters.eagle_head_config import default_feature_layers
 from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.errors import DrafterMismatch
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.errors import DrafterMismatch
 
 EMBEDDING = "embed_tokens.weight"

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import Format, FormatName, Sections
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, StoredLayers
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import Contents, FormatName
 from eaglegbv.drafters.formats.eagle import EagleFormat
 from eaglegbv.drafters.formats.layers import Numbering

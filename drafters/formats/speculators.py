@@ -8,7 +8,7 @@ Qwen3 for a head that norms queries and keys; the head's own lie beside it. Tens
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import (
     Contents,
     Format,

@@ -8,7 +8,7 @@ import torch
 import typer
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
 from eaglegbv.drafters.training.loop import Schedule

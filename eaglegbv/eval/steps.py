@@ -22,13 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import (
-    Arch,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-    default_feature_layers,
-)
+from eaglegbv.drafters.eagle_head import Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.frames import roomy

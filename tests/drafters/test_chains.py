@@ -9,7 +9,7 @@ from support.drafting import VOCAB, Session, random_pair
 from eaglegbv.config import Plan
 from eaglegbv.drafters import eagle
 from eaglegbv.drafters.chains import drafts_chains
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.params import SamplingParams
 from eaglegbv.tree import DraftTree, Law, check_tree

@@ -16,7 +16,7 @@ from support.drafting import Session, prefix_of, random_pair
 from support.token_drafting import TokenSession, random_llama
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.sampled_trees import GreedyTree, HubTree, IidTree, WorTree
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.params import SamplingParams

@@ -18,7 +18,7 @@ from support.drafting import (
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleState
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftTree, Law, check_tree

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.tree import Law

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Checkpoint, fit, read_checkpoint
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.exporting import ExportTarget, export_head
 from eaglegbv.drafters.formats.base import FormatName
 from eaglegbv.drafters.formats.registry import FORMATS

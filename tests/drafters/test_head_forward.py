@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT

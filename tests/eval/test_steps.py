@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.drafters.eagle_head import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, StepFailed
 from eaglegbv.eval.steps import (
     SHAPES,

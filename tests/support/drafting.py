@@ -14,7 +14,8 @@ from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law

@@ -11,14 +11,8 @@ from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import (
-    Arch,
-    Eagle1Head,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-    default_feature_layers,
-)
+from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.engine import Engine
 from eaglegbv.graphs import GraphMode, Recorder
 from eaglegbv.params import SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eaglegbv.drafters.checkpoint import Checkpoint, fit, read_checkpoint
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.exporting import export_head
 from eaglegbv.drafters.formats.base import FormatName
 from eaglegbv.targets.hf import load_config

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from eaglegbv.drafters.checkpoint import load_head
-from eaglegbv.drafters.eagle_head import Arch
+from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
 from eaglegbv.drafters.training.samples import regenerate

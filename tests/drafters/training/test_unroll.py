@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.eagle_head import (
-    Arch,
-    Eagle1Head,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-)
+from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
     Anchors,
