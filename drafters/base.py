@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.tree import DraftTree, Law
 

@@ -43,7 +43,7 @@ from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.drafters.tree_builder import GrowingTree
 from eaglegbv.drafters.tree_choice import GROWN_LAWS
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder
-from eaglegbv.products import Quantization, settled
+from eaglegbv.quantization import Quantization, settled
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.transfer import upload
 from eaglegbv.tree import DraftTree, Law

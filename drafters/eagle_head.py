@@ -14,7 +14,9 @@ from torch.nn import functional
 from eaglegbv.drafters.eagle_head_config import EagleHeadConfig
 from eaglegbv.drafters.eagle_layers import Attend, FeedForward, NormEach, attention_of
 from eaglegbv.drafters.rotary import RotaryEmbedding, Rotation
-from eaglegbv.products import PackedProduct, Product, Quantization, prepare, product_of
+from eaglegbv.joining import prepare
+from eaglegbv.products import PackedProduct, Product, product_of
+from eaglegbv.quantization import Quantization
 
 
 class EagleHead(nn.Module, ABC):
@@ -65,7 +67,7 @@ class EagleHead(nn.Module, ABC):
     def prepare_products(
         self, quantization: Quantization, *, generated: bool = False
     ) -> list[PackedProduct]:
-        """Make the products of a draft's few rows fast; see :mod:`eaglegbv.products`.
+        """Make the products of a draft's few rows fast; see :mod:`eaglegbv.joining`.
 
         To be called once, on the last device and in the last dtype; the head is not trained after.
 

@@ -34,7 +34,8 @@ from eaglegbv.drafters.draft_law import draft_laws
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.eagle_layers import Attend
 from eaglegbv.drafters.rotary import Rotation
-from eaglegbv.products import Quantization, in_use
+from eaglegbv.products import in_use
+from eaglegbv.quantization import Quantization
 from eaglegbv.warp import WarpSettings
 
 _FIRST_ANGLES = 1023

@@ -10,7 +10,7 @@ from eaglegbv.checks import require_integer, require_number
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.tree import Law
 
 MAX_PATHS = 16

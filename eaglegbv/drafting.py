@@ -11,7 +11,7 @@ from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.outcomes import Outcome
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.request import Request
 from eaglegbv.scheduler.batch import Layout
 from eaglegbv.transfer import upload

@@ -25,7 +25,7 @@ from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
 

@@ -19,7 +19,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.tree import DraftTree, Law, check_tree
 
 PROMPT = [3, 1, 4, 1, 5]

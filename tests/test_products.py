@@ -1,148 +1,23 @@
-"""Products with weights, joined and packed: the same numbers, from the same names."""
+"""Products with a matrix: packed, as it is, or of 8 bits."""
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from support.eight_bits import HAS_INT8, needs_int8
-from support.tiny_models import tiny_model
-from torch import Tensor, nn
+from support.eight_bits import needs_int8
+from support.packing import needs_packing
+from torch import Tensor
 
 from eaglegbv import products
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.products import (
     DenseProduct,
     PackedProduct,
     Product,
     QuantisedProduct,
-    Quantization,
-    can_pack,
-    in_use,
     packing_pays,
-    prepare,
     product_of,
-    settled,
 )
-from eaglegbv.targets.hf import HFTarget
-
-PACKS = can_pack(torch.zeros(1, 1))
-needs_packing = pytest.mark.skipif(not PACKS, reason="PyTorch without oneDNN packs no weights")
-
-
-@pytest.fixture
-def packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have everything packed that can be, however long it takes here."""
-    monkeypatch.setattr(products, "packing_pays", lambda *_: True)
-
-
-class Layers(nn.Module):
-    """Three layers that read one tensor, one behind them, one never used, an output layer."""
-
-    def __init__(self, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 12, dtype=dtype)
-        self.q, self.k, self.v = (nn.Linear(12, n, bias=bias, dtype=dtype) for n in (8, 4, 4))
-        self.o = nn.Linear(16, 12, bias=bias, dtype=dtype)
-        self.idle = nn.Linear(12, 3, dtype=dtype)
-        self.output = nn.Linear(12, 11, bias=False, dtype=dtype)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x = self.embedding(token_ids)
-        parts = torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)
-        result: Tensor = self.output(x + self.o(parts))
-        return result
-
-
-TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("pays", [True, False])
-@torch.no_grad()
-def test_prepared_modules_compute_the_same(
-    pays: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "packing_pays", lambda *_: pays)
-    torch.manual_seed(0)
-    module = Layers(bias=bias, dtype=dtype)
-    expected, names = module(TOKENS), list(module.state_dict())
-    packed = prepare(module, lambda: module(TOKENS[:, :1]))
-    # bfloat16: a bit of a result's last place, of eight.
-    tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
-    torch.testing.assert_close(module(TOKENS), expected, **tolerance)
-    assert list(module.state_dict()) == names
-    # q, k and v are one product; what is not packed is joined all the same.
-    packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
-    assert len(packed) == (3 if packs else 0)
-    assert module.q.weight.is_meta
-    assert module.o.weight.is_meta == packs
-    assert not module.idle.weight.is_meta
-    assert not module.output.weight.is_meta
-
-
-@torch.no_grad()
-def test_parts_of_a_joint_product_never_mix_inputs() -> None:
-    torch.manual_seed(0)
-    module = Layers(bias=True, dtype=torch.float32)
-    layers, (x, y) = (module.q, module.k, module.v), torch.randn(2, 3, 12)
-    expected = [[layer(z) for layer in layers] for z in (x, y)]
-    prepare(module, lambda: module(TOKENS))
-    q, k, v = module.q, module.k, module.v
-    torch.testing.assert_close(q(x), expected[0][0])
-    torch.testing.assert_close(k(y), expected[1][1])  # another tensor in between
-    torch.testing.assert_close(v(x), expected[0][2])
-    torch.testing.assert_close(v(y), expected[1][2])  # out of order, alone
-    for layer, found in ((v, expected[1][2]), (q, expected[1][0]), (k, expected[1][1])):
-        torch.testing.assert_close(layer(y), found)
-
-
-@torch.no_grad()
-def test_layers_that_run_twice_and_shared_weights_stay() -> None:
-    module = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False))
-    twice = module[1]
-    module[2].weight = module[0].weight
-
-    def run() -> Tensor:
-        result: Tensor = module[2](twice(twice(module[0](torch.arange(5)))))
-        return result
-
-    expected = run()
-    prepare(module, run)
-    assert module[1] is twice
-    assert module[2].weight.data_ptr() == module[0].weight.data_ptr()
-    torch.testing.assert_close(run(), expected)
-
-
-@pytest.mark.parametrize("generated", [False, True])
-@torch.no_grad()
-def test_no_more_than_one_product_is_held_twice(
-    generated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights leave as they are joined: no model has to fit into memory twice."""
-    module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
-    joined = [weakref.ref(m.q.weight) for m in module]
-    there = []
-
-    def counted(weight: Tensor, *arguments: Any, **named: Any) -> Product:
-        if len(weight) == 16:  # q, k and v
-            there.append(sum(ref() is not None for ref in joined))
-        return product_of(weight, *arguments, **named)
-
-    monkeypatch.setattr(products, "product_of", counted)
-    part_generated = module if generated else None
-    prepare(module, lambda: [part(TOKENS) for part in module], generated=part_generated)
-    assert there == [4, 3, 2, 1]
-    assert not any(ref() for ref in joined)
-
-
-def test_preparing_draws_no_random_numbers() -> None:
-    module = Layers(bias=True, dtype=torch.float32)
-    before = torch.random.get_rng_state()
-    prepare(module, lambda: module(TOKENS))
-    assert torch.equal(torch.random.get_rng_state(), before)
+from eaglegbv.quantization import Quantization
 
 
 @needs_packing
@@ -204,39 +79,6 @@ def test_one_row_is_multiplied_as_is_faster_for_one(monkeypatch: pytest.MonkeyPa
     assert ran == [3, 2, 0]
 
 
-@needs_packing
-@pytest.mark.parametrize("lone", [True, False])
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@torch.no_grad()
-def test_compiled_modules_find_their_products(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "packing_pays", lambda *asked: lone or asked[-1] != (1,))
-    module = Layers(bias=True, dtype=torch.float32)
-    packed = prepare(module, lambda: module(TOKENS))
-    expected, first = module(TOKENS), module(TOKENS[:, :1])
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with in_use(packed):
-        torch.testing.assert_close(compiled(TOKENS), expected)
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
-    with pytest.raises(IndexError):  # they were asked for, then: nothing else was computed
-        compiled(TOKENS)
-    if lone:
-        with pytest.raises(IndexError):
-            compiled(TOKENS[:, :1])
-    else:
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
-
-
-@needs_packing
-@pytest.mark.usefixtures("packing")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "opt", "gpt_oss"])
-def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
-    target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
-    assert not any(type(m) is nn.Linear for m in target.model.modules())
-
-
-CPU = torch.device("cpu")
-
-
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(64, 96), (12, 11), (1, 1)])
@@ -290,25 +132,3 @@ def test_rows_of_zeros_and_broken_inputs_stay_what_they_are() -> None:
     found = product(torch.tensor([[1.0, 1.0], [torch.nan, 1.0]]))
     assert found[0].tolist() == [0.0, 3.0]
     assert found[1].isnan().all()
-
-
-@needs_int8
-@torch.no_grad()
-def test_quantised_modules_keep_their_names_and_pack_nothing() -> None:
-    torch.manual_seed(0)
-    module = Layers(bias=True, dtype=torch.float32)
-    expected, names = module(TOKENS), list(module.state_dict())
-    assert prepare(module, lambda: module(TOKENS), Quantization.INT8) == []
-    torch.testing.assert_close(module(TOKENS), expected, atol=0.05, rtol=0.05)
-    assert not torch.equal(module(TOKENS), expected)
-    assert list(module.state_dict()) == names
-
-
-def test_what_quantisation_comes_to() -> None:
-    usual = Quantization.INT8 if HAS_INT8 else Quantization.NONE
-    assert settled(Quantization.AUTO, dtype=torch.float32, device=CPU) is usual
-    for dtype, device in ((torch.float64, CPU), (torch.bfloat16, torch.device("cuda"))):
-        assert settled(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
-        assert settled(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
-        with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*AVX"):
-            settled(Quantization.INT8, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eaglegbv.eval.records import Setting
     from eaglegbv.eval.runner import Generate
     from eaglegbv.loading import NamedModels
-    from eaglegbv.products import Quantization
+    from eaglegbv.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eaglegbv.eval.batches import Grid, PromptSource, Timing, Way
     from eaglegbv.eval.evidence import BatchResults
     from eaglegbv.llm import LLM
-    from eaglegbv.products import Quantization
+    from eaglegbv.quantization import Quantization
 
 EXPLAINED = (
     "shares of all steps of all answers; best: the most tokens a second by what is known; "

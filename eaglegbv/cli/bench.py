@@ -257,7 +257,7 @@ def _baselines(backend: str, text: str | None) -> list[str]:
 
 def _serving(models: "Models", settings: "RunSettings") -> "Backend":
     from eaglegbv.cli import backends
-    from eaglegbv.products import Quantization
+    from eaglegbv.quantization import Quantization
 
     arguments = settings.backend_arguments
     if arguments and settings.backend != SGLANG:

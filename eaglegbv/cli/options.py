@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.graphs import GraphMode
     from eaglegbv.llm import LLM
-    from eaglegbv.products import Quantization
+    from eaglegbv.quantization import Quantization
     from eaglegbv.tree import Law
 
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -143,7 +143,7 @@ def graph_mode(name: str) -> "GraphMode":
 
 def quantization(name: str) -> "Quantization":
     """Return the way to hold weights of that name."""
-    from eaglegbv.products import Quantization
+    from eaglegbv.quantization import Quantization
 
     return _named("draft-quantization", name, Quantization)
 

@@ -8,7 +8,7 @@ from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Results, RunSettings
 from eaglegbv.eval.summary import Summary
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
 

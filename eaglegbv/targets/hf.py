@@ -1,7 +1,7 @@
 """Any transformers decoder-only model as a target, through its AttentionInterface.
 
 The model's own code runs unchanged (norms, rotary embedding, experts, soft-capped logits); only
-attention is ours, and products with weights are computed another way (:mod:`eaglegbv.products`).
+attention is ours, and products with weights are computed another way (:mod:`eaglegbv.joining`).
 The forward in progress reaches attention as a keyword argument, so nothing global says which
 request or which pool is meant.
 """
@@ -32,7 +32,8 @@ from eaglegbv.compiling import (
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
-from eaglegbv.products import PackedProduct, in_use, prepare
+from eaglegbv.joining import prepare
+from eaglegbv.products import PackedProduct, in_use
 from eaglegbv.targets.attending import COMPILED, PLAIN
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs

@@ -23,7 +23,7 @@ from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 
 OF_8_BITS = 0.03
 """Activations are rounded to bfloat16, by 2^-9 each, for five products in turn and four rows deep;

@@ -16,7 +16,7 @@ from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_f
 from eaglegbv.engine import Engine
 from eaglegbv.graphs import GraphMode, Recorder
 from eaglegbv.params import SamplingParams
-from eaglegbv.products import Quantization
+from eaglegbv.quantization import Quantization
 from eaglegbv.request import Request
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
