@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.config import Plan
+from eaglegbv.drafters.drawing import Drawing
 from eaglegbv.drafters.growth import Roots, draft_temperature
-from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
+from eaglegbv.drafters.head_forward import HeadForward, PathRows
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose

@@ -27,6 +27,7 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
 from eaglegbv.drafters.chains import draft_chains, drafts_chains
+from eaglegbv.drafters.compiled_head import CompiledHeadForward
 from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead
@@ -120,7 +121,7 @@ class EagleDrafter(RecallingDrafter):
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
-        self._forward = HeadForward(
+        self._forward = _forward_of(
             head,
             attention,
             quantization=self._quantization,
@@ -285,3 +286,18 @@ class EagleDrafter(RecallingDrafter):
         if hidden is None:
             raise RuntimeError(f"request {request.number} drafts before any feature was observed")
         return hidden
+
+
+def _forward_of(
+    head: EagleHead,
+    attention: PagedAttention,
+    *,
+    quantization: Quantization,
+    compile_backend: str | None,
+) -> HeadForward:
+    """Return the head's forwards: compiled by a backend of ``torch.compile``, or as they are."""
+    if compile_backend is None:
+        return HeadForward(head, attention, quantization=quantization)
+    return CompiledHeadForward(
+        head, attention, quantization=quantization, compile_backend=compile_backend
+    )

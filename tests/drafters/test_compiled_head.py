@@ -19,8 +19,10 @@ from torch._dynamo.utils import counters
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.drafters.compiled_head import CompiledHeadForward
+from eaglegbv.drafters.drawing import Drawing
 from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.head_forward import Drawing, HeadForward, PathRows
+from eaglegbv.drafters.head_forward import HeadForward, PathRows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
 from eaglegbv.quantization import Quantization
@@ -44,7 +46,9 @@ def forward(pair: Pair, quantization: Quantization, backend: str | None) -> Head
     pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
     head = copy.deepcopy(pair.head)
     attention = TorchPagedAttention(pool)
-    return HeadForward(head, attention, quantization=quantization, compile_backend=backend)
+    if backend is None:
+        return HeadForward(head, attention, quantization=quantization)
+    return CompiledHeadForward(head, attention, quantization=quantization, compile_backend=backend)
 
 
 def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Tensor]:

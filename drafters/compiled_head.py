@@ -1,0 +1,198 @@
+"""Forwards of an EAGLE head, compiled.
+
+A forward of the tiny head takes less to compute than its operations take to launch, which compiled
+code does faster; most of all where a lone request drafts, whose attention is part of the graph.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Generic, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import PagedAttention, Segment, pack
+from eaglegbv.attention.lone import LoneKeys, attend_lone, attends_alone, lone_keys, path_keys
+from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
+from eaglegbv.compiling import (
+    can_generate,
+    check_backend,
+    compiled_by_kind,
+    generating_products,
+    making_graphs,
+)
+from eaglegbv.drafters.drawing import Drawing, Drawn, Followed, draw
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.head_forward import Follow, HeadForward, PathRows
+from eaglegbv.drafters.head_rows import (
+    Above,
+    Drafted,
+    FollowInput,
+    Forward,
+    Result,
+    Rows,
+    follow_rows,
+    go_on_rows,
+    read_rows,
+)
+from eaglegbv.products import in_use
+from eaglegbv.quantization import Quantization
+
+_WARM_UP_KEYS = 11
+"""Keys behind the rows that graphs are made from, one slot many times: rows and keys differ."""
+
+
+class _Graphs(Generic[Above, Result]):
+    """A forward, compiled: for a few rows of one request, with their attention, and for others."""
+
+    def __init__(
+        self, forward: Forward[Above, Result], head: EagleHead, *, scale: float, backend: str
+    ) -> None:
+        def lone(rows: Rows, keys: LoneKeys, above: Above) -> Result:
+            return forward(head, partial(attend_lone, over=keys, scale=scale), rows, above)
+
+        def batch(rows: Rows, above: Above) -> Result:
+            return forward(head, partial(attend_opaque, 0, scale=scale), rows, above)
+
+        self.lone: Callable[..., Result] = compiled_by_kind(lone, backend, _single)
+        self.batch: Callable[..., Result] = compiled_by_kind(batch, backend, _single)
+
+
+class _Compiled(NamedTuple):
+    """Compiled forwards."""
+
+    read: _Graphs[Tensor, Tensor]
+    go_on: _Graphs[Tensor, Drafted]
+    follow: _Graphs[FollowInput, Followed]
+    logits: Callable[[Tensor], Tensor]
+    draw: Callable[[Tensor, Drawing], Drawn]
+
+
+class CompiledHeadForward(HeadForward):
+    """A head over a one-layer pool, whose forwards of a draft are compiled when it is made."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        attention: PagedAttention,
+        *,
+        quantization: Quantization,
+        compile_backend: str,
+    ) -> None:
+        """Take a head on its last device and in its last dtype, and compile its forwards.
+
+        Args:
+            head: See :class:`HeadForward`.
+            attention: See :class:`HeadForward`.
+            quantization: See :class:`HeadForward`.
+            compile_backend: A backend of ``torch.compile``.
+
+        Raises:
+            InvalidArgument: There is no such backend.
+        """
+        kind = head.embedding
+        generates = can_generate(compile_backend, dtype=kind.dtype, device=kind.device)
+        super().__init__(head, attention, quantization=quantization, generated=generates)
+        check_backend(compile_backend)
+        self._compiled = _Compiled(
+            read=_Graphs(read_rows, head, scale=self._scale, backend=compile_backend),
+            go_on=_Graphs(go_on_rows, head, scale=self._scale, backend=compile_backend),
+            follow=_Graphs(follow_rows, head, scale=self._scale, backend=compile_backend),
+            logits=compiled_by_kind(head.logits, compile_backend, _single),
+            draw=compiled_by_kind(partial(draw, head), compile_backend, _single),
+        )
+        with making_graphs(), generating_products() if generates else nullcontext():
+            self._warm_up()
+
+    def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
+        """See :meth:`HeadForward.read`."""
+        return self._run_compiled(self._compiled.read, segments, features)
+
+    def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
+        """See :meth:`HeadForward.go_on`."""
+        return self._run_compiled(self._compiled.go_on, segments, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See :meth:`HeadForward.logits`."""
+        with in_use(self._products):
+            return self._compiled.logits(hidden)
+
+    def along(self, paths: Sequence[PathRows]) -> Follow:
+        """See :meth:`HeadForward.along`."""
+        first, *others = paths
+        if others or self.attention.pool.keys.device.type != "cpu":
+            return super().along(paths)
+        return self._along_alone(self._compiled.follow.lone, first)
+
+    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> Follow:
+        """See :meth:`along`; for a path alone all that its rows need is settled at once."""
+        keys = path_keys(path.context, path.slots, self.attention.pool, layer=0)
+        positions = path.positions.split(1)
+        angles = self._rotations(len(path.context) + len(path.slots))
+
+        def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
+            rows = Rows(token_ids, positions[level], angles)
+            with in_use(self._products):
+                return graph(rows, keys[level], FollowInput(hidden, drawing))
+
+        return follow
+
+    def follow(self, segments: Sequence[Segment], hidden: Tensor, drawing: Drawing) -> Followed:
+        """See :meth:`HeadForward.follow`."""
+        return self._run_compiled(self._compiled.follow, segments, FollowInput(hidden, drawing))
+
+    def draw(self, hidden: Tensor, drawing: Drawing) -> Drawn:
+        """See :meth:`HeadForward.draw`."""
+        with in_use(self._products):
+            return self._compiled.draw(hidden, drawing)
+
+    def _run_compiled(
+        self, graphs: _Graphs[Above, Result], segments: Sequence[Segment], above: Above
+    ) -> Result:
+        with in_use(self._products):
+            if attends_alone(segments, self.attention.pool):
+                (segment,) = segments
+                keys = lone_keys(segment, self.attention.pool, layer=0)
+                rows = self._graph_rows(segment.token_ids, segment.positions, segments)
+                return graphs.lone(rows, keys, above)
+            batch = pack(segments, self._head.embedding.device)
+            rows = self._graph_rows(batch.token_ids, batch.positions, segments)
+            with serving(PagedCall(self.attention, batch)):
+                return graphs.batch(rows, above)
+
+    def _graph_rows(
+        self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+    ) -> Rows:
+        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
+        return self._rows(token_ids.clone(), positions.clone(), segments)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Make the graphs, of one row and of any number: for the tensors of inference mode."""
+        config, like = self._head.config, self._head.embedding
+        context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
+        for lengths in ((1,), (3,), (3, 1)):
+            slots = torch.arange(sum(lengths))
+            new = slots.split(lengths)
+            segments = [Segment.causal(torch.zeros_like(own), context, own) for own in new]
+            self.read(segments, like.new_zeros((len(slots), config.feature_size)))
+            above = like.new_zeros((len(slots), config.hidden_size))
+            self.go_on(segments, above)
+            self.logits(above)
+        for count in (1, 3):
+            above = like.new_zeros((count, config.hidden_size))
+            drawing = Drawing(torch.ones(count), torch.zeros(count, dtype=torch.float64))
+            token_ids = self.draw(above, drawing).token_ids
+            segments = [
+                Segment.causal(token, context, slot)
+                for token, slot in zip(
+                    token_ids.split(1), torch.arange(count).split(1), strict=True
+                )
+            ]
+            self.follow(segments, above, drawing)
+
+
+def _single(rows: Rows | Tensor, *_: object) -> bool:
+    """Return whether a forward is of one row: graphs take sizes of 1 for fixed."""
+    return (rows.token_ids if isinstance(rows, Rows) else rows).shape[0] == 1

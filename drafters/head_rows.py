@@ -1,0 +1,85 @@
+"""Forwards of an EAGLE head over rows, as functions of tensors and of attention."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+from torch.nn import functional
+
+from eaglegbv.drafters.drawing import Drawing, Followed, draw
+from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_layers import Attend
+from eaglegbv.drafters.rotary import Rotation
+
+
+class Drafted(NamedTuple):
+    """What rows on the head's own output come to.
+
+    Attributes:
+        hidden: ``[rows, hidden]``.
+        logits: ``[rows, draft_vocab]``, of the token after next.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class FollowInput(NamedTuple):
+    """What rows go on from that draw a token each.
+
+    Attributes:
+        hidden: ``[rows, hidden]``.
+        drawing: Of each row.
+    """
+
+    hidden: Tensor
+    drawing: Drawing
+
+
+class Rows(NamedTuple):
+    """Rows of a forward, but for what they go on from.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        positions: ``[rows]`` int64.
+        angles: Those of positions 0, 1, ...
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    angles: Rotation
+
+    @property
+    def rotation(self) -> Rotation:
+        """The angles of the rows."""
+        return self.angles.at(self.positions)
+
+
+Result = TypeVar("Result")
+Above = TypeVar("Above", Tensor, FollowInput)
+
+Forward = Callable[[EagleHead, Attend, Rows, Above], Result]
+"""A forward of a head over rows, by an attention, on what they go on from."""
+
+
+def step_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Tensor:
+    """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
+    embedded = functional.embedding(rows.token_ids, head.embedding)
+    return head.step(embedded, hidden, rows.rotation, attend)
+
+
+def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> Tensor:
+    """Run rows on the target's ``features`` ``[rows, F]``; return ``[rows, hidden]``."""
+    return step_rows(head, attend, rows, head.fuse(features))
+
+
+def follow_rows(head: EagleHead, attend: Attend, rows: Rows, above: FollowInput) -> Followed:
+    """Run rows on the head's own output, and draw what follows each."""
+    hidden = step_rows(head, attend, rows, above.hidden)
+    return Followed(hidden, draw(head, hidden, above.drawing))
+
+
+def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Drafted:
+    """Run rows on the head's own output ``[rows, hidden]``, with logits."""
+    hidden = step_rows(head, attend, rows, hidden)
+    return Drafted(hidden, head.logits(hidden))
