@@ -2,8 +2,8 @@
 
     root --> draw --> token --> head --> draw --> token --> ...     no tree is grown on the host
 
-The host settles beforehand what the levels need of it: slots, positions and random numbers. What a
-grown tree of one path would hold comes out, by the same numbers.
+The host settles beforehand what the levels need of it: slots, positions and random numbers. The
+result is what a grown tree of one path would hold, from the same numbers.
 """
 
 from collections.abc import Sequence
@@ -135,7 +135,7 @@ def _shape(batch: int, depth: int) -> _Shape:
         parents=pad(nodes[:, :-1], (1, 0)),
         depth=nodes,
         num_nodes=torch.full((batch,), depth + 1),
-        # Not a view: graphs are made for the strides of one that was made whole.
+        # Not a view: graphs are made for the strides of a tensor of its own.
         path_nodes=torch.arange(1, depth + 1).repeat(batch, 1, 1),
         path_lengths=torch.full((batch, 1), depth),
     )

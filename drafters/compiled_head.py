@@ -1,7 +1,7 @@
 """Forwards of an EAGLE head, compiled.
 
-A forward of the tiny head takes less to compute than its operations take to launch, which compiled
-code does faster; most of all where a lone request drafts, whose attention is part of the graph.
+The operations of a tiny head's forward take longer to launch than to compute, and compiled code
+launches faster, most of all where a lone request drafts, whose attention is part of the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,11 +40,12 @@ from eaglegbv.products import in_use
 from eaglegbv.quantization import Quantization
 
 _WARM_UP_KEYS = 11
-"""Keys behind the rows that graphs are made from, one slot many times: rows and keys differ."""
+"""Keys before the rows that graphs are made from, one slot many times: enough for the numbers of
+rows and of keys to differ."""
 
 
 class _Graphs(Generic[Above, Result]):
-    """A forward, compiled: for a few rows of one request, with their attention, and for others."""
+    """A forward compiled for a few rows of one request, attention included, and for all others."""
 
     def __init__(
         self, forward: Forward[Above, Result], head: EagleHead, *, scale: float, backend: str
@@ -126,7 +127,7 @@ class CompiledHeadForward(HeadForward):
         return self._along_alone(self._compiled.follow.lone, first)
 
     def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> Follow:
-        """See :meth:`along`; for a path alone all that its rows need is settled at once."""
+        """See :meth:`along`; for a lone path all that its rows need is settled beforehand."""
         keys = path_keys(path.context, path.slots, self.attention.pool, layer=0)
         positions = path.positions.split(1)
         angles = self._rotations(len(path.context) + len(path.slots))
@@ -164,12 +165,12 @@ class CompiledHeadForward(HeadForward):
     def _graph_rows(
         self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
     ) -> Rows:
-        # Graphs are made for tensors of one kind, those of inference mode; these may be older.
+        # Graphs are made for tensors of inference mode, and these may have been made outside it.
         return self._rows(token_ids.clone(), positions.clone(), segments)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs, of one row and of any number: for the tensors of inference mode."""
+        """Make the graphs, for one row and for any number, and for tensors of inference mode."""
         config, like = self._head.config, self._head.embedding
         context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
         for lengths in ((1,), (3,), (3, 1)):
@@ -194,5 +195,5 @@ class CompiledHeadForward(HeadForward):
 
 
 def _single(rows: Rows | Tensor, *_: object) -> bool:
-    """Return whether a forward is of one row: graphs take sizes of 1 for fixed."""
+    """Return whether a forward is of one row: graphs take a size of 1 to be fixed."""
     return (rows.token_ids if isinstance(rows, Rows) else rows).shape[0] == 1

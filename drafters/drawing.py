@@ -14,7 +14,7 @@ _COLD = 1e-30
 
 
 class Drawing(NamedTuple):
-    """How a token is drawn after each of some rows.
+    """How a token is drawn after each row.
 
     Attributes:
         temperature: ``[rows]`` float32, of the draft laws; 0 takes the most likely token.
@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """What rows on the head's own output come to, and the tokens drawn after them.
+    """Result of rows that continue the head's own output, and the tokens drawn after them.
 
     Attributes:
         hidden: ``[rows, hidden]``.
@@ -50,10 +50,10 @@ class Followed(NamedTuple):
 
 
 def draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
-    """Draw what follows rows that came to ``hidden`` ``[rows, hidden]``."""
+    """Draw a token after each row of results ``hidden`` ``[rows, hidden]``."""
     logits = head.logits(hidden)
     settings = WarpSettings(
-        # Near 0, all is lost beside the most likely token: no case of its own.
+        # Near 0 only the most likely token keeps any probability: 0 needs no case of its own.
         temperature=drawing.temperature.clamp(min=_COLD),
         greedy=None,
         top_k=None,

@@ -109,8 +109,8 @@ class EagleDrafter(RecallingDrafter):
             quantization: Of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
-            compile_backend: Compile the head's forwards by this backend of ``torch.compile`` now;
-                None runs them as they are. Not where they are recorded.
+            compile_backend: Compile the head's forwards with this backend of ``torch.compile`` now;
+                None runs them as they are. Recorded forwards are not compiled.
 
         Raises:
             InvalidArgument: Weights are not quantised here, graphs cannot be recorded, or there is
@@ -168,7 +168,7 @@ class EagleDrafter(RecallingDrafter):
         missing = min(keep, behind)
         while missing:
             part = state.pending.pop()
-            # Most are single rows: to take a part of each would take longer than all else.
+            # Most are single rows: to slice each would take longer than all the rest.
             parts.append(part if len(part) <= missing else part[-missing:])
             missing -= len(parts[-1])
         # A copy: views would keep alive all that came with them.

@@ -1,6 +1,6 @@
 """EAGLE heads: one decoder layer that continues a target's features.
 
-One definition serves training and inference: attention is handed in as a function, so the layer
+One definition serves training and inference: attention is passed in as a function, so the layer
 knows neither masks nor caches. Tensor names and the forward follow the published checkpoints of
 EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 """
@@ -67,13 +67,13 @@ class EagleHead(nn.Module, ABC):
     def prepare_products(
         self, quantization: Quantization, *, generated: bool = False
     ) -> list[PackedProduct]:
-        """Make the products of a draft's few rows fast; see :mod:`eaglegbv.joining`.
+        """Make products of a draft's few rows fast; see :mod:`eaglegbv.joining`.
 
-        To be called once, on the last device and in the last dtype; the head is not trained after.
+        Call it once, on the head's last device and in its last dtype; it is not trained afterwards.
 
         Args:
             quantization: Of the weights; not ``auto``.
-            generated: Whether they will be generated, and not packed.
+            generated: Whether they will be generated instead of packed.
 
         Returns:
             What was packed: a compiled head calls these back by number.
@@ -81,7 +81,7 @@ class EagleHead(nn.Module, ABC):
         return prepare(self, self._run_once, quantization, generated=self if generated else None)
 
     def _run_once(self) -> None:
-        """Run every layer on a row."""
+        """Run every layer once, on one row."""
         config, kind = self.config, self.embedding
         group = config.num_heads // config.num_kv_heads
         zero = torch.zeros(1, dtype=torch.int64, device=kind.device)

@@ -10,12 +10,12 @@ from eaglegbv.drafters.eagle_head_config import EagleHeadConfig
 from eaglegbv.drafters.rotary import Rotation
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, rotated
-already, to ``[..., heads, head_dim]``."""
+"""Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, ``q`` and
+``k`` already rotated, to ``[..., heads, head_dim]``."""
 
 
 class Attention(nn.Module):
-    """Projections around the attention that is handed in."""
+    """Projections around an attention that is passed in."""
 
     def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
         super().__init__()

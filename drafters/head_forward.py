@@ -27,17 +27,17 @@ from eaglegbv.drafters.rotary import Rotation
 from eaglegbv.quantization import Quantization
 
 _FIRST_ANGLES = 1023
-"""Positions whose angles are known from the start: a number that no model has units of, since
-graphs take sizes that are equal when they are made for equal for good."""
+"""Positions whose angles are known from the start: 1023, because no model dimension equals it, and
+the compiler treats sizes that coincide while tracing as always equal."""
 
 
 class PathRows(NamedTuple):
-    """The rows of a path, which are run one after another: what is known before any token is drawn.
+    """The rows of a path, run one after another: what is known of them before tokens are drawn.
 
     Attributes:
         context: ``[c]`` int64, one or more, slots of what every row sees.
         slots: ``[rows]`` int64, slots the rows take, in order.
-        positions: ``[rows]`` int64, where they stand in the text.
+        positions: ``[rows]`` int64, their positions in the text.
     """
 
     context: Tensor
@@ -92,7 +92,7 @@ class HeadForward:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
             quantization: Of its weights; not ``auto``.
-            generated: Whether its products will be generated, and not packed.
+            generated: Whether its products will be generated instead of packed.
         """
         self._products = head.prepare_products(quantization, generated=generated)
         self._head = head
@@ -120,7 +120,7 @@ class HeadForward:
         return self._head.logits(hidden)
 
     def along(self, paths: Sequence[PathRows]) -> Follow:
-        """Return what runs the rows of ``paths``, a row of each at a time."""
+        """Return a function that runs the rows of ``paths``, one row of each at a time."""
 
         def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
             tokens = token_ids.split(1)
@@ -130,11 +130,11 @@ class HeadForward:
         return follow
 
     def follow(self, segments: Sequence[Segment], hidden: Tensor, drawing: Drawing) -> Followed:
-        """Run a row each on the head's own output ``[rows, hidden]``, and draw what follows."""
+        """Run one row of each segment on the head's own output ``[rows, hidden]``, and draw."""
         return self._run(follow_rows, segments, FollowInput(hidden, drawing))
 
     def draw(self, hidden: Tensor, drawing: Drawing) -> Drawn:
-        """Draw what follows rows that came to ``hidden`` ``[rows, hidden]``, contiguous."""
+        """Draw a token after each row of results ``hidden`` ``[rows, hidden]``, contiguous."""
         return draw(self._head, hidden, drawing)
 
     @property
@@ -144,7 +144,7 @@ class HeadForward:
 
     @torch.inference_mode()
     def every_id(self, batch: int, nodes: int) -> Tensor:
-        """Return ``[batch, nodes, draft_vocab]`` int64: every node's draft law has all tokens.
+        """Return ``[batch, nodes, draft_vocab]`` int64, the ids of laws that have all tokens.
 
         It is made once and shared, so nobody may write to it.
         """
@@ -156,7 +156,7 @@ class HeadForward:
     def _run(
         self, forward: Forward[Above, Result], segments: Sequence[Segment], above: Above
     ) -> Result:
-        """Run a forward as it is."""
+        """Run a forward without a graph."""
         batch = pack(segments, self._head.embedding.device)
         attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
         rows = self._rows(batch.token_ids, batch.positions, segments)
@@ -167,7 +167,7 @@ class HeadForward:
         return Rows(token_ids, positions, self._rotations(longest))
 
     def _rotations(self, count: int) -> Rotation:
-        """Return the angles of the first ``count`` positions or more: looked up, not computed."""
+        """Return the angles of the first ``count`` positions or more: computed once, then kept."""
         known = len(self._angles.cos)
         if known < count:
             self._angles = self._angles_of(max(count, 2 * known))

@@ -13,7 +13,7 @@ from eaglegbv.drafters.rotary import Rotation
 
 
 class Drafted(NamedTuple):
-    """What rows on the head's own output come to.
+    """Result of rows that continue the head's own output.
 
     Attributes:
         hidden: ``[rows, hidden]``.
@@ -25,7 +25,7 @@ class Drafted(NamedTuple):
 
 
 class FollowInput(NamedTuple):
-    """What rows go on from that draw a token each.
+    """Input of rows that draw a token each.
 
     Attributes:
         hidden: ``[rows, hidden]``.
@@ -37,7 +37,7 @@ class FollowInput(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a forward, but for what they go on from.
+    """Rows of a forward, apart from the states they continue.
 
     Attributes:
         token_ids: ``[rows]`` int64.
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 Above = TypeVar("Above", Tensor, FollowInput)
 
 Forward = Callable[[EagleHead, Attend, Rows, Above], Result]
-"""A forward of a head over rows, by an attention, on what they go on from."""
+"""A forward of a head over rows, by an attention, with the states that the rows continue."""
 
 
 def step_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> 
 
 
 def follow_rows(head: EagleHead, attend: Attend, rows: Rows, above: FollowInput) -> Followed:
-    """Run rows on the head's own output, and draw what follows each."""
+    """Run rows on the head's own output, and draw a token after each."""
     hidden = step_rows(head, attend, rows, above.hidden)
     return Followed(hidden, draw(head, hidden, above.drawing))
 

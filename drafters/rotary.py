@@ -30,7 +30,7 @@ class Rotation:
         return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
 
     def at(self, positions: Tensor) -> "Rotation":
-        """Return the angles of some of the positions, ``[rows]`` int64, of a list of them."""
+        """Return the rows of these angles that ``positions`` ``[rows]`` int64 select."""
         return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
@@ -47,8 +47,8 @@ class RotaryEmbedding(nn.Module):
             head_dim=config.head_dim,
             rope_parameters=dict(config.rope_parameters),
         )
-        # A head may be built on the meta device to be filled from a file; frequencies are no part
-        # of the file.
+        # A head may be built on the meta device to be filled from a file, which has no
+        # frequencies.
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(llama)
         self.register_buffer("frequencies", rotary.inv_freq, persistent=False)

@@ -1,4 +1,4 @@
-"""Compiling a forward that does not change any more."""
+"""Compiling a forward that no longer changes."""
 
 import platform
 import warnings
@@ -25,11 +25,11 @@ _ASSERTING = frozenset({FLAT, "inductor"})
 """Backends whose code can assert the sizes and strides it is given."""
 
 _LEAST_TORCH = "2.13"
-"""Before, ``torch.compile`` loses the fields of named tuples that are made while it traces."""
+"""Earlier, ``torch.compile`` lost the fields of named tuples that were made while it traced."""
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless ``torch.compile`` knows ``backend``, and can be trusted.
+    """Raise unless ``torch.compile`` knows ``backend`` and is new enough to be trusted.
 
     Raises:
         InvalidArgument: It does not, or this PyTorch is too old.
@@ -47,10 +47,10 @@ def check_backend(backend: str) -> None:
 def making_graphs() -> Iterator[None]:
     """Call compiled functions for the first time here.
 
-    Graphs take a module's floats (and constants that are computed and kept) for what they are.
-    Elsewhere a graph would be handed its floats, each made a tensor for every call, which for the
-    layers of a small model took 2% of a forward. Sizes that are equal in the first call are taken
-    to be so in all: those that need not be must differ there.
+    Graphs made here have a module's floats built in (and constants that are computed once and
+    kept). Graphs made elsewhere are passed those floats, each turned into a tensor in every call,
+    which for the layers of a small model took 2% of a forward. Sizes that are equal in the first
+    call are taken to be equal in every call, so those that need not be must differ in the first.
     """
     with patch(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
@@ -58,53 +58,53 @@ def making_graphs() -> Iterator[None]:
 
 
 def can_generate(backend: str | None, *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether :func:`generating_products` is for graphs of that kind: float32 of a CPU."""
+    """Return whether :func:`generating_products` is for such graphs: float32 on a CPU."""
     return backend == "inductor" and device.type == "cpu" and dtype is torch.float32
 
 
 _INLINED = "max-inline-insns-single=2000", "large-function-growth=1000", "inline-unit-growth=1000"
-"""Limits within which a compiler puts a product's kernel into the function that calls it. By its
-own, those of seven rows and eight stay outside, where their sums lie in memory and not in
-registers: a forward of seven took a quarter longer."""
+"""Limits up to which a compiler inlines a product's kernel into the function that calls it. By its
+own limits the kernels for seven and eight rows are not inlined, and keep their sums in memory and
+not in registers: a forward of seven rows took a quarter longer."""
 
 
 def _inlining() -> dict[str, str]:
-    """Return settings that have kernels inlined, where the compiler's limits are too low for it."""
+    """Return settings that get kernels inlined where the compiler's own limits are too low."""
     name, machine = "cpp.march", platform.machine()
     if machine != "x86_64" or name not in list_options() or config.cpp.march == "":
         return {}
-    # The flag for the machine is the one place where further flags can be said.
+    # The flag for the machine is the only setting through which further flags can be passed.
     return {name: " ".join((config.cpp.march or "native", *(f"--param={p}" for p in _INLINED)))}
 
 
 @contextmanager
 def generating_products() -> Iterator[None]:
-    """Make graphs here that compute products with parameters by generated code, for a CPU.
+    """Make graphs here whose products with parameters are generated code, for a CPU.
 
     Parameters become constants of a graph, laid out in blocks for its kernels; modules keep theirs,
-    so weights take their memory twice. A generated product costs no call, and four rows take hardly
+    so weights are in memory twice. A generated product costs no call, and four rows take hardly
     longer than one. A row does not depend on those beside it, bit for bit: each of its sums runs
-    over the whole inner dimension, in one order.
+    over the whole inner dimension, always in the same order.
     """
     settings = {
         "freezing": True,
         "max_autotune_gemm": True,
         "max_autotune_gemm_backends": "CPP,ATEN",
-        # What reads 8 bits rounds its input: in all graphs, not only where nothing was fused.
+        # Products with 8 bits round their input: this has all graphs do so, fused or not.
         "emulate_precision_casts": True,
         **_inlining(),
     }
-    # Imported here: it takes seconds, and compiling alone needs it.
+    # Imported here: it takes seconds, and only compiling needs it.
     algorithms = import_module("torch._inductor.select_algorithm")
     selector = algorithms.get_algorithm_selector_cache()
 
     def generated(choices: list[Any]) -> list[Any]:
-        """Leave no library's product where there is another: timed alone, either may win."""
+        """Drop library products where there is a generated one: timed alone, either may win."""
         ours = [c for c in choices if not isinstance(c, algorithms.ExternKernelCaller)]
         return ours or choices
 
     selector.add_preprocessing_fn(generated)
-    # With oneDNN its packed constants would come first, which keep graphs out of caches.
+    # With oneDNN its packed constants would come first, and those keep graphs out of caches.
     enabled, *_ = set_onednn_flags(False, _fp32_precision=None)
     try:
         with inductor_patch(settings):
@@ -117,27 +117,27 @@ def generating_products() -> Iterator[None]:
 def compiled_by_kind(
     forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable] | None
 ) -> Callable[..., Any]:
-    """Return ``forward`` compiled for any sizes, with the graph of an input found by its kind.
+    """Return ``forward`` compiled for any sizes, and look a call's graph up by its kind.
 
     A compiled graph is usually guarded by thousands of checks of the module it was made from, which
-    take a tenth of a small forward. Here only the inputs are looked at, so the module must stay as
-    it is, and share its graphs with no other. A graph that ended early would go on in code that
-    others share, so it must be one graph. See :func:`making_graphs`.
+    take a tenth of a small forward. Here only the inputs are checked, so the module must stay as it
+    is, and share its graphs with no other. After a break in a graph, execution would go on in code
+    that others share, so there must be no break. See :func:`making_graphs`.
 
-    Even to look at the inputs before every call may take as long as what is computed. That is done
-    once for a kind; its graph then runs as it is. It still asserts that what it is given has the
-    sizes and strides it was made for, before it computes anything: what does not fit is looked at
-    as usual. Of ``"inductor"`` it does not assert in which bounds they are, so nothing in
-    ``forward`` may branch by a size.
+    Merely checking the inputs before every call may take as long as the computation itself. So
+    they are checked once for each kind, whose graph then runs directly. Before it computes anything
+    it still asserts that its inputs have the sizes and strides it was made for; inputs that do not
+    fit are checked as usual. Graphs of ``"inductor"`` do not assert the bounds of sizes, so nothing
+    in ``forward`` may branch on a size.
 
     Args:
-        forward: A function, or a module's forward, bound. Inputs of a kind differ in tensors alone,
-            which may be in tuples and dataclasses, and those in their sizes.
-        backend: A backend of ``torch.compile``; those of others than ``"flat"`` and ``"inductor"``
-            assert nothing, so inputs are looked at in every call. What it cannot make one graph of
-            raises ``torch._dynamo.exc.Unsupported`` when it is first called.
-        kind: Tells inputs apart that take graphs of their own, from the same arguments; what it
-            returns None for is looked at, and without it every input.
+        forward: A function, or a module's bound forward. Inputs of one kind differ only in tensors,
+            which may be in tuples and dataclasses, and the tensors only in sizes and contents.
+        backend: A backend of ``torch.compile``; graphs of others than ``"flat"`` and ``"inductor"``
+            assert nothing, so inputs are checked in every call. A ``forward`` it cannot make one
+            graph of raises ``torch._dynamo.exc.Unsupported`` when it is first called.
+        kind: Tells apart, by the arguments of a call, inputs that need graphs of their own; calls
+            for which it returns None go through torch.compile's guards; with ``kind=None`` all do.
     """
     own = _code_of_its_own(forward)
     if kind is None or backend not in _ASSERTING:
@@ -168,14 +168,14 @@ class _ByKind:
                 pass
         with _codes_made(self._own) as codes:
             found = self._compiled(*args, **named)
-        if codes:  # else it is a graph made before, which inputs are looked at for
+        if codes:  # else the guards found a graph made before
             self._graphs[kind] = with_code(self._own, codes[-1])
         return found
 
 
 @contextmanager
 def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
-    """Gather what ``torch.compile`` makes of a function's code here: code that calls graphs."""
+    """Collect the code, which calls graphs, that ``torch.compile`` makes of a function's here."""
     made: list[CodeType] = []
 
     def note(code: CodeType, new_code: CodeType) -> None:
@@ -190,15 +190,15 @@ def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
 
 
 def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
-    """Return a function that calls ``forward``, of a code that no other function has.
+    """Return a function that calls ``forward``, with a code object that no other function has.
 
-    PyTorch keeps graphs by the code they were made from, not by the function.
+    PyTorch keeps graphs by the code object they were made from, not by the function.
     """
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
-    assert isinstance(run, FunctionType)  # as a type checker does not know
+    assert isinstance(run, FunctionType)  # which a type checker cannot know
     return with_code(run, run.__code__.replace())
 
 
@@ -213,7 +213,7 @@ def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callab
 
 
 def _guards_of_inputs(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Keep what tells graphs apart: one row, or several."""
+    """Keep the guards that tell graphs apart: for one row, or for several."""
     return [guard.guard_type == "SHAPE_ENV" or _of_input(guard) for guard in guards]
 
 

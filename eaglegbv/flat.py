@@ -1,14 +1,14 @@
-"""A backend of ``torch.compile`` that generates nothing: the operations of a forward in a row.
+"""A backend of ``torch.compile`` that generates no code: it runs a forward's operations in turn.
 
 A small forward spends much of its time between operations: in calls of modules within modules,
-their keywords and checks, which always come to the same. The graph has what is left of them:
+their keywords and checks, whose outcome never changes. The graph holds what is left of them:
 
     block(x):                            h = product(norm(x), ...)
       x + self.attend(self.norm(x))  =>  a = attend(h, ...)
       ...                                y = x + product(a, ...)
 
-So every number is the one that the model computes as it is, bit for bit; it takes no compiler, and
-some twenty seconds instead of several minutes.
+So every number is, bit for bit, the one that the model computes uncompiled. It needs no compiler,
+and takes some twenty seconds instead of several minutes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from eaglegbv.operations import python_of
 from eaglegbv.rewrites import rewrite
 
 FLAT = "flat"
-"""Its name among torch's."""
+"""The name under which it is registered with torch."""
 
 _MAY_RETURN_ITS_INPUT = frozenset({"to", "float", "contiguous"})
 
@@ -37,15 +37,15 @@ def flat(
     *,
     options: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
-    """Return what runs the graph, without what it need not do.
+    """Return a function that runs the graph, without what need not be done.
 
-    Operations that run Python are called at once, and not by way of torch's dispatcher.
+    Operations that run Python are called directly, and not through torch's dispatcher.
 
     Args:
-        graph: What a function came to.
+        graph: The function as it was traced.
         inputs: What it was traced with.
-        options: ``size_asserts``: whether to assert that inputs are of the sizes and strides it was
-            traced for; parameters always are.
+        options: ``size_asserts``: whether to assert that inputs have the sizes and strides it was
+            traced for; parameters always do.
     """
     for node in list(graph.graph.nodes):
         python = python_of(node.target)
@@ -62,16 +62,16 @@ def flat(
 
 
 def _returns_its_input(node: Node) -> bool:
-    """Return whether a node hands on the tensor it is called of, such as floats made floats."""
+    """Return whether a node returns the tensor it is called on, as ``float`` does of float32."""
     if node.op != "call_method" or node.target not in _MAY_RETURN_ITS_INPUT:
         return False
     of = node.args[0]
-    assert isinstance(of, Node)  # a method is called of something
+    assert isinstance(of, Node)  # a method is called on something
     return node.meta["example_value"] is of.meta["example_value"]
 
 
 def _asserting(graph: GraphModule) -> Callable[..., Any]:
-    """Return what runs the graph, and raises AssertionError where an input does not fit."""
+    """Return a function that runs the graph, and raises AssertionError if an input does not fit."""
     values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
     places = [n for n, value in enumerate(values) if not isinstance(value, nn.Parameter)]
     fits, run = _fitting([values[place] for place in places]), graph.forward
@@ -85,9 +85,9 @@ def _asserting(graph: GraphModule) -> Callable[..., Any]:
 
 
 def _fitting(inputs: Sequence[FakeTensor | torch.SymInt]) -> Callable[..., bool]:
-    """Return what says whether tensors and sizes are such as all were that were traced alike.
+    """Return a function that says whether tensors and sizes meet all that tracing assumed of them.
 
-    That is more than sizes and strides: code may branch by a size, and be traced for one branch.
+    That is more than sizes and strides: code may branch on a size, and be traced for one branch.
     """
     fakes = [value for value in inputs if isinstance(value, FakeTensor)]
     environment = fakes[0].fake_mode.shape_env
@@ -95,7 +95,7 @@ def _fitting(inputs: Sequence[FakeTensor | torch.SymInt]) -> Callable[..., bool]
     names = [f"t{n}" for n in range(len(inputs))]
     sources = [LocalSource(name) for name in names]
     found = environment.produce_guards(inputs, sources, ignore_static=False)
-    # No operation minds where in its storage a tensor begins.
+    # No operation depends on where in its storage a tensor begins.
     terms = [term for term in found if ".storage_offset()" not in term]
     said = " and ".join(terms) or "True"
     for name in names:

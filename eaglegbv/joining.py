@@ -1,8 +1,8 @@
 """Joining a module's linear layers: those that read the same tensor become one product.
 
-The first of them (queries, keys and values; gate and up) computes the product for all, the others
-find their part of it. That changes nothing but rounding. Which layers read the same tensor is seen,
-not guessed from names: the caller runs the module once.
+The first of them to run (of queries, keys and values; of gate and up) computes the product for all,
+and the others find their part of it. This changes nothing but rounding. Which layers read the same
+tensor is observed, not guessed from names: the caller runs the module once.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,27 +25,27 @@ def prepare(
 ) -> list[PackedProduct]:
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
-    Weights loaded later are not used. Those of packed layers leave their modules (they are packed
-    instead), but for those that an embedding shares and those of the last layer.
+    Weights loaded later are not used. The weights of replaced layers leave their modules (the
+    products hold them), except those that an embedding shares and those of the last layer.
 
     Args:
         module: Its linear layers are replaced, under their names.
-        run: Runs the module once, on any input, and every layer as often as any other forward does.
+        run: Runs the module once, on any input, calling each layer as often as a real forward does.
         quantization: Not ``auto``.
         generated: A part of it whose products will be generated (see
-            :func:`eaglegbv.compiling.generating_products`): its layers are joined, and not packed.
+            :func:`eaglegbv.compiling.generating_products`): its layers are joined but not packed.
 
     Returns:
         What was packed, in order; what was quantised is not.
     """
     groups = _groups(module, run)[::-1]
     places = _places(module)
-    # By their numbers, so that nothing keeps the layers themselves.
+    # By their ids, so that nothing keeps the layers themselves alive.
     as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     packed: list[PackedProduct] = []
     computed = Computed()
-    while groups:  # each is let go before the next is made: no model fits into memory twice
+    while groups:  # each matrix is freed before the next is made: models may fit only once
         group = groups.pop()
         ours = id(group[0]) in as_they_are
         product = _product_of_all(group, quantization, generated=ours, index=len(packed))
@@ -94,7 +94,7 @@ def _replace(
 
 
 def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """Return under which names of which modules each linear layer stands."""
+    """Return the modules that hold each linear layer, and the names they hold it under."""
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, child in parent.named_children():
@@ -105,14 +105,14 @@ def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
 
 @dataclass(slots=True)
 class Computed:
-    """What the joint product of a module that ran last came to, until its last layer has read it.
+    """Result of the most recent joint product, held until its last layer has taken its part.
 
-    One for all of them: every object that a compiled forward changes is changed once more behind
-    it, which for two of every layer took 4% of a small forward.
+    All joint products of a module share one: what a compiled forward changes in an object is set
+    again after its graph, which for two objects in every layer took 4% of a small forward.
 
     Attributes:
         of: The product.
-        input: What it read: held on to, so that no other tensor can pass for it.
+        input: What it read, kept alive so that no other tensor can be mistaken for it.
         parts: The layers' parts.
     """
 
@@ -136,7 +136,7 @@ class Joint:
         return [partial(self._of, place=place) for place in range(len(self._sizes))]
 
     def _of(self, x: Tensor, place: int) -> Tensor:
-        """Return a layer's part: computed for the first that reads ``x``, found by the others."""
+        """Return a layer's part: the first that reads ``x`` computes it, the others find it."""
         computed = self._computed
         if computed.of is not self or computed.input is not x:
             computed.of, computed.input = self, x
@@ -149,7 +149,7 @@ class Joint:
 
 
 class _Prepared(nn.Linear):
-    """A linear layer that computes another way; its weight may be a placeholder."""
+    """A linear layer that computes its product another way; its weight may be a placeholder."""
 
     def __init__(self, layer: nn.Linear, product: Product, weight: Tensor) -> None:
         nn.Module.__init__(self)  # nn.Linear's own draws weights from the global generator
@@ -164,11 +164,11 @@ class _Prepared(nn.Linear):
 
 
 def _groups(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Return the linear layers as they ran, those behind each other on one input together.
+    """Return the linear layers in the order they ran, in groups that ran in turn on one input.
 
     A layer that ran twice, or not at all, is left out.
     """
-    calls: list[tuple[nn.Linear, Tensor]] = []  # with the input, which so outlives the run
+    calls: list[tuple[nn.Linear, Tensor]] = []  # with the input, so that it outlives the run
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, nn.Linear)

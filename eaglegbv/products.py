@@ -27,21 +27,21 @@ _PACKED_FOR = 16
 """Rows that packed weights are laid out for; kernels take any number."""
 
 _LARGE = 1 << 20
-"""Entries of a matrix from which on reading it takes so long that packing pays, untimed."""
+"""Entries from which on a matrix takes so long to read that packing pays without being timed."""
 
 _LONE, _SEVERAL = (1,), (4, 8)
 """Rows of the products that are timed: a token's, and those of draft trees."""
 
 _TIMED_ROUNDS, _TIMED_COPIES = 5, 64
-"""Rounds of which the fastest counts, and calls of a round.
+"""Rounds, of which the fastest counts, and calls in a round.
 
-Each of another copy: in a forward, too, every matrix is read once, behind all others, and few are
-still in a cache."""
+Each call is with another copy: in a forward, too, every matrix is read once, after all others, and
+few are still in a cache."""
 
 _INT8 = torch.iinfo(torch.int8)
 
 _BLOCK = 16
-"""Columns that the kernel takes at once: of a matrix of fewer it would read what lies behind."""
+"""Columns that the kernel takes at once: of fewer, it would read past the end of the matrix."""
 
 _LEAST_SCALE = 1e-30
 """Scale of a row of zeros."""
@@ -51,7 +51,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def _constant(weight: Tensor) -> nn.Parameter:
-    """Return what a graph whose products are generated takes for a constant of its own."""
+    """Return a parameter: a graph whose products are generated makes it a constant of its own."""
     return nn.Parameter(weight, requires_grad=False)
 
 
@@ -85,9 +85,9 @@ def product_of(
 @lru_cache(maxsize=256)
 @torch.no_grad()
 def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int, ...]) -> bool:
-    """Return whether products of ``rows`` with such a matrix are faster packed, here.
+    """Return whether products of ``rows`` with such a matrix are faster packed, on this machine.
 
-    Timed once for a process, so that all models of it compute alike, on as many threads as it has.
+    Timed once in a process, on as many threads as it has, so that all its models compute alike.
 
     Args:
         outputs: Rows of the matrix.
@@ -112,7 +112,7 @@ def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int,
 
 
 def _time(products: Sequence["Product"], x: Tensor) -> float:
-    """Return the thread's seconds of a call of each."""
+    """Return the seconds that this thread takes to call each once."""
     start = time.thread_time()
     for product in products:
         product(x)
@@ -120,7 +120,7 @@ def _time(products: Sequence["Product"], x: Tensor) -> float:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Say whether ``weight`` can be packed: floats of a CPU that oneDNN knows."""
+    """Return whether ``weight`` can be packed: floats on a CPU, of a type that oneDNN packs."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype is torch.bfloat16:
@@ -142,7 +142,7 @@ class DenseProduct:
 
 
 class PackedProduct:
-    """A product with a packed matrix, or of one row, where that is faster, with it as it is."""
+    """A product with a packed matrix; a single row's with it as it is, where that is faster."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
@@ -153,7 +153,8 @@ class PackedProduct:
             weight: One that :func:`can_pack`.
             bias: ``[out_features]``, or None.
             index: Its place among the products of a module that may be compiled.
-            lone: Whether one row is multiplied with the packed matrix too; else ``weight`` is kept.
+            lone: Whether a single row is multiplied with the packed matrix, too; if not, ``weight``
+                is kept for it.
         """
         self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
@@ -165,13 +166,13 @@ class PackedProduct:
         """Return the product with ``x`` ``[..., in_features]``."""
         if self._lone is not None and x.numel() == x.shape[-1]:
             return self._lone(x)
-        if torch.compiler.is_compiling():  # which knows no packed tensors
+        if torch.compiler.is_compiling():  # the compiler knows no packed tensors
             opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
             return opaque
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        """Compute it."""
+        """Return the product with the packed matrix, whatever the number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -181,12 +182,12 @@ class PackedProduct:
 class QuantisedProduct:
     """A product with a matrix of 8-bit integers, and a scale for each of its rows.
 
-    What comes of a row does not depend on what else is multiplied: the kernel reads the weights
-    once for a few rows, and adds up every row by itself.
+    A row's result does not depend on the rows beside it: the kernel reads the weights once for a
+    few rows, but adds up each row by itself.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise ``weight`` ``[out_features, in_features]``: a CPU's floats."""
+        """Quantise ``weight`` ``[out_features, in_features]``, floats on a CPU."""
         largest = weight.abs().amax(dim=1).float()
         scales = (largest / _INT8.max).clamp(min=_LEAST_SCALE).bfloat16()
         steps = (weight.float() / scales.float().unsqueeze(1)).round()
@@ -206,8 +207,8 @@ class QuantisedProduct:
         return out.view(*x.shape[:-1], len(self._weight))
 
 
-# Packed tensors cannot be part of a compiled graph, so one calls back, by number. Whose products
-# are meant is said around the call.
+# Packed tensors cannot be part of a compiled graph, so it calls products back by their numbers.
+# Whose products the numbers mean is set around the call.
 
 _IN_USE: ContextVar[Sequence[PackedProduct]] = ContextVar("eaglegbv_products", default=())
 

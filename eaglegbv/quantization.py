@@ -1,4 +1,4 @@
-"""How weights are held: 8 bits are for drafters alone, whose laws the verifier is told."""
+"""How a drafter's weights are held: 8 bits change its laws, which the verifier is told exactly."""
 
 from enum import StrEnum
 
@@ -24,10 +24,10 @@ class Quantization(StrEnum):
 def settled(
     quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> Quantization:
-    """Return what ``quantization`` comes to for weights of a type in a place: not ``auto``.
+    """Settle ``auto`` for weights of a dtype on a device; return what is not ``auto`` as it is.
 
     Raises:
-        InvalidArgument: It is ``int8`` where weights of 8 bits would be slower, or there are none.
+        InvalidArgument: It is ``int8`` where 8 bits would be slower, or are not supported.
     """
     fast = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_INT8
     able = fast and dtype in (torch.float32, torch.bfloat16)

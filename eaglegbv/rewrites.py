@@ -1,10 +1,10 @@
 """Rewrites of a traced graph: the same numbers, bit for bit, by fewer and cheaper operations.
 
-A small forward is hundreds of operations on a few rows. Each takes longer to begin than to compute,
-and longer still as a model's weights pass through the caches between them.
+A small forward is hundreds of operations on a few rows. Each takes longer to start than to compute,
+and longer still because a model's weights pass through the caches in between.
 
     norms                x.pow(2).mean(-1) + eps        =>  (x * x).sum(-1) / width + eps
-    queries and keys     each rotated by the angles     =>  rotated as one, and then told apart
+    queries and keys     each rotated by the angles     =>  rotated as one, and then split
     numbers              made tensors in every call     =>  tensors that are kept
 """
 
@@ -21,16 +21,16 @@ from torch.fx.node import Argument, map_arg
 from eaglegbv.twins import join_twins
 
 _FLOATS = frozenset({torch.float32, torch.float64})
-"""Types that are computed in as they are; of narrower ones PyTorch makes wider ones first."""
+"""Types that PyTorch computes in as they are; narrower ones it widens first."""
 
 _ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
 
 _UNUSED = frozenset({"size", "unsqueeze", operator.getitem})
-"""What may be left out where nobody reads it."""
+"""Operations that may be left out where nothing reads their result."""
 
 
 def rewrite(graph: GraphModule) -> None:
-    """Rewrite a graph in place; to compile it again is left to the caller."""
+    """Rewrite a graph in place; recompiling it is left to the caller."""
     _drop_unused(graph.graph)
     _write_out_norms(graph.graph)
     _write_out_means(graph.graph)
@@ -46,7 +46,7 @@ def _drop_unused(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph) -> None:
-    """Make calls alike of a tensor one: every layer looks at a step's angles the same way."""
+    """Merge identical calls on a tensor: every layer views a step's angles the same way."""
     known: dict[object, Node] = {}
     for node in graph.find_nodes(op="call_method", target="unsqueeze"):
         if not node.kwargs:
@@ -57,7 +57,7 @@ def _share_views(graph: Graph) -> None:
 
 
 def _write_out_norms(graph: Graph) -> None:
-    """Write out norms by mean squares, which PyTorch composes of operations as they come."""
+    """Write out norms by mean squares, which PyTorch composes of separate operations, too."""
     for node in graph.find_nodes(op="call_function", target=torch.rms_norm):
         by_place = len(node.args) > 1 and node.kwargs.keys() <= {"weight", "eps"}
         norm = _norm_of(*node.args, **node.kwargs) if by_place else None
@@ -76,7 +76,7 @@ class _Norm(NamedTuple):
 
     Attributes:
         x: The rows.
-        weight: Of each number of a row; None for 1.
+        weight: The factor of each number of a row; None for 1.
         eps: Added to the mean square.
     """
 
@@ -88,7 +88,7 @@ class _Norm(NamedTuple):
 def _norm_of(
     x: Node, shape: Sequence[object], weight: Node | None = None, eps: float | None = None
 ) -> _Norm | None:
-    """Return what is normed, if it is rows of floats that stay of their type."""
+    """Return the norm, if it is one of rows of floats that keeps their type."""
     if eps is None or len(shape) != 1 or not _has_rows(x):
         return None
     if weight is not None:
@@ -99,7 +99,7 @@ def _norm_of(
 
 
 def _write_out_means(graph: Graph) -> None:
-    """Write squares and means as products, sums and quotients, which begin faster."""
+    """Write squares and means as products, sums and quotients, which start faster."""
     for node in graph.find_nodes(op="call_method", target="pow"):
         x = node.args[0]
         if node.args[1:] == (2,) and not node.kwargs and _has_floats(x):
@@ -113,7 +113,7 @@ def _write_out_means(graph: Graph) -> None:
 
 
 class _Writer:
-    """Writes operations in front of one, and puts what they come to in its place."""
+    """Writes operations in front of a node, and puts their result in its place."""
 
     def __init__(self, graph: Graph, place: Node) -> None:
         self._graph = graph
@@ -133,13 +133,13 @@ class _Writer:
         return self(operator.truediv, self(torch.sum, x, -1, keepdim=True), width)
 
     def instead(self, node: Node) -> None:
-        """Let ``node`` take the place."""
+        """Put ``node`` in the place of the one it was written for."""
         self._place.replace_all_uses_with(node)
         self._graph.erase_node(self._place)
 
 
 def _hold_numbers(module: GraphModule) -> None:
-    """Make tensors of the numbers that take part in arithmetic: PyTorch would in every call."""
+    """Make tensors of the numbers in arithmetic once: PyTorch would make them in every call."""
     graph, held = module.graph, dict[tuple[str, torch.dtype], Node]()
     first = next(iter(graph.nodes))
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def _hold_numbers(module: GraphModule) -> None:
 
 
 def _has_floats(node: Argument) -> TypeGuard[Node]:
-    """Return whether a node is a CPU's tensor of floats that are computed in as they are."""
+    """Return whether a node is a tensor on a CPU, of floats that are computed in as they are."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return isinstance(value, Tensor) and value.dtype in _FLOATS and value.device.type == "cpu"
 

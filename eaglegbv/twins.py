@@ -1,4 +1,4 @@
-"""Heads that are computed alike are computed together: queries and keys, which rotate alike.
+"""Heads that are computed alike are computed together: queries and keys, rotated the same way.
 
     split(product, [q, k, v])              split(product, [q + k, v])
        |      |     |                            |        |
@@ -8,7 +8,7 @@
        |      |                                /    \\
        q      k                               q      k
 
-Only operations that leave every head to itself are joined, so each number is what it was.
+Only operations that treat each head by itself are joined, so every number stays what it was.
 """
 
 import operator
@@ -34,14 +34,14 @@ _IN_PLACE = frozenset(
         operator.ipow,
     }
 )
-"""Functions that change what they are given, beside those whose names say so."""
+"""Functions that change what they are given, besides those whose names say so."""
 
 _BY_NUMBER = frozenset({operator.add, operator.mul, operator.neg, operator.sub, torch.addcmul})
-"""Operations on numbers that stand in the same place."""
+"""Elementwise operations: each number comes from those in the same place."""
 
 
 def join_twins(graph: Graph) -> None:
-    """Join what is computed alike of two parts of a product, wherever that saves operations."""
+    """Join what is computed alike from two parts of a product, wherever that saves operations."""
     for node in graph.find_nodes(op="call_method", target="split_with_sizes"):
         split = _Split.of(node)
         for pair in pairwise(split.parts):
@@ -53,12 +53,13 @@ def join_twins(graph: Graph) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A product told apart.
+    """A product split into parts.
 
     Attributes:
         node: The operation.
         sizes: Of the parts.
-        parts: What takes them, in order; none unless every part is taken once, and rows are split.
+        parts: The nodes that take them, in order; none unless each part is taken once, and rows are
+            what is split.
     """
 
     node: Node
@@ -67,7 +68,7 @@ class _Split:
 
     @classmethod
     def of(cls, node: Node) -> "_Split":
-        """Look at an operation."""
+        """Read the split from its node."""
         sizes: Any = node.args[1] if len(node.args) > 1 else ()
         if node.kwargs != {"dim": -1} or any(type(size) is not int for size in sizes):
             return cls(node, [], [])
@@ -84,11 +85,12 @@ def _place_of(part: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Twins:
-    """What is computed alike of two parts of a product, one behind the other.
+    """What is computed alike from two parts of a product, one next to the other.
 
     Attributes:
         parts: The parts.
-        second: For each node of the first part's, in order, that of the second's.
+        second: For each node computed from the first part, in order, its twin, computed from the
+            second.
         dims: For the same nodes, which dimension counts heads: never the last.
     """
 
@@ -113,14 +115,14 @@ class _Twins:
         return twins
 
     def _dim_of(self, node: Node) -> int | None:
-        """Return which dimension of a result counts heads, if it is of the first part's."""
+        """Return which dimension of a result counts heads, if it comes from the first part."""
         sources = node.all_input_nodes
         if any(source in self.dims for source in sources):
             return _dim_of_heads(node, self.dims)
         return _dim_of_rows(node) if self.parts[0] in sources else None
 
     def _twin_of(self, node: Node) -> Node | None:
-        """Return what does to the second's what ``node`` does to the first's."""
+        """Return the node that does to the second part what ``node`` does to the first, if any."""
         twin = dict([self.parts]) | self.second
         source = next(source for source in node.all_input_nodes if source in twin)
         expected = map_arg((node.args, node.kwargs), lambda arg: twin.get(arg, arg))
@@ -131,7 +133,7 @@ class _Twins:
 
     @property
     def readers(self) -> dict[Node, set[Node]]:
-        """Of the first's nodes that others read, or whose twins others read: those others."""
+        """For the first part's nodes that others read, or whose twins others read: those others."""
         found = {n: self._others((*n.users, *twin.users)) for n, twin in self.second.items()}
         return {node: others for node, others in found.items() if others}
 
@@ -140,7 +142,7 @@ class _Twins:
 
     @property
     def worth_joining(self) -> bool:
-        """Whether operations are saved (to tell two apart takes two), and none has to move."""
+        """Whether operations are saved (splitting two results takes two), and none has to move."""
         readers = self.readers
         alone = not any(self._others(part.users) for part in self.parts)
         behind = all(min(users) > max(n, self.second[n]) for n, users in readers.items())
@@ -154,7 +156,7 @@ def _changes_in_place(node: Node) -> bool:
 
 
 def _dim_of_rows(node: Node) -> int | None:
-    """Return which dimension counts heads where an operation makes heads of rows, else None."""
+    """Return which dimension counts heads if an operation splits rows into heads, else None."""
     match node.target, node.args[1:]:
         case ("view", ((*_, -1, int()),)) | ("unflatten", (-1, (-1, int()))):
             part, heads = _value(node.all_input_nodes[0]), _value(node)
@@ -165,11 +167,11 @@ def _dim_of_rows(node: Node) -> int | None:
 
 
 def _dim_of_heads(node: Node, dims: Mapping[Node, int]) -> int | None:
-    """Return which dimension of a result counts heads; None unless each was left to itself.
+    """Return which dimension of a result counts heads; None unless each is treated by itself.
 
     Args:
         node: The operation.
-        dims: Which dimension of earlier results does, some of which it reads.
+        dims: Which dimension counts heads in earlier results, some of which it reads.
     """
     sources = [source for source in node.all_input_nodes if source in dims]
     others = set(node.all_input_nodes) - dims.keys()
@@ -197,13 +199,13 @@ def _dim_of_heads(node: Node, dims: Mapping[Node, int]) -> int | None:
 
 
 def _keeps_heads(node: Node, dim: int, sources: Iterable[Node], others: Iterable[Node]) -> bool:
-    """Return whether an operation by number leaves heads where they are.
+    """Return whether an elementwise operation leaves heads where they are.
 
     Args:
         node: The operation.
         dim: Which dimension of the ``sources`` counts heads.
         sources: Operands with heads.
-        others: The others, which must be the same for all heads.
+        others: The other operands, which must be the same for all heads.
     """
     ndim = _value(node).ndim
     return all(_value(source).ndim == ndim for source in sources) and all(
@@ -212,7 +214,7 @@ def _keeps_heads(node: Node, dim: int, sources: Iterable[Node], others: Iterable
 
 
 def _same_for_all(node: Node, place: int) -> bool:
-    """Return whether a node is the same for all heads, which its ``place``-last size counts."""
+    """Return whether a node is the same for all heads, counted by its ``place``-th last size."""
     if "example_value" not in node.meta:
         return False
     value = node.meta["example_value"]
@@ -220,7 +222,7 @@ def _same_for_all(node: Node, place: int) -> bool:
 
 
 def _value(node: Node) -> Tensor:
-    """Return what a node was traced with, which must be a tensor."""
+    """Return the value a node was traced with, which must be a tensor."""
     value = node.meta["example_value"]
     assert isinstance(value, Tensor)
     return value
@@ -249,7 +251,7 @@ def _join(graph: Graph, split: _Split, twins: _Twins) -> None:
 
 
 def _join_parts(graph: Graph, split: _Split, place: int) -> Node:
-    """Split a product into one part less; return what takes the place of two of them."""
+    """Split a product into one part fewer; return the node that replaces two of them."""
     behind = place + 2
     sizes = [*split.sizes[:place], sum(split.sizes[place:behind]), *split.sizes[behind:]]
     with graph.inserting_after(split.node):
