@@ -31,8 +31,8 @@ from eaglegbv.frames import roomy
 from eaglegbv.loading import load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
-from eaglegbv.quantization import Quantization
 from eaglegbv.prompts import Prompt, per_prompt
+from eaglegbv.quantization import Quantization
 from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.planner import Estimate, KnownCosts
 from eaglegbv.text import TextStream
