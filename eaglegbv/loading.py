@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer
 
-from eaglegbv.attention.flashinfer_paged import paged_attention
+from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.compiling import check_backend

@@ -12,7 +12,7 @@ from support.pretend_device import PretendDevice, marked
 from support.tiny_engine import TinyEngine, tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 
-from eaglegbv.attention.flashinfer_paged import paged_attention
+from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter

@@ -221,7 +221,7 @@ class PagedAttention(ABC):
             bucket: Requests, one more that pads, and rows.
             max_context: Most keys of a request.
         """
-        return StaticAttention(self)
+        return UnplannedAttention(self)
 
     def branches(self, shape: BranchShape) -> BranchAttention:
         """Return attention of drafted rows over the first layer of the same pool."""
@@ -260,10 +260,15 @@ class PagedAttention(ABC):
 
 
 class StaticAttention(PagedAttention):
-    """Attention of batches of fixed sizes: planned before a forward is replayed, not within it.
+    """Attention of batches of fixed sizes: planned before a forward is replayed, not within it."""
 
-    This one hands calls on to an attention that plans by itself, and cannot be recorded.
-    """
+    @abstractmethod
+    def plan(self, batch: PackedBatch) -> None:
+        """Prepare for a batch of the fixed sizes, before a forward over it is replayed."""
+
+
+class UnplannedAttention(StaticAttention):
+    """Hands calls on to an attention that plans by itself, and so cannot be recorded."""
 
     def __init__(self, attention: PagedAttention) -> None:
         """Attend as ``attention`` does."""
@@ -271,7 +276,7 @@ class StaticAttention(PagedAttention):
         self._attention = attention
 
     def plan(self, batch: PackedBatch) -> None:
-        """Prepare for a batch of the fixed sizes, before a forward over it is replayed."""
+        """Do nothing: see :meth:`StaticAttention.plan`."""
 
     def attend(
         self,

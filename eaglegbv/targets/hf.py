@@ -18,7 +18,7 @@ from torch._dynamo.exc import Unsupported
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
-from eaglegbv.attention.flashinfer_paged import paged_attention
+from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
 from eaglegbv.attention.opaque import PagedCall, serving
 from eaglegbv.attention.pool_size import PoolSize

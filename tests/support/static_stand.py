@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.flashinfer_paged import (
-    FlashInferPagedAttention,
-    RowBuffers,
-    TreeBuffers,
-)
+from eaglegbv.attention.flashinfer_buffers import RowBuffers, TreeBuffers
+from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 

@@ -1,0 +1,147 @@
+"""FlashInfer's kernels as they are used here: wrappers, what makes them, and what they serve."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.flashinfer_buffers import RowBuffers, TreeBuffers
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.errors import InvalidArgument
+
+HEAD_DIMS = frozenset({64, 128, 256})
+"""Head sizes that the kernels are tested with upstream."""
+
+DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+_BACKEND = "fa2"
+"""The kernels that read masks. Left to choose, FlashInfer 0.7 decodes by cuDNN at times, which has
+neither these plans nor this memory.
+"""
+
+_PLAN_BYTES = 1 << 18
+"""What a plan of fixed sizes is given, on the device and the host each: some twelve bytes a tile of
+query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred of them.
+"""
+
+
+class Wrapper(Protocol):
+    """What is used of FlashInfer's batch wrappers."""
+
+    _mask_indptr_buf: Tensor | None
+
+    def plan(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401  FlashInfer's own types
+        """Prepare a batch."""
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        """Attend."""
+
+    def reset_workspace_buffer(self, partial_results: Tensor, plans: Tensor) -> None:
+        """Use other memory from now on."""
+
+
+class Kernels(Protocol):
+    """Makes wrappers; FlashInfer's, or a test's."""
+
+    def processors(self, device: torch.device) -> int:
+        """Return how many multiprocessors share the work."""
+
+    def prefill(self, workspace: Tensor) -> Wrapper:
+        """Return a new wrapper for requests of several queries."""
+
+    def decode(self, workspace: Tensor, *, tensor_cores: bool) -> Wrapper:
+        """Return a new wrapper for requests of one query each."""
+
+    def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> Wrapper:
+        """Return a new wrapper for masked requests of fixed sizes, planned into ``buffers``."""
+
+    def static_decode(
+        self, workspace: Tensor, buffers: RowBuffers, *, tensor_cores: bool
+    ) -> Wrapper:
+        """Return a new wrapper for a fixed number of rows, planned into ``buffers``."""
+
+
+class FlashInferKernels:
+    """FlashInfer's wrappers."""
+
+    def __init__(self) -> None:
+        """Import FlashInfer.
+
+        Raises:
+            InvalidArgument: It is not installed.
+        """
+        try:
+            import flashinfer
+        except ImportError as error:
+            expected = "FlashInfer to be installed: pip install 'eaglegbv[gpu]'"
+            raise InvalidArgument("attention", "flashinfer", expected) from error
+        self._flashinfer = flashinfer
+
+    def processors(self, device: torch.device) -> int:
+        """See :meth:`Kernels.processors`."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def prefill(self, workspace: Tensor) -> Wrapper:
+        """See :meth:`Kernels.prefill`."""
+        wrapper: Wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=_BACKEND
+        )
+        return wrapper
+
+    def decode(self, workspace: Tensor, *, tensor_cores: bool) -> Wrapper:
+        """See :meth:`Kernels.decode`."""
+        wrapper: Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=tensor_cores, backend=_BACKEND
+        )
+        return wrapper
+
+    def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> Wrapper:
+        """See :meth:`Kernels.static_prefill`."""
+        wrapper: Wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.query_offsets,
+            paged_kv_indptr_buf=buffers.key_offsets,
+            paged_kv_indices_buf=buffers.key_slots,
+            paged_kv_last_page_len_buf=buffers.last_pages,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=buffers.mask_offsets,
+            backend=_BACKEND,
+        )
+        return _of_small_plans(wrapper, workspace)
+
+    def static_decode(
+        self, workspace: Tensor, buffers: RowBuffers, *, tensor_cores: bool
+    ) -> Wrapper:
+        """See :meth:`Kernels.static_decode`."""
+        wrapper: Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=tensor_cores,
+            backend=_BACKEND,
+            paged_kv_indptr_buffer=buffers.key_offsets,
+            paged_kv_indices_buffer=buffers.key_slots,
+            paged_kv_last_page_len_buffer=buffers.last_pages,
+        )
+        return _of_small_plans(wrapper, workspace)
+
+
+def _of_small_plans(wrapper: Wrapper, workspace: Tensor) -> Wrapper:
+    """Shrink a wrapper's plan buffers to ``_PLAN_BYTES``."""
+    wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
+    return wrapper
+
+
+def check_pool(pool: KVPool) -> None:
+    """Check that FlashInfer serves a pool.
+
+    Raises:
+        InvalidArgument: Its head size or type is not among those of the kernels.
+    """
+    head_dim, dtype = pool.keys.shape[3], pool.keys.dtype
+    if head_dim not in HEAD_DIMS:
+        raise InvalidArgument("head_dim", head_dim, f"one of {sorted(HEAD_DIMS)} for FlashInfer")
+    if dtype not in DTYPES:
+        raise InvalidArgument("dtype", str(dtype), "float16 or bfloat16 for FlashInfer")

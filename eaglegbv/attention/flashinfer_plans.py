@@ -1,0 +1,109 @@
+"""Plans of FlashInfer's wrappers; page size 1, so that slots are pages.
+
+Lengths are known on the host, so that no plan waits for the device.
+
+``mask_indptr`` counts bytes. ``plan(packed_custom_mask=...)`` of 0.6.18 and 0.7.2 leaves it in
+bits, which is wrong for every request but the first, so whoever plans under masks writes it again.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import PackedBatch
+from eaglegbv.attention.branches import BranchShape
+from eaglegbv.attention.flashinfer_kernels import Wrapper
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.packed_masks import PackedMasks
+from eaglegbv.transfer import send
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers that share a plan.
+
+    Attributes:
+        window: Sliding window, or None.
+        scale: Of the scores.
+        softcap: Of the scores, or None.
+        heads: Query heads.
+    """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+    heads: int
+
+
+class FlashInferPlans:
+    """Plans batches over a pool, by whatever wrapper is to run them."""
+
+    def __init__(self, pool: KVPool) -> None:
+        """Plan for ``pool``."""
+        self._pool = pool
+
+    def plan_decode(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> None:
+        """Plan a batch of one new token each that sees all its keys."""
+        wrapper.plan(*self._pages(batch), kind.heads, *self._sizes, **self._settings(kind))
+
+    def plan_causal(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> None:
+        """Plan a batch in causal order, without a window."""
+        self._plan_prefill(wrapper, batch, kind, None)
+
+    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> PackedMasks:
+        """Plan a batch under its masks; the wrapper's ``mask_indptr`` is the caller's to mend."""
+        masks = PackedMasks.of(batch.segments, kind.window, self._pool.keys.device)
+        self._plan_prefill(wrapper, batch, kind, masks.bits)
+        return masks
+
+    def plan_rows(self, wrapper: Wrapper, pages: tuple[Tensor, Tensor], shape: BranchShape) -> None:
+        """Plan rows of one query each, from offsets (host) and slots of keys (host)."""
+        offsets, slots = pages
+        kind = LayerKind(None, shape.scale, None, shape.heads)
+        wrapper.plan(
+            offsets,
+            send(slots, self._pool.keys.device),
+            torch.ones(len(offsets) - 1, dtype=torch.int32),
+            kind.heads,
+            *self._sizes,
+            **self._settings(kind),
+        )
+
+    def _plan_prefill(
+        self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind, bits: Tensor | None
+    ) -> None:
+        wrapper.plan(
+            torch.tensor(batch.offsets, dtype=torch.int32),
+            *self._pages(batch),
+            kind.heads,
+            *self._sizes,
+            packed_custom_mask=bits,
+            causal=bits is None,
+            **self._settings(kind),
+        )
+
+    def _pages(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return offsets (host), slots of all keys (device), and lengths of last pages (host)."""
+        counts = (segment.num_keys for segment in batch.segments)
+        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        slots = torch.cat([segment.key_slots() for segment in batch.segments]).to(torch.int32)
+        slots = send(slots, self._pool.keys.device)
+        return offsets, slots, torch.ones(len(batch.segments), dtype=torch.int32)
+
+    def _settings(self, kind: LayerKind) -> dict[str, Any]:
+        dtype = self._pool.keys.dtype
+        return {
+            "sm_scale": kind.scale,
+            "logits_soft_cap": kind.softcap,
+            "window_left": -1,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Key heads, head size, and page size."""
+        return self._pool.keys.shape[2], self._pool.keys.shape[3], 1

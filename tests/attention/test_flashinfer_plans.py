@@ -1,0 +1,80 @@
+"""FlashInfer's own plans: what they wait for, and the fault in their masks."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cuda.flashinfer_on_host import HostKernels
+from support.cuda.runtime import HostRuntime
+from support.flashinfer_place import Place, check_kernels
+from support.pretend_device import PretendDevice
+from support.ptx.lanes import MemoryFault
+from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, SLOTS, new_rows, padded
+
+from eaglegbv.attention.base import PackedBatch, pack
+from eaglegbv.attention.flashinfer_kernels import Wrapper
+from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
+from eaglegbv.attention.flashinfer_plans import FlashInferPlans, LayerKind
+from eaglegbv.attention.flashinfer_static import StaticTreeAttention
+from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.packed_masks import PackedMasks
+
+
+class Unmended(FlashInferPlans):
+    """Leaves the offsets of masks as FlashInfer's plan does."""
+
+    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> PackedMasks:
+        masks = super().plan_tree(wrapper, batch, kind)
+        assert wrapper._mask_indptr_buf is not None
+        return PackedMasks(masks.bits, wrapper._mask_indptr_buf)
+
+
+@pytest.mark.on_host
+def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(
+    host: Place, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere there may be no tensor, or one that says something else."""
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.FlashInferPlans", Unmended)
+    with pytest.raises((RuntimeError, AssertionError)):
+        check_kernels(host, "long texts")
+    assert all(isinstance(fault, MemoryFault) for fault in on_host.faults)
+    on_host.faults.clear()
+
+
+class Moment:
+    """A CUDA event that has always happened."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize("name", BATCHES)
+def test_flashinfers_plans_wait_for_nothing(
+    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is read from the device, and no copy to it is waited for."""
+    monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    segments = BATCHES[name]
+    with_pads, bucket = padded(segments)
+    with PretendDevice() as device:
+        pool = KVPool(LAYERS, SLOTS, SIZES.kv_heads, SIZES.head_dim, SIZES.dtype, "cuda")
+        attention = FlashInferPagedAttention(pool, HostKernels())
+        static = attention.static(bucket, max_context=SLOTS)
+        for _ in range(2):  # planned anew, and planned again
+            for used, own in ((attention, segments), (static, with_pads)):
+                batch = pack(own)
+                batch = replace(batch, slots=batch.slots.to("cuda", non_blocking=True))
+                new = [part.to("cuda", non_blocking=True) for part in new_rows(batch.rows)]
+                if isinstance(used, StaticTreeAttention):
+                    used.plan(batch)
+                used.attend(0, *new, batch, scale=SCALE)
+        assert (device.reads, device.blocking) == ([], [])
+    assert on_host.launched
