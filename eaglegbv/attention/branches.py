@@ -72,13 +72,6 @@ class BranchAttention(ABC):
             ``[requests * branches, heads, head_dim]``.
         """
 
-    def _write(self, k: Tensor, v: Tensor, tails: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new rows; return the pool's keys and values, ``[slots, kv_heads, head_dim]``."""
-        keys, values = self.pool.layer(0)
-        keys.index_copy_(0, tails[:, -1], k)
-        values.index_copy_(0, tails[:, -1], v)
-        return keys, values
-
 
 class TorchBranches(BranchAttention):
     """In plain PyTorch; its sizes follow the longest context, so it cannot be recorded."""
@@ -95,7 +88,7 @@ class TorchBranches(BranchAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tails: Tensor) -> Tensor:
         """See :meth:`BranchAttention.attend`."""
-        keys, values = self._write(k, v, tails)
+        keys, values = self.pool.write(0, tails[:, -1], k, v)
         batch, branches, levels = self.shape.requests, self.shape.branches, tails.shape[1]
         kv_heads, dim = keys.shape[1:]
         grouped = q.view(batch, branches, kv_heads, -1, dim)

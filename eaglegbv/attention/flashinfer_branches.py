@@ -50,5 +50,5 @@ class FlashInferBranches(BranchAttention):
         """See :meth:`BranchAttention.attend`."""
         buffers, planned = self._levels[tails.shape[1] - 1]
         buffers.key_slots.index_copy_(0, buffers.tails.flatten(), tails.flatten().to(torch.int32))
-        keys, values = self._write(k, v, tails)
+        keys, values = self.pool.write(0, tails[:, -1], k, v)
         return planned.attend(q, keys, values)

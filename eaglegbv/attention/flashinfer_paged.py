@@ -75,9 +75,7 @@ class FlashInferPagedAttention(PagedAttention):
             return self._fall_back("sinks").attend(
                 layer, q, k, v, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
-        keys, values = self.pool.layer(layer)
-        keys.index_copy_(0, batch.slots, k)
-        values.index_copy_(0, batch.slots, v)
+        keys, values = self.pool.write(layer, batch.slots, k, v)
         planned = self._plan(batch, LayerKind(window, scale, softcap, q.shape[1]))
         return planned.attend(q, keys, values)
 

@@ -76,9 +76,7 @@ class StaticTreeAttention(StaticAttention):
         """
         if sinks is not None:
             raise NotRecordable("sinks")
-        keys, values = self.pool.layer(layer)
-        keys.index_copy_(0, batch.slots, k)
-        values.index_copy_(0, batch.slots, v)
+        keys, values = self.pool.write(layer, batch.slots, k, v)
         if window is not None and window >= self._max_context:
             window = None
         planned = self._wrapper(LayerKind(window, scale, softcap, q.shape[1]))

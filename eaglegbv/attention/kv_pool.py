@@ -217,6 +217,25 @@ class KVPool:
         """Return keys and values of one layer, each ``[slots, kv_heads, head_dim]``, as views."""
         return self._layers[index]
 
+    def write(
+        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values of new tokens to one layer.
+
+        Args:
+            layer: Its index.
+            slots: ``[rows]`` int64, on the pool's device.
+            keys: ``[rows, kv_heads, head_dim]``.
+            values: ``[rows, kv_heads, head_dim]``.
+
+        Returns:
+            All of the layer, as :meth:`layer` does.
+        """
+        all_keys, all_values = self.layer(layer)
+        all_keys.index_copy_(0, slots, keys)
+        all_values.index_copy_(0, slots, values)
+        return all_keys, all_values
+
     @property
     def num_slots(self) -> int:
         """Number of slots."""

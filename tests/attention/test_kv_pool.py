@@ -190,6 +190,18 @@ def test_pool_layout() -> None:
     assert pool.bytes_per_slot == 2 * 3 * 2 * 8 * 2
 
 
+def test_rows_are_written_to_the_slots_of_one_layer() -> None:
+    pool = KVPool(3, 10, 2, 8, torch.float32)
+    k, v = torch.randn(2, 2, 2, 8).unbind(0)
+    keys, values = pool.write(1, torch.tensor([7, 2]), k, v)
+    assert keys.data_ptr() == pool.keys[1].data_ptr()
+    assert values.data_ptr() == pool.values[1].data_ptr()
+    for part, rows in ((pool.keys, k), (pool.values, v)):
+        expected = torch.zeros(3, 10, 2, 8)
+        expected[1, 7], expected[1, 2] = rows
+        assert torch.equal(part, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_on_a_cpu_is_of_zeros_from_a_cache_line_on(dtype: torch.dtype) -> None:
     pool = KVPool(2, 5, 3, 8, dtype)
