@@ -168,6 +168,12 @@ class PackedBatch:
         """Number of packed rows."""
         return self.offsets[-1]
 
+    def effective_window(self, window: int | None) -> int | None:
+        """Return ``window``, or None where no text is longer: it changes nothing then."""
+        if window is not None and all(s.num_keys <= window for s in self.segments):
+            return None
+        return window
+
 
 def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> PackedBatch:
     """Pack ``segments`` into one forward on ``device``.

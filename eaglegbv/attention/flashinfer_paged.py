@@ -76,7 +76,8 @@ class FlashInferPagedAttention(PagedAttention):
                 layer, q, k, v, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
         keys, values = self.pool.write(layer, batch.slots, k, v)
-        planned = self._plan(batch, LayerKind(window, scale, softcap, q.shape[1]))
+        kind = LayerKind(batch.effective_window(window), scale, softcap, q.shape[1])
+        planned = self._plan(batch, kind)
         return planned.attend(q, keys, values)
 
     @property
@@ -103,8 +104,6 @@ class FlashInferPagedAttention(PagedAttention):
     def _plan(self, batch: PackedBatch, kind: LayerKind) -> PlannedWrapper:
         if batch is not self._batch:
             self._batch, self._planned = batch, {}
-        if kind.window is not None and all(s.num_keys <= kind.window for s in batch.segments):
-            kind = LayerKind(None, kind.scale, kind.softcap, kind.heads)
         planned = self._planned.get(kind)
         if planned is None:
             planned = self._planned[kind] = self._plan_kind(batch, kind)

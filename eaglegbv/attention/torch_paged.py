@@ -174,8 +174,7 @@ class TorchPagedAttention(PagedAttention):
     def _plan(self, batch: PackedBatch, window: int | None, *, heads: int) -> tuple[_Group, ...]:
         if batch is not self._planned:
             self._planned, self._plans = batch, {}
-        if window is not None and all(s.num_keys <= window for s in batch.segments):
-            window = None
+        window = batch.effective_window(window)
         sharing = heads // self.pool.keys.shape[2]
         groups = self._plans.get((window, sharing))
         if groups is None:
