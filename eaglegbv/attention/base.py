@@ -1,7 +1,7 @@
 """Packed forwards over a paged KV pool: what a request contributes, and what attention promises."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Self
@@ -183,7 +183,7 @@ def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pac
     """
     if not segments:
         raise InvalidArgument("segments", segments, "at least one segment")
-    offsets = (0, *accumulate(segment.num_new for segment in segments))
+    offsets = offsets_of(segment.num_new for segment in segments)
     if len(segments) == 1:
         only = segments[0]
         parts = (only.token_ids, only.positions, only.new_slots)
@@ -195,6 +195,11 @@ def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pac
         positions=joined([segment.positions for segment in segments], device),
         slots=joined([segment.new_slots for segment in segments], device),
     )
+
+
+def offsets_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return where parts behind each other begin, and where the last of them ends."""
+    return (0, *accumulate(sizes))
 
 
 def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:

@@ -1,11 +1,11 @@
 """Attention of drafted rows by FlashInfer's kernels."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from eaglegbv.attention.base import offsets_of
 from eaglegbv.attention.branches import BranchAttention, BranchShape
 from eaglegbv.attention.flashinfer_plans import FlashInferPlans
 from eaglegbv.attention.flashinfer_wrappers import FlashInferWrappers
@@ -36,7 +36,7 @@ class FlashInferBranches(BranchAttention):
         """See :meth:`BranchAttention.plan`."""
         for level, (buffers, planned) in enumerate(self._levels, start=1):
             ends = [len(c) + level for c in contexts for _ in range(self.shape.branches)]
-            offsets = torch.tensor([0, *accumulate(ends)], dtype=torch.int32)
+            offsets = torch.tensor(offsets_of(ends), dtype=torch.int32)
             # Slots of the path are written over by the recording; the text's last stands in.
             keys = [torch.cat((c, c[-1:].expand(level))) for c in contexts]
             slots = torch.cat([own for own in keys for _ in range(self.shape.branches)])

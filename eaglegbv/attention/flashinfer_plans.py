@@ -7,13 +7,12 @@ bits, which is wrong for every request but the first, so whoever plans under mas
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import PackedBatch
+from eaglegbv.attention.base import PackedBatch, offsets_of
 from eaglegbv.attention.branches import BranchShape
 from eaglegbv.attention.flashinfer_kernels import Wrapper
 from eaglegbv.attention.kv_pool import KVPool
@@ -88,7 +87,7 @@ class FlashInferPlans:
     def _pages(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return offsets (host), slots of all keys (device), and lengths of last pages (host)."""
         counts = (segment.num_keys for segment in batch.segments)
-        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        offsets = torch.tensor(offsets_of(counts), dtype=torch.int32)
         slots = torch.cat([segment.key_slots() for segment in batch.segments]).to(torch.int32)
         slots = send(slots, self._pool.keys.device)
         return offsets, slots, torch.ones(len(batch.segments), dtype=torch.int32)

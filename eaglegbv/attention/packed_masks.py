@@ -7,13 +7,12 @@ kernel's own count packed indices, not positions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment, joined
+from eaglegbv.attention.base import Segment, joined, offsets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class PackedMasks:
     ) -> Self:
         """Pack what each new token sees, for ``device``; nothing is read from there."""
         sizes = [segment.num_new * segment.num_keys for segment in segments]
-        offsets = list(accumulate(((size + 7) // 8 for size in sizes), initial=0))
+        offsets = offsets_of((size + 7) // 8 for size in sizes)
         packed = [pack_bits(_mask(segment, window, device).flatten()) for segment in segments]
         return cls(joined(packed, device), torch.tensor(offsets, dtype=torch.int32))
 

@@ -10,12 +10,18 @@ rounding: products of more rows may add up in another order.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, StaticAttention, joined
+from eaglegbv.attention.base import (
+    PackedBatch,
+    PagedAttention,
+    Segment,
+    StaticAttention,
+    joined,
+    offsets_of,
+)
 from eaglegbv.graphs import MAX_ROWS, Bucket, NotRecordable, Recorder, Work
 from eaglegbv.targets.base import TargetOutput
 
@@ -142,7 +148,7 @@ class _Recorded:
             (self._slots, [segment.new_slots for segment in segments]),
         ):
             buffer.copy_(joined(parts, buffer.device))
-        offsets = (0, *accumulate(segment.num_new for segment in segments))
+        offsets = offsets_of(segment.num_new for segment in segments)
         buffers = (self._token_ids, self._positions, self._slots)
         self.batch = PackedBatch(tuple(segments), offsets, *buffers)
         self.attention.plan(self.batch)
