@@ -10,9 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_STAGED_BY_CUDA = 1 << 16
+"""Bytes of pageable memory up to which CUDA stages a copy by itself."""
+
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``tensor`` on ``device``; from the host nothing is waited for."""
+    """Return ``tensor`` on ``device``; from the host nothing is waited for.
+
+    Of more pageable memory CUDA waits for all that is queued before it copies. So that is pinned
+    first, in memory that PyTorch keeps, and gives to nobody else before the copy is done.
+    """
+    leaves = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
+    if leaves and tensor.nbytes > _STAGED_BY_CUDA:
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from eaglegbv.attention.base import offsets_of
 from eaglegbv.attention.branches import BranchAttention, BranchShape
 from eaglegbv.attention.flashinfer_plans import FlashInferPlans
 from eaglegbv.attention.flashinfer_wrappers import FlashInferWrappers
@@ -34,16 +35,16 @@ class FlashInferBranches(BranchAttention):
 
     def plan(self, contexts: Sequence[Tensor]) -> None:
         """See :meth:`BranchAttention.plan`."""
+        texts = [context.numpy() for context in contexts]
         for level, (buffers, planned) in enumerate(self._levels, start=1):
-            ends = [len(c) + level for c in contexts for _ in range(self.shape.branches)]
-            offsets = torch.tensor(offsets_of(ends), dtype=torch.int32)
-            # Slots of the path are written over by the recording; the text's last stands in.
-            keys = [torch.cat((c, c[-1:].expand(level))) for c in contexts]
-            slots = torch.cat([own for own in keys for _ in range(self.shape.branches)])
-            places = offsets[1:].long().unsqueeze(1) - torch.arange(level, 0, -1)
-            buffers.tails.copy_(places, non_blocking=True)
+            lengths = np.repeat([len(text) + level for text in texts], self.shape.branches)
+            ends = lengths.cumsum()
+            places = ends[:, np.newaxis] - np.arange(level, 0, -1)
+            buffers.tails.copy_(torch.from_numpy(places), non_blocking=True)
+            offsets = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+            slots = torch.from_numpy(_key_slots(texts, self.shape.branches, level))
             planned.wait()
-            self._plans.plan_rows(planned.wrapper, (offsets, slots.to(torch.int32)), self.shape)
+            self._plans.plan_rows(planned.wrapper, (offsets, slots), self.shape)
             planned.mark()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tails: Tensor) -> Tensor:
@@ -52,3 +53,19 @@ class FlashInferBranches(BranchAttention):
         buffers.key_slots.index_copy_(0, buffers.tails.flatten(), tails.flatten().to(torch.int32))
         keys, values = self.pool.write(0, tails[:, -1], k, v)
         return planned.attend(q, keys, values)
+
+
+def _key_slots(texts: Sequence[NDArray[np.int64]], branches: int, level: int) -> NDArray[np.int32]:
+    """Return ``[keys]``, for each branch of each text: the text's slots, and a path's ``level``.
+
+    The path's are written over by the recording; the text's last stands in for them.
+    """
+    keys = np.empty(branches * sum(len(text) + level for text in texts), dtype=np.int32)
+    first = 0
+    for text in texts:
+        length = len(text) + level
+        own = keys[first : first + branches * length].reshape(branches, length)
+        own[:, : len(text)] = text
+        own[:, len(text) :] = text[-1]
+        first += own.size
+    return keys

@@ -5,7 +5,7 @@ from marked tensors is marked. As on a real device, operations over tensors of b
 but for those of PyTorch that allow it; and everything that would make the host wait is noted:
 
 - ``reads``: numbers read from the device, and shapes that depend on them;
-- ``blocking``: copies to the device that wait for it.
+- ``blocking``: copies to the device that wait for it, those of much pageable memory among them.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,6 +45,14 @@ _MIXING = {
     "index_put_",
     "type_as",
 }
+
+
+STAGED = 1 << 16
+"""Bytes of pageable memory up to which CUDA stages a copy by itself."""
+
+
+def _pinned(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "pinned", False))
 
 
 def marked(value: object) -> bool:
@@ -95,6 +103,7 @@ class PretendDevice(TorchFunctionMode):
         if name == "__iter__":
             return iter(mark(list(args[0].unbind(0)), on)) if on else func(*args, **kwargs)
         if name == "pin_memory":
+            args[0].pinned = True
             return args[0]
         result = func(*args, **kwargs)
         if isinstance(result, Iterator):
@@ -131,6 +140,8 @@ class PretendDevice(TorchFunctionMode):
             self.reads.append("fetch" if free else name)
         elif on and not marked(tensor) and not free:
             self.blocking.append(name)
+        elif on and not marked(tensor) and tensor.nbytes > STAGED and not _pinned(tensor):
+            self.blocking.append("pageable")
         moved = tensor if dtype is None else tensor.to(dtype)
         if on != marked(tensor):
             moved = moved.clone()
