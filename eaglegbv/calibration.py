@@ -13,8 +13,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.frames import roomy
 from eaglegbv.loading import Pair
 from eaglegbv.params import SamplingParams
-from eaglegbv.scheduler.costs import CostTable, StepCosts, StepShape
-from eaglegbv.scheduler.planner import KnownCosts
+from eaglegbv.scheduler.costs import CostTable, KnownCosts, StepCosts, StepShape
 from eaglegbv.targets.base import Target
 
 SECONDS = 12.0

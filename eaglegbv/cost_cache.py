@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from eaglegbv.processor import processor_name
-from eaglegbv.scheduler.planner import KnownCosts
+from eaglegbv.scheduler.costs import KnownCosts
 
 FOLDER = "EAGLEGBV_CACHE"
 """Variable of the environment that names the folder; by default the user's cache."""

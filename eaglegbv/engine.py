@@ -38,8 +38,9 @@ from eaglegbv.params import SamplingParams
 from eaglegbv.recording import tree_records
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, Layout, by_plan
+from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.holdings import Holdings
-from eaglegbv.scheduler.planner import Estimate, KnownCosts, Planner
+from eaglegbv.scheduler.planner import PlanEstimate, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
@@ -154,7 +155,7 @@ class Engine:
         if observer in self._observers:
             self._observers.remove(observer)
 
-    def explain_plans(self) -> list[Estimate]:
+    def explain_plans(self) -> list[PlanEstimate]:
         """Return what the planner expects of each plan for the running requests, best first."""
         return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
 

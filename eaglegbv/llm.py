@@ -34,7 +34,8 @@ from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.quantization import Quantization
 from eaglegbv.request import FinishReason
-from eaglegbv.scheduler.planner import Estimate, KnownCosts
+from eaglegbv.scheduler.costs import KnownCosts
+from eaglegbv.scheduler.planner import PlanEstimate
 from eaglegbv.text import TextStream
 from eaglegbv.text_generator import TextGenerator
 from eaglegbv.tree import Law
@@ -220,7 +221,7 @@ class LLM(TextGenerator):
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
         self._engine.reset_prefix_cache()
 
-    def explain_plans(self) -> list[Estimate]:
+    def explain_plans(self) -> list[PlanEstimate]:
         """Return what the engine expects of each plan for the running requests, best first."""
         return self._engine.explain_plans()
 

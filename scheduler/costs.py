@@ -46,6 +46,14 @@ _TRUST = 2.0
 _FADING = 200.0
 """Observed steps after which half of a correction is left that was not looked at again."""
 
+ALIKE = 2
+"""Steps alike in a row from which on their times are usual ones.
+
+The first of them finds caches full of what others needed, and takes up to a third longer. Where
+its shapes are new, memory is fetched and kernels are prepared for it besides. So probes are as many
+steps, too.
+"""
+
 _SURPRISE, _FIRST_SURPRISE = 0.35, 1.0
 """Largest surprises (logarithms of seconds) taken at face value, and that of a cell's first step.
 
@@ -124,6 +132,11 @@ class Cell:
     size: int
     paths: int
     depth: int
+
+
+def cell_of(plan: Plan, size: int) -> Cell:
+    """Return the cell of steps in a class of sizes in which all draft by ``plan``."""
+    return Cell(size, plan.paths, plan.depth) if plan.speculative else Cell(size, 0, 0)
 
 
 @dataclass(slots=True)
@@ -230,6 +243,18 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     def knows_drafts(self) -> bool:
         """Whether any step drafted: else drafts would seem to cost nothing."""
         return any(cell.paths for cell in self.cells)
+
+
+class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of steps before the first of them.
+
+    Attributes:
+        greedy: Of steps at temperature 0.
+        sampled: Of others.
+    """
+
+    greedy: CostTable
+    sampled: CostTable
 
 
 @dataclass(slots=True)

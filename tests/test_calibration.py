@@ -16,8 +16,8 @@ from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.cost_cache import FOLDER, CostCache, shape_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import PlanReason
-from eaglegbv.scheduler.costs import StepCosts, StepShape
-from eaglegbv.scheduler.planner import KnownCosts, Planner
+from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape
+from eaglegbv.scheduler.planner import Planner
 
 SHAPES = [StepShape(r, 100 * r, r if k else 0, k, d) for r in (1, 4) for k, d in ((0, 0), (2, 3))]
 

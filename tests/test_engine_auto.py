@@ -25,7 +25,8 @@ from eaglegbv.graphs import GraphMode
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
-from eaglegbv.scheduler.planner import Planner, _Reading
+from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler.reading_cost import ReadingCost
 from eaglegbv.tree import DraftTree
 from eaglegbv.uniforms import Purpose
 
@@ -493,7 +494,7 @@ def test_a_long_prompt_is_worth_reading_for_a_long_answer() -> None:
 
 
 def test_a_hiccup_while_one_prompt_is_read_does_not_set_the_price() -> None:
-    reading = _Reading()
+    reading = ReadingCost()
     reading.observe(100, 10.0)
     assert reading.seconds == 0.0  # nothing is known by one
     reading.observe(100, 0.01)

@@ -15,8 +15,8 @@ import torch
 from eaglegbv.auto_plan import AUTO
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.request import Request
-from eaglegbv.scheduler.costs import Array, Cell, CostTable, StepCosts, StepShape
-from eaglegbv.scheduler.planner import KnownCosts, Planner
+from eaglegbv.scheduler.costs import Array, Cell, CostTable, KnownCosts, StepCosts, StepShape
+from eaglegbv.scheduler.planner import Planner
 from support.simulated_engine import make_request, verify
 
 LAW = np.array((9.0, 0.32, 1.6, 2.4, 0.38, 0.6, 0.25, 0.24)) / 1000
