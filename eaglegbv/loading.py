@@ -93,11 +93,53 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
+def named_device(device: torch.device | str) -> torch.device:
+    """Return the device of a name, such as ``"cuda:1"``, that is on this machine.
+
+    PyTorch itself takes any kind for a device, and breaks off when a tensor goes there.
+
+    Raises:
+        InvalidArgument: There is none of this name here.
+    """
+    found = _devices()
+    try:
+        place = torch.device(device)
+    except RuntimeError:  # no kind of devices that PyTorch knows
+        raise InvalidArgument("device", str(device), _there(found)) from None
+    if place.type not in found or (place.index or 0) >= found[place.type]:
+        why = ""
+        if place.type == "cuda" and not torch.backends.cuda.is_built():
+            why = "; this PyTorch was built without CUDA"
+        raise InvalidArgument("device", str(device), _there(found) + why)
+    return place
+
+
+def _devices() -> dict[str, int]:
+    """Return how many devices of each kind PyTorch can use here; the processor is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    more = {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
+    return {"cpu": 1} | more
+
+
+def _there(found: dict[str, int]) -> str:
+    """Say which devices there are: cpu, and cuda:0 to cuda:3."""
+    others = [
+        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+        for kind, count in found.items()
+        if kind != "cpu"
+    ]
+    return " or ".join(["cpu", *others]) if others else "cpu, as PyTorch finds no other device here"
+
+
 def place_of(
     device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Return where and in which type to compute: CUDA where there is one, bfloat16 there."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return where and in which type to compute: CUDA where there is one, bfloat16 there.
+
+    Raises:
+        InvalidArgument: There is no such device here, or no such type.
+    """
+    place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = "bfloat16" if place.type == "cuda" else "float32"
     return place, named_dtype(dtype or usual)
 

@@ -17,7 +17,7 @@ from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY_TARGET, named_models
+from eaglegbv.loading import TINY_TARGET, named_device, named_models
 from eaglegbv.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -59,6 +59,25 @@ def test_no_model_named_means_the_packaged_pair() -> None:
     alone = named_models(TINY_TARGET, None)  # a folder that is named is no choice of a drafter
     assert (alone.name, alone.drafter_name) == (str(TINY_TARGET), None)
     assert named_models("a/b", Path("head")).drafter_name == "head"
+
+
+@pytest.mark.parametrize("name", ["warp", "cuda", "cuda:1", "meta", ""])
+def test_a_device_that_is_not_there_is_named_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    with pytest.raises(InvalidArgument, match=f"device='{name}': expected cpu, as PyTorch finds"):
+        named_device(name)
+    assert named_device("cpu") == torch.device("cpu")
+
+
+def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert named_device("cuda:1").index == 1
+    with pytest.raises(InvalidArgument, match="'cuda:2': expected cpu or cuda:0 to cuda:1"):
+        named_device("cuda:2")
 
 
 def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:

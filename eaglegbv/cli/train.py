@@ -16,6 +16,7 @@ from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator
+from eaglegbv.loading import named_device
 
 app = typer.Typer(no_args_is_help=True, help="Train a target, an EAGLE head or a bigram table.")
 
@@ -239,7 +240,7 @@ def _command_line() -> str:
 
 def _resolve(device: str) -> str:
     if device != "auto":
-        return device
+        return str(named_device(device))
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -107,6 +107,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--law", "nope"], "law='nope'"),
         (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "dtype='int3'"),
+        (["--prompt", "a", "--device", "warp"], "device='warp': expected cpu"),
         (["--prompt", "a", "--draft-quantization", "int3"], "draft-quantization='int3'"),
         (["--prompt", "a", "--compile", "fast"], "compile_backend='fast'"),
         (["--prompt", "a" * 300], "at most"),
