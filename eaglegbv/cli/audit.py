@@ -213,7 +213,7 @@ def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
         yield show
 
 
-@app.command()
+@app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[
         str, typer.Option(help="What all texts answer.")
@@ -288,7 +288,7 @@ def pair(
         raise typer.Exit(FAILED)
 
 
-@app.command()
+@app.command(short_help="Measure block efficiency on synthetic models.")
 def picture(
     out: Annotated[
         Path | None, typer.Option(help="Picture to write (.svg, .png, ...).", show_default="none")

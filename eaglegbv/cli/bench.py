@@ -46,16 +46,20 @@ LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
 BACKENDS = (LOCAL, SGLANG, TRANSFORMERS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
-app.command()(solvers)
-app.command()(study)
-app.command()(drafters)
-app.command()(batch)
-app.command()(step)
-app.command()(compare)
-app.command()(plot)
-app.command()(results)
-app.command()(paper)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(served)
+# Their first sentences are longer than a line of the list of commands.
+app.command(short_help="Compare the solvers of optimal transport.")(solvers)
+app.command(short_help="Compare sampled with deterministic trees.")(study)
+app.command(short_help="Compare the acceptance length of drafters.")(drafters)
+app.command(short_help="Time ways to generate side by side, by batch.")(batch)
+app.command(short_help="Time the phases of a step, with random weights.")(step)
+app.command(short_help="Compare two runs, or two settings of one.")(compare)
+app.command(short_help="Draw a run, as PNG and SVG.")(plot)
+app.command(short_help="Write a page of results from measured files.")(results)
+app.command(short_help="Measure what a paper compares.")(paper)
+app.command(
+    short_help="Compare verifiers through a server of SGLang's.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(served)
 
 
 @app.callback()
@@ -63,7 +67,7 @@ def main() -> None:
     """Measure block efficiency and speed."""
 
 
-@app.command()
+@app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
     questions: Annotated[
         int | None,

@@ -16,16 +16,19 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it takes brackets, as in eaglegbv[bench], for markup of its own
     help="Lossless tree speculation for large language models.",
 )
-app.command()(generate.generate)
-app.command()(demo.demo)
-app.command()(inspect.inspect)
+# Where the first sentence is long, a list of commands would break off in the middle of it.
+app.command(short_help="Answer a prompt.")(generate.generate)
+app.command(short_help="Answer a prompt, and compare verifiers on a few questions.")(demo.demo)
+app.command(short_help="Print what a head's files say, and check them.")(inspect.inspect)
 app.command()(export.export)
-app.command()(view.view)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve.serve
-)
+app.command(short_help="Write one HTML page with the charts of a run or a trace.")(view.view)
+app.command(
+    short_help="Serve a model by SGLang, with our drafts and verifiers.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(audit.app, name="audit")
 

@@ -18,7 +18,13 @@ from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator
 from eaglegbv.loading import named_device
 
-app = typer.Typer(no_args_is_help=True, help="Train a target, an EAGLE head or a bigram table.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # as of the command this is part of
+    help="Train a target, an EAGLE head or a bigram table.",
+)
 
 Data = Annotated[list[Path], typer.Option(help="JSON-lines file or folder; may be repeated.")]
 Out = Annotated[Path, typer.Option(help="Folder to write.")]
@@ -199,7 +205,7 @@ def eagle(
     print(report.card())
 
 
-@app.command()
+@app.command(short_help="Count a bigram table, the yardstick of heads.")
 def bigram(
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     data: Data,

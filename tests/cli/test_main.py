@@ -26,6 +26,9 @@ def test_it_runs_as_a_module_too() -> None:
         (["bench", "mt-bench", "--help"], ["--verifiers", "--repeats", "EAGLEGBV_DATA"]),
         (["train", "--help"], ["target", "eagle"]),
         (["train", "target", "--help"], ["--data"]),
+        (["bench", "plot", "--help"], ["pip install 'eaglegbv[bench]'."]),
+        (["bench", "study", "--help"], ["eaglegbv[bench])"]),
+        (["audit", "picture", "--help"], ["eaglegbv[bench])"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -34,6 +37,19 @@ def test_help(cli, arguments: list[str], expected: list[str]) -> None:
     assert result.status == 0
     for text in expected:
         assert text in result.out
+
+
+@pytest.mark.parametrize("group", [[], ["bench"], ["audit"], ["train"]], ids=" ".join)
+def test_no_line_of_a_list_of_commands_breaks_off(cli, group: list[str]) -> None:
+    commands = cli(*group, "--help").out.partition("Commands:\n")[2].splitlines()
+    assert commands
+    assert not [line for line in commands if line.endswith("...")]
+
+
+def test_a_text_of_help_flows_over_its_lines(cli) -> None:
+    """Only at the width of the terminal does a line end, not where the source's does too."""
+    paragraph = cli("audit", "--help").out.partition("Enumerates")[2].partition("Block eff")[0]
+    assert all(len(line) > 50 for line in paragraph.splitlines()[:-1])
 
 
 @pytest.mark.parametrize(
