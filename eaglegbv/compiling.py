@@ -17,7 +17,7 @@ from torch._inductor import config, list_options
 from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.flat import FLAT
 from eaglegbv.frames import with_code
 
@@ -38,8 +38,9 @@ def check_backend(backend: str) -> None:
         expected = f"none: compiling takes PyTorch {_LEAST_TORCH}, and this is {torch.__version__}"
         raise InvalidArgument("compile_backend", backend, expected)
     if backend not in torch.compiler.list_backends(exclude_tags=None):
-        usual = torch.compiler.list_backends()  # not those for debugging
-        expected = f"one of {', '.join(sorted(usual))}"
+        first = FLAT, "inductor"
+        others = sorted({*torch.compiler.list_backends()} - {*first})  # not those for debugging
+        expected = f"{one_of(first)}, or another of torch.compile's: {', '.join(others)}"
         raise InvalidArgument("compile_backend", backend, expected)
 
 

@@ -1,5 +1,8 @@
 """Errors a user may meet. Each names the argument, its value and what was expected."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class EagleGBVError(Exception):
     """Base of every error this package raises on purpose."""
@@ -16,6 +19,19 @@ class InvalidArgument(EagleGBVError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.argument, self.value, self.expected)
+
+
+def one_of(names: Iterable[str], given: object = None) -> str:
+    """Return what is expected of a name: ``one of a, b``.
+
+    Args:
+        names: The names there are; members of an enumeration count by their values.
+        given: What was given instead; a name that is close to it is said first.
+    """
+    known = [str(name) for name in names]
+    close = get_close_matches(given, known, n=1) if isinstance(given, str) else []
+    perhaps = f"{close[0]}, perhaps; " if close else ""
+    return f"{perhaps}one of {', '.join(known)}"
 
 
 class ModelNotSupported(InvalidArgument):

@@ -23,7 +23,7 @@ from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
 from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
 from eaglegbv.quantization import Quantization
 from eaglegbv.targets.base import FeatureSpec, Target
@@ -89,7 +89,7 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
-        raise InvalidArgument("dtype", dtype, f"one of {sorted(_DTYPES)}, or a torch.dtype")
+        raise InvalidArgument("dtype", dtype, f"{one_of(_DTYPES)}, or a torch.dtype")
     return _DTYPES[dtype]
 
 

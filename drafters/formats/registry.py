@@ -10,7 +10,7 @@ from eaglegbv.drafters.formats.names import NamedTensors
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.drafters.formats.sglang import SGLangFormat
 from eaglegbv.drafters.formats.speculators import LAYER_SECTION, SpeculatorsFormat
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 FORMATS: Mapping[FormatName, Format] = MappingProxyType(
     {f.name: f for f in (EagleFormat(), SGLangFormat(), SpeculatorsFormat())}
@@ -24,7 +24,7 @@ def find_format(name: str) -> Format:
         InvalidArgument: There is none.
     """
     if name not in set(FormatName):
-        raise InvalidArgument("format", name, f"one of {sorted(FormatName)}")
+        raise InvalidArgument("format", name, one_of(FormatName, name))
     return FORMATS[FormatName(name)]
 
 

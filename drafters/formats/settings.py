@@ -12,7 +12,7 @@ from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, St
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors
 from eaglegbv.drafters.formats.remark import Remark, RemarkKind
 from eaglegbv.drafters.formats.section import Section
-from eaglegbv.errors import DrafterMismatch
+from eaglegbv.errors import DrafterMismatch, one_of
 
 _LLAMA_KEYS = (
     "hidden_size",
@@ -139,7 +139,7 @@ def _draft_vocab(sections: Sections, arch: Arch, vocab: int) -> int:
 def _stored_layers(sections: Sections, kind: Format) -> StoredLayers:
     stated = sections.layer.text(NUMBERING)
     if stated is not None and stated not in set(Numbering):
-        raise sections.layer.mismatch(NUMBERING, f"one of {sorted(Numbering)}")
+        raise sections.layer.mismatch(NUMBERING, one_of(Numbering))
     return StoredLayers(
         ids=sections.head.integers(LAYER_IDS),
         stated=None if stated is None else Numbering(stated),

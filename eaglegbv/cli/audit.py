@@ -10,6 +10,7 @@ import typer
 
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import (
+    VERIFIERS,
     Device,
     Drafter,
     DraftTemperature,
@@ -23,7 +24,7 @@ from eaglegbv.cli.options import (
     numbers,
 )
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a re
 def audit(
     context: typer.Context,
     verifier: Annotated[
-        str | None, typer.Option(help="Verifier to audit; not needed if a module has only one.")
+        str | None,
+        typer.Option(help=f"Verifier to audit, not needed if a module has only one: {VERIFIERS}."),
     ] = None,
     law: Annotated[
         str | None,
@@ -143,7 +145,7 @@ def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":
     if name is None and len(subjects) == 1:
         return next(iter(subjects.values()))
     if name is None or name not in subjects:
-        raise InvalidArgument("verifier", name, f"one of {{{', '.join(sorted(subjects))}}}")
+        raise InvalidArgument("verifier", name, one_of(sorted(subjects), name))
     return subjects[name]
 
 
@@ -153,7 +155,7 @@ def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> 
     from eaglegbv.tree import Law
 
     if law is not None and law not in set(Law):
-        raise InvalidArgument("law", law, f"one of {{{', '.join(sorted(Law))}}}")
+        raise InvalidArgument("law", law, one_of(Law, law))
     chosen = subject.default_law if law is None else Law(law)
     if clip:
         paths = subject.fitting_paths(chosen, sizes.paths)
@@ -221,7 +223,9 @@ def pair(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
-    verifier: Annotated[str, typer.Option(help="Verifier to run.")] = "otbv",
+    verifier: Annotated[
+        str, typer.Option(help="Verifier to run, as of audit itself; or none.")
+    ] = "otbv",
     paths: Annotated[
         int | None,
         typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
@@ -258,7 +262,7 @@ def pair(
     from eaglegbv.params import SamplingParams
 
     plan = base_plan(law, draft_width, draft_temperature)
-    most = None if verifier == "none" else max_paths(verifier)
+    most = max_paths(verifier)
     if paths is None:
         paths = plan.paths if most is None else min(plan.paths, most)
     plan = msgspec.structs.replace(plan, verifier=verifier, paths=paths, depth=depth)

@@ -13,6 +13,7 @@ from eaglegbv.cli.options import (
     DraftQuantization,
     Dtype,
     Model,
+    check_verifier,
     integers,
     load_llm,
     names,
@@ -56,7 +57,9 @@ def batch(
             "assisted generation."
         ),
     ] = "auto,3x4,none,transformers",
-    verifier: Annotated[str, typer.Option(help="Verifier of the fixed plans.")] = "otbv",
+    verifier: Annotated[
+        str, typer.Option(help="Verifier of the fixed plans, as of generate.")
+    ] = "otbv",
     tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 3,
     prompts: Annotated[
@@ -106,6 +109,7 @@ def batch(
         seed=seed,
     )
     # Before models are loaded, which may take minutes: a missing file is said at once.
+    check_verifier(verifier)
     questions = _questions(questions_set, data, grid)
     held = quantization(draft_quantization)
     fleet = _Fleet(

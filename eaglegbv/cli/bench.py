@@ -22,6 +22,7 @@ from eaglegbv.cli.options import (
     names,
     numbers,
     quantization,
+    verifier_names,
 )
 from eaglegbv.cli.paper import paper
 from eaglegbv.cli.plot import plot
@@ -31,7 +32,7 @@ from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
 from eaglegbv.cli.study import study
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +87,7 @@ def mt_bench(
     verifiers: Annotated[
         str | None,
         typer.Option(
-            help="Verifiers to compare; 'none' is plain decoding.",
+            help="Verifiers to compare, as of generate; 'none' is plain decoding.",
             show_default="none,token,block,gbv,otbv; with --backend transformers no one",
         ),
     ] = None,
@@ -155,7 +156,7 @@ def mt_bench(
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
     if backend not in BACKENDS:
-        raise InvalidArgument("backend", backend, f"one of {', '.join(BACKENDS)}")
+        raise InvalidArgument("backend", backend, one_of(BACKENDS, backend))
     wanted = grid(
         _verifiers(backend, verifiers),
         integers("paths", paths),
@@ -244,7 +245,7 @@ def _verifiers(backend: str, text: str | None) -> list[str]:
         if text is not None:
             raise InvalidArgument("verifiers", text, f"no one with --backend {TRANSFORMERS}")
         return []
-    return names("verifiers", DEFAULT_VERIFIERS if text is None else text)
+    return verifier_names(DEFAULT_VERIFIERS if text is None else text)
 
 
 def _baselines(backend: str, text: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from eaglegbv.cli.options import (
     LawName,
     Model,
     base_plan,
+    check_verifier,
     integers,
     load_llm,
 )
@@ -30,7 +31,7 @@ def drafters(
     ],
     depth: Annotated[int, typer.Option(help="Length of a drafted path, L.")] = 5,
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "1,3",
-    verifier: Annotated[str, typer.Option(help="Name of the verifier.")] = "otbv",
+    verifier: Annotated[str, typer.Option(help="Verifier, as of generate.")] = "otbv",
     law: LawName = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     draft_width: DraftWidth = DRAFT_WIDTH,
@@ -72,6 +73,7 @@ def drafters(
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
 
+    check_verifier(verifier)
     base = base_plan(law, draft_width, draft_temperature)
     plans = [
         msgspec.structs.replace(base, verifier=verifier, paths=k, depth=depth)

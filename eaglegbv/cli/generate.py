@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import (
+    VERIFIERS,
     CompileBackend,
     CudaGraphs,
     Device,
@@ -53,7 +54,7 @@ def generate(
     verifier: Annotated[
         str | None,
         typer.Option(
-            help="Verifier, or 'none' for plain decoding.",
+            help=f"{VERIFIERS}; or 'none' for plain decoding.",
             show_default="otbv; without this, --paths, --depth and --law the engine plans itself",
         ),
     ] = None,
@@ -205,10 +206,9 @@ def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | No
         temperatures = (base.draft_temperature,)
         return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
     verifier = base.verifier if verifier is None else verifier
-    if verifier != "none":
-        most = max_paths(verifier)
-        if paths is None:
-            paths = base.paths if most is None else min(base.paths, most)
+    most = max_paths(verifier)
+    if paths is None:
+        paths = base.paths if most is None else min(base.paths, most)
     return msgspec.structs.replace(
         base,
         verifier=verifier,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from eaglegbv.auto_plan import Planning
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from eaglegbv.llm import LLM
     from eaglegbv.quantization import Quantization
     from eaglegbv.tree import Law
+
+VERIFIERS = (
+    "otbv, gbv, spectr_gbv, traversal, block, greedy_block, token, specinfer, spectr, spechub, "
+    "greedy_draft, global_resolution or target_only"
+)
+"""What help says of verifiers, without loading them; variants of one are left out."""
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
@@ -78,7 +84,26 @@ def max_paths(verifier: str) -> int | None:
     """Return the most paths a verifier takes; None for any number."""
     from eaglegbv.verifiers.registry import make_any_verifier
 
-    return make_any_verifier(verifier).max_paths
+    check_verifier(verifier)
+    return None if verifier == "none" else make_any_verifier(verifier).max_paths
+
+
+def check_verifier(name: str) -> None:
+    """Raise unless there is a verifier of that name; ``none`` is plain decoding."""
+    from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
+
+    found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
+    if name not in found:
+        # "greedy" is the engine's own, for temperature 0.
+        raise InvalidArgument("verifier", name, one_of(sorted(found - {"greedy"}), name))
+
+
+def verifier_names(text: str) -> list[str]:
+    """Return the verifiers of a comma-separated list."""
+    found = names("verifiers", text)
+    for name in found:
+        check_verifier(name)
+    return found
 
 
 def laws(text: str) -> "list[Law | None]":
@@ -88,7 +113,7 @@ def laws(text: str) -> "list[Law | None]":
     found: list[Law | None] = []
     for name in names("law", text):
         if name != "own" and name not in set(Law):
-            raise InvalidArgument("law", name, f"one of {sorted(Law)}, or own")
+            raise InvalidArgument("law", name, f"{one_of(Law, name)}, or own")
         found.append(None if name == "own" else Law(name))
     return found
 
@@ -99,7 +124,7 @@ def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "P
     from eaglegbv.tree import Law
 
     if law is not None and law not in set(Law):
-        raise InvalidArgument("law", law, f"one of {sorted(Law)}")
+        raise InvalidArgument("law", law, one_of(Law, law))
     return Plan(
         law=None if law is None else Law(law),
         draft_width=draft_width,
@@ -151,7 +176,7 @@ def quantization(name: str) -> "Quantization":
 def _named(option: str, name: str, kind: type[Kind]) -> Kind:
     """Return the member of ``kind`` that an option names."""
     if name not in list(kind):
-        raise InvalidArgument(option, name, f"one of {', '.join(kind)}")
+        raise InvalidArgument(option, name, one_of(kind, name))
     return kind(name)
 
 

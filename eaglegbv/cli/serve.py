@@ -18,7 +18,7 @@ def serve(
         typer.Option(help="Folder of an EAGLE head.", show_default="none: plain decoding"),
     ] = None,
     verifier: Annotated[
-        str, typer.Option(help="A verifier of independently drawn paths.")
+        str, typer.Option(help="A verifier of independently drawn paths, such as gbv.")
     ] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 3,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,

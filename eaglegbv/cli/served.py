@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.measuring import run_settings
-from eaglegbv.cli.options import Drafter, DraftWidth, Model, names, numbers
+from eaglegbv.cli.options import Drafter, DraftWidth, Model, numbers, verifier_names
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
@@ -34,7 +34,8 @@ def served(
         Path | None, typer.Option(help="File or folder to read them from.", show_default="usual")
     ] = None,
     verifiers: Annotated[
-        str, typer.Option(help="Verifiers of sampled trees; 'none' is plain decoding.")
+        str,
+        typer.Option(help="Verifiers of sampled trees, as of generate; 'none' is plain decoding."),
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
     eagle: Annotated[
         str | None,
@@ -79,7 +80,7 @@ def served(
     require_integer("at-once", at_once, 1, 1024)
     chosen = load_questions(questions_set, data).first(questions)
     sampled = grid(
-        names("verifiers", verifiers),
+        verifier_names(verifiers),
         [paths],
         [depth],
         numbers("temperature", temperature),

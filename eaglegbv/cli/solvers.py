@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.options import integers, names
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from eaglegbv.eval.solvers import Row, Setting
@@ -92,7 +92,7 @@ def _solvers(text: str) -> "list[Solver]":
     chosen = names("solver", text)
     for name in chosen:
         if name not in set(Solver):
-            raise InvalidArgument("solver", name, f"one of {{{', '.join(Solver)}}}")
+            raise InvalidArgument("solver", name, one_of(Solver, name))
     return [Solver(name) for name in chosen]
 
 

@@ -5,8 +5,15 @@ from typing import Annotated
 
 import typer
 
-from eaglegbv.cli.options import CompileBackend, CudaGraphs, Device, Dtype, graph_mode
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.cli.options import (
+    CompileBackend,
+    CudaGraphs,
+    Device,
+    Dtype,
+    check_verifier,
+    graph_mode,
+)
+from eaglegbv.errors import InvalidArgument, one_of
 
 
 def step(
@@ -20,7 +27,7 @@ def step(
     intermediate: Annotated[int | None, typer.Option(help="Width of feed-forward layers.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens.")] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Tokens the head drafts.")] = None,
-    verifier: Annotated[str, typer.Option(help="Verifier, or 'none'.")] = "otbv",
+    verifier: Annotated[str, typer.Option(help="Verifier, as of generate.")] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 4,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,
@@ -46,7 +53,7 @@ def step(
     from eaglegbv.loading import place_of
 
     if shape not in SHAPES:
-        raise InvalidArgument("shape", shape, f"one of {', '.join(SHAPES)}")
+        raise InvalidArgument("shape", shape, one_of(SHAPES, shape))
     sizes = {
         "hidden": hidden,
         "layers": layers,
@@ -58,6 +65,7 @@ def step(
     }
     given = {name: size for name, size in sizes.items() if size is not None}
     model = msgspec.structs.replace(SHAPES[shape], **given)
+    check_verifier(verifier)
     setting = StepSetting(
         plan=Plan(verifier=verifier, paths=paths, depth=depth),
         batch=batch,

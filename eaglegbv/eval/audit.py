@@ -131,7 +131,7 @@ class Subject(ABC):
         """
         if law not in self.laws:
             known = ", ".join(sorted(self.laws))
-            raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
+            raise LawMismatch("law", str(law), f"one of {known} for verifier {self.name!r}")
         fitting = self.fitting_paths(law, shape.paths)
         if law is Law.HUB and shape.paths != fitting:
             raise LawMismatch("paths", shape.paths, f"{HUB_PATHS}: the law 'hub' draws pairs")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable that names a folder of data; prompts are looked for in ``prompts/``."""
@@ -167,7 +167,7 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
     if suite is None:
         path = Path(suite_name)
         if not path.is_file():
-            expected = f"one of {sorted(SUITES)}, or a file of JSON lines"
+            expected = f"{one_of(SUITES, suite_name)}, or a file of JSON lines"
             raise InvalidArgument("questions-set", suite_name, expected)
         if data is not None:
             raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")

@@ -101,7 +101,7 @@ def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
     assert cli(*arguments, "--verifier", "careless").status == 1
     either = cli(*arguments)
     assert either.status == 2
-    assert "one of {careless, mine}" in either.err
+    assert "one of careless, mine" in either.err
 
 
 @pytest.mark.parametrize("name", ["block", "spectr_gbv"])
@@ -120,7 +120,7 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "verifier=None: expected one of {block, "),
+        ([], "verifier=None: expected one of block, "),
         (["--verifier", "V"], "verifier='V'"),
         (["--verifier", "otbv", "--law", "nope"], "law='nope'"),
         (["--verifier", "otbv", "--law", "wor"], "law='wor'"),
@@ -139,6 +139,7 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
         (["--module", str(EXAMPLE), "--law", "fixed"], "law='fixed'"),
         (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
         (["pair", "--verifier", "nope"], "verifier='nope'"),
+        (["--law", "hob", "--verifier", "otbv"], "law='hob': expected hub, perhaps; one of iid, "),
         (["picture", "--verifiers", "nope"], "verifier='nope'"),
         (["picture", "--verifiers", "spechub"], "law='iid'"),
         (["picture", "--paths", "0"], "paths=0"),

@@ -103,3 +103,9 @@ def test_export_refuses_what_would_be_lost(cli: Cli, tmp_path: Path) -> None:
     result = cli("export", str(head), str(tmp_path / "d"), "--format", "sglang")
     assert "norm_before_residual" in result.err
     assert not (tmp_path / "d").exists()
+
+
+def test_a_format_that_is_none_is_named_with_those_there_are(cli, tmp_path: Path) -> None:
+    result = cli("export", "eagle3", str(tmp_path / "a"), "--format", "foo")
+    assert result.status == 2
+    assert result.err == "eaglegbv: format='foo': expected one of eagle, sglang, speculators\n"

@@ -4,6 +4,8 @@ import sys
 import pytest
 
 import eaglegbv
+from eaglegbv.cli.options import VERIFIERS
+from eaglegbv.verifiers import registry
 
 
 def test_version(cli) -> None:
@@ -50,6 +52,15 @@ def test_a_text_of_help_flows_over_its_lines(cli) -> None:
     """Only at the width of the terminal does a line end, not where the source's does too."""
     paragraph = cli("audit", "--help").out.partition("Enumerates")[2].partition("Block eff")[0]
     assert all(len(line) > 50 for line in paragraph.splitlines()[:-1])
+
+
+def test_help_names_the_verifiers_there_are(cli) -> None:
+    """All but the engine's own, and variants of one."""
+    known = {*registry.VERIFIERS, *registry.STATEFUL_VERIFIERS} - {"greedy"}
+    variants = {name for name in known if name.startswith("global_resolution_")}
+    assert set(VERIFIERS.replace(" or ", ", ").split(", ")) == known - variants
+    listed = " ".join(cli("generate", "--help").out.split())
+    assert VERIFIERS in listed
 
 
 @pytest.mark.parametrize(

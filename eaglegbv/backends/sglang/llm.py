@@ -18,7 +18,7 @@ from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.loading import named_dtype, named_folder, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
@@ -253,7 +253,7 @@ def _engine_arguments(
     if dtype is not None:
         wanted = named_dtype(dtype)
         if wanted not in TORCH_TO_SGLANG:
-            raise InvalidArgument("dtype", str(dtype), f"one of {sorted(TORCH_TO_SGLANG.values())}")
+            raise InvalidArgument("dtype", str(dtype), one_of(TORCH_TO_SGLANG.values()))
         arguments["dtype"] = TORCH_TO_SGLANG[wanted]
     if device is not None:
         arguments["device"] = torch.device(device).type

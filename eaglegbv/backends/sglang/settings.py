@@ -7,7 +7,7 @@ import msgspec
 
 from eaglegbv.checks import require_integer, require_number
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 PREFIX = "EAGLEGBV_"
 JSON_VARIABLE = "EAGLEGBV_SETTINGS"
@@ -53,8 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         values |= _from_json(environment.get(JSON_VARIABLE, "{}"))
         unknown = sorted(values.keys() - {field.name for field in msgspec.structs.fields(cls)})
         if unknown:
-            known = ", ".join(field.name for field in msgspec.structs.fields(cls))
-            raise InvalidArgument(JSON_VARIABLE, unknown[0], f"one of {known}")
+            known = one_of(field.name for field in msgspec.structs.fields(cls))
+            raise InvalidArgument(JSON_VARIABLE, unknown[0], known)
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:

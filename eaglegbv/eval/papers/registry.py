@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.papers.base import Paper
 from eaglegbv.eval.papers.bv import BV
 from eaglegbv.eval.papers.gbv import GBV
@@ -31,5 +31,5 @@ def paper_named(name: str) -> Paper:
         InvalidArgument: There is none of that name.
     """
     if name not in PAPERS:
-        raise InvalidArgument("name", name, f"one of {', '.join(sorted(PAPERS))}")
+        raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
     return PAPERS[name]
