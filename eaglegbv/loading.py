@@ -7,7 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from huggingface_hub import snapshot_download
+from httpx import HTTPError
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
 from eaglegbv.attention.fitting import paged_attention
@@ -33,6 +35,9 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
+"""Some old models of the hub have no owner."""
+_HUB_SECONDS = 10.0
 NGRAM = "ngram"
 """Name of the drafter that needs no files: prompt lookup."""
 
@@ -180,6 +185,7 @@ def load_pair(
     size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
     if compile_backend is not None:
         check_backend(compile_backend)
+    check_model(model)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
     opened = _Opening(
         model,
@@ -372,6 +378,51 @@ def _drafter_folder(drafter: str | Path) -> Path:
         raise InvalidArgument("drafter", str(drafter), expected)
     try:
         return Path(snapshot_download(str(drafter)))
-    except OSError as error:  # what the hub client raises without network, repository or access
-        why = f"{expected}, or a repository that the hub gives ({type(error).__name__})"
+    except (OSError, HTTPError) as error:
+        why = f"{expected}, or a repository that the hub gives ({hub_refusal(error)})"
         raise InvalidArgument("drafter", str(drafter), why) from error
+
+
+def check_model(model: str | Path, argument: str = "model") -> None:
+    """Raise where a name is neither a folder nor what the hub has, before anything is loaded.
+
+    The hub is asked once: transformers would ask again for half a minute, and not say that it was
+    the network that failed.
+
+    Raises:
+        InvalidArgument: The hub has no such model, or does not answer.
+    """
+    name = str(model)
+    if Path(model).is_dir() or not _MODEL_NAME.fullmatch(name):
+        return  # what is wrong with a path is said where it is opened
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            ask_hub(name)
+    except (OSError, HTTPError, ValueError) as error:  # a ValueError: not a name that a model has
+        expected = "an existing model folder, or a model id of the Hugging Face hub"
+        raise InvalidArgument(argument, name, f"{expected} ({hub_refusal(error)})") from error
+
+
+def ask_hub(repository: str, kind: str = "model") -> None:
+    """Ask the hub whether it has a repository, once.
+
+    Raises:
+        OSError: It does not, or it does not answer; see :func:`hub_refusal`.
+        httpx.HTTPError: Likewise.
+    """
+    try:
+        HfApi().repo_info(repository, repo_type=kind, timeout=_HUB_SECONDS)
+    except RepositoryNotFoundError:
+        raise
+    except HfHubHTTPError:  # it answers; a download says what it minds, if it minds that too
+        return
+
+
+def hub_refusal(error: Exception) -> str:
+    """Say why the hub gave nothing, by what its client raised."""
+    if isinstance(error, RepositoryNotFoundError | ValueError):
+        return "the hub has none of this name, or not for you"
+    network = HTTPError, ConnectionError, LocalEntryNotFoundError
+    if isinstance(error, network) and getattr(error, "response", None) is None:
+        return "the hub could not be reached"
+    return f"the hub did not give it: {type(error).__name__}"

@@ -132,9 +132,10 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load transformers alone."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.loading import place_of
+    from eaglegbv.loading import check_model, place_of
 
     device, dtype = place_of(models.device, models.dtype)
+    check_model(models.target)
     baselines = _baselines(models, settings)
     # There is no plan to answer by.
     anyone = next(iter(baselines.values()))
@@ -149,6 +150,8 @@ def sglang(
     """Have SGLang answer: one engine for each plan, one after another."""
     from transformers import AutoTokenizer
 
+    from eaglegbv.loading import check_model
+
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
         raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
@@ -157,6 +160,7 @@ def sglang(
         own = tuple(setting for setting in settings if setting.plan == plan)
         return Sitting(own, lambda: _sglang_engine(models, plan, arguments))
 
+    check_model(models.target)
     plans = dict.fromkeys(setting.plan for setting in settings)
     tokenizer = AutoTokenizer.from_pretrained(models.target)
     device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"

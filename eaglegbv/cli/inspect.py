@@ -19,11 +19,13 @@ def inspect(
     """Print what a head's files say, check them, and warn of what engines disagree about."""
     from eaglegbv.drafters.checkpoint import fit
     from eaglegbv.drafters.inspection import inspect_head
-    from eaglegbv.loading import TINY_TARGET
+    from eaglegbv.loading import TINY_TARGET, check_model
     from eaglegbv.targets.hf import load_config
 
     checkpoint = open_head(drafter)
     fitted = None
     if target is not None:
-        fitted = fit(checkpoint, load_config(TINY_TARGET if target == "tiny" else target))
+        name = str(TINY_TARGET) if target == "tiny" else target
+        check_model(name, "target")
+        fitted = fit(checkpoint, load_config(name))
     typer.echo(inspect_head(checkpoint, fitted).text())

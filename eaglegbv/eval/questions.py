@@ -284,28 +284,14 @@ def _local_file(suite: Suite) -> Path | None:
 
 
 def _from_hub(suite: Suite) -> QuestionSet:
-    # Imported here: the hub client takes a while to load and is seldom needed.
-    from huggingface_hub import hf_hub_download
-
     looked = (
-        f"--data FILE, or {suite.file} in the folder prompts/ of ${DATA_VARIABLE} or of "
-        f"{cache_folder()}"
+        f"--questions-set builtin, which is packaged, --data FILE, or {suite.file} in the folder "
+        f"prompts/ of ${DATA_VARIABLE} or of {cache_folder()}"
     )
     if suite.hub is None:
         known = f"; published as {suite.upstream}" if suite.upstream else ""
         raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}{known}")
-    try:
-        fetched = hf_hub_download(
-            suite.hub.repository, suite.hub.path, repo_type="dataset", revision=suite.hub.revision
-        )
-    except OSError as error:  # what the hub client raises without network, file or access
-        raise InvalidArgument(
-            "questions-set",
-            suite.name,
-            f"its questions: {looked}; the Hugging Face hub did not give "
-            f"{suite.hub.repository} either ({type(error).__name__})",
-        ) from error
-    questions = read_questions(Path(fetched), suite.name)
+    questions = read_questions(_fetched(suite.name, suite.hub, looked), suite.name)
     cached = cache_folder() / "prompts" / suite.file
     cached.parent.mkdir(parents=True, exist_ok=True)
     partial = cached.with_suffix(".partial")
@@ -313,3 +299,30 @@ def _from_hub(suite: Suite) -> QuestionSet:
     partial.replace(cached)
     origin = f"hub: {suite.hub.repository}@{suite.hub.revision}"
     return QuestionSet(suite.name, origin, questions)
+
+
+def _fetched(name: str, file: HubFile, looked: str) -> Path:
+    """Return a file of the hub's; where there is none the error says where else was looked."""
+    # Imported here: the hub client takes a while to load and is seldom needed.
+    import huggingface_hub
+    from httpx import HTTPError
+
+    from eaglegbv.loading import ask_hub, hub_refusal
+
+    where, path, revision = file.repository, file.path, file.revision
+    try:
+        held = huggingface_hub.try_to_load_from_cache(
+            where, path, repo_type="dataset", revision=revision
+        )
+        if isinstance(held, str):
+            return Path(held)
+        ask_hub(where, "dataset")  # the download would try for half a minute
+        fetched = huggingface_hub.hf_hub_download(
+            where, path, repo_type="dataset", revision=revision
+        )
+        return Path(fetched)
+    except (OSError, HTTPError) as error:
+        expected = f"its questions: {looked}; or the Hugging Face hub's {where}"
+        raise InvalidArgument(
+            "questions-set", name, f"{expected} ({hub_refusal(error)})"
+        ) from error

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from httpx import ConnectError
 from support.cli import Result, run
 from support.saved_pair import save_pair
 
@@ -25,8 +26,8 @@ def no_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep questions of this machine and of the hub out."""
 
     def offline(*arguments: object, **options: object) -> str:
-        raise ConnectionError("no network")
+        raise ConnectError("no network")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", offline)
     monkeypatch.delenv("EAGLEGBV_DATA", raising=False)

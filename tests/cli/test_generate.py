@@ -132,6 +132,7 @@ def test_bad_input_is_one_clear_line(cli, pair, arguments: list[str], message: s
     ("models", "message"),
     [
         (["--model", "/no/such/model"], "/no/such/model"),
+        (["--model", "nobody/misspelt"], "hub (the hub could not be reached)"),
         (["--drafter", "/no/such/drafter"], "drafter='/no/such/drafter'"),
         (["--verifier", "otbv"], "drafter=None"),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from httpx import ConnectError
 from support.data import MT_BENCH, data_file
 
 from eaglegbv.errors import InvalidArgument
@@ -32,9 +33,9 @@ def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> str:
-        raise ConnectionError("no network")
+        raise ConnectError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", fail)
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -66,7 +67,9 @@ def test_data_file_comes_first(isolated: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_data_folder_then_cache_then_hub(
     isolated: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
 ) -> None:
-    with pytest.raises(InvalidArgument, match=r"questions-set='mt-bench'.*hub did not give"):
+    with pytest.raises(
+        InvalidArgument, match=r"questions-set='mt-bench'.*hub could not be reached"
+    ):
         load_questions("mt-bench")
     write(isolated / "cache/eaglegbv/prompts/mt_bench.jsonl", row("cached"))
     assert load_questions("mt-bench").questions[0].id == "cached"
@@ -83,6 +86,7 @@ def test_hub_rows_are_mapped_and_cached(isolated: Path, monkeypatch: pytest.Monk
         hub_row = {"prompt_id": 5, "category": "stem", "prompt": ["A?", "B?"], "reference": []}
         return str(write(isolated / "hub.jsonl", hub_row))
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     first = load_questions("mt-bench")
     second = load_questions("mt-bench")
@@ -261,6 +265,7 @@ def test_math_500_comes_from_the_hub_and_stays(
         asked.append((repository, path))
         return str(write(isolated / "test.jsonl", row))
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     first = load_questions("math-500")
     assert first.origin.startswith("hub: HuggingFaceH4/MATH-500@")
