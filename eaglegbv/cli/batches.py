@@ -159,7 +159,7 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(ways)
     calls = cells * sum(map(grid.calls, grid.batches))
-    with tqdm(total=calls, unit="call") as bar:
+    with tqdm(total=calls, unit="call", disable=None) as bar:
         for timing in measure(ways, source.take, grid):
             timings.append(timing)
             for way in watched:

@@ -200,6 +200,11 @@ def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolde
 
     from eaglegbv.eval.runner import run
 
+    if folder.records:
+        settings = folder.settings
+        total = len(settings.question_ids) * len(settings.settings) * settings.repeats
+        known = f"{len(folder.records)}/{total} conversations of it are measured"
+        typer.echo(f"going on with the run in {folder.path}: {known}", err=True)
     with progress(folder.settings, folder.records) as show:
 
         def keep(record: "Record") -> None:

@@ -89,7 +89,7 @@ def drafters(
     total = len(named) * len(plans) * len(chosen.questions)
     # Every drafter and plan answers the same prompts, and reads them itself.
     engine = EngineConfig(prefix_cache=False)
-    with tqdm(total=total, unit="conversation", file=sys.stderr) as bar:
+    with tqdm(total=total, unit="conversation", file=sys.stderr, disable=None) as bar:
         for name, where in named:
             llm = load_llm(model, where, plans[0], device, dtype, engine=engine)
             for number, plan in enumerate(plans):

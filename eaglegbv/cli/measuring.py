@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 Scalar: TypeAlias = str | int | float | bool | None
 
-SHOWN = 6
-"""Settings whose figures fit beside a progress bar."""
-
 
 def run_settings(
     questions: "QuestionSet",
@@ -63,9 +60,9 @@ def run_settings(
 def progress(
     settings: "RunSettings", records: "Sequence[Record]" = ()
 ) -> "Iterator[Callable[[Record], None]]":
-    """Show a progress bar on standard error, with every setting's figures so far.
+    """Show a progress bar on standard error, if that is a terminal.
 
-    Of many settings it shows the latest one and the one that is fastest so far.
+    Beside it stand the figures so far of the setting that ran last: those of all fit on no line.
 
     Args:
         settings: Of the run.
@@ -78,7 +75,10 @@ def progress(
     for record in records:
         figures.add(record)
 
-    with tqdm(total=total, initial=len(records), unit="conversation", file=sys.stderr) as bar:
+    known = len(records)
+    with tqdm(
+        total=total, initial=known, unit="conversation", file=sys.stderr, disable=None
+    ) as bar:
 
         def show(record: "Record") -> None:
             figures.add(record)
@@ -106,17 +106,11 @@ class _SoFar:
                 for total, figure in zip(known, self._figures, strict=True)
             ]
 
-    def text(self, latest: str) -> str:
-        """Return tokens a forward and tokens a second, by setting."""
-        measured = [name for name, sums in self._sums.items() if sums[0].below]
-        if len(self._sums) > SHOWN:
-            fastest = max(measured, key=lambda name: self._sums[name][1].ratio, default=latest)
-            shown = dict.fromkeys((latest, fastest))
-            measured = [name for name in shown if name in measured]
-        return " | ".join(self._text_of(name) for name in measured)
-
-    def _text_of(self, name: str) -> str:
+    def text(self, name: str) -> str:
+        """Return tokens a forward and tokens a second of a setting; nothing where it has none."""
         efficiency, rate = self._sums[name]
+        if not efficiency.below:
+            return ""
         return f"{name}: {efficiency.ratio:.2f} tokens/forward, {rate.ratio:.0f} tokens/s"
 
 

@@ -151,5 +151,5 @@ def _progress(what: str, steps: int) -> "Iterator[Bar]":
     """Show a progress bar on standard error."""
     from tqdm import tqdm
 
-    with tqdm(total=steps, desc=what, unit="text", file=sys.stderr) as bar:
+    with tqdm(total=steps, desc=what, unit="text", file=sys.stderr, disable=None) as bar:
         yield bar

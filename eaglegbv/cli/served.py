@@ -137,7 +137,8 @@ def _hold(
     from eaglegbv.eval.served import hold_at_once
 
     total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
-    with tqdm(total=total, initial=len(folder.records), unit="conversation") as bar:
+    known = len(folder.records)
+    with tqdm(total=total, initial=known, unit="conversation", disable=None) as bar:
 
         def keep(record: "Record") -> None:
             folder.add(record)

@@ -51,7 +51,7 @@ def solvers(
     from eaglegbv.eval.solvers import compare
 
     settings, chosen = _settings(vocab, drafts, width), _solvers(solver)
-    with tqdm(total=len(settings) * len(chosen), unit="row", file=sys.stderr) as bar:
+    with tqdm(total=len(settings) * len(chosen), unit="row", file=sys.stderr, disable=None) as bar:
 
         def show(row: "Row") -> None:
             bar.set_postfix_str(f"V {row.vocab}, n {row.drafts}: {row.solver}", refresh=False)

@@ -121,7 +121,7 @@ def _measure(
     settings = study.settings
     first = next(iter(llms.values()))
     total = len(settings.temperatures) * len(llms) * len(questions)
-    with tqdm(total=total, unit="text", file=sys.stderr) as bar:
+    with tqdm(total=total, unit="text", file=sys.stderr, disable=None) as bar:
         for temperature in settings.temperatures:
             texts = collect(
                 first,

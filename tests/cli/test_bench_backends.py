@@ -224,5 +224,5 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
     assert after[: len(measured)] == measured
     keys = [(r["setting"], r["question_id"], r["repeat"]) for r in map(json.loads, after)]
     assert len(keys) == len(set(keys)) == whole
-    assert f"{len(measured)}/{whole}" in again.stderr  # the bar goes on where it stopped
+    assert f"{len(measured)}/{whole}" in again.stderr  # it goes on where it stopped
     assert len(read_results(out / "results.json").records) == whole
