@@ -1,4 +1,4 @@
-"""Errors a user may meet. Each names the argument, its value and what was expected."""
+"""Errors a user may meet. Those of an argument name it, its value and what was expected."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -32,6 +32,18 @@ def one_of(names: Iterable[str], given: object = None) -> str:
     close = get_close_matches(given, known, n=1) if isinstance(given, str) else []
     perhaps = f"{close[0]}, perhaps; " if close else ""
     return f"{perhaps}one of {', '.join(known)}"
+
+
+class NotInstalled(EagleGBVError):
+    """A package that is an extra of this one is not there."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed: pip install 'eaglegbv[{extra}]'")
+        self.package = package
+        self.extra = extra
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.package, self.extra)
 
 
 class ModelNotSupported(InvalidArgument):

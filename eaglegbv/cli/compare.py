@@ -34,8 +34,8 @@ def compare(
 
     if b is None and (setting_a is None or setting_b is None):
         raise InvalidArgument("b", None, "another run, or --setting-a and --setting-b of this one")
-    base = load_results(a)
-    other = base if b is None else load_results(b)
+    base = load_results(a, "a")
+    other = base if b is None else load_results(b, "b")
     if setting_a is None and setting_b is None:
         comparisons = compare_runs(base, other)
     else:

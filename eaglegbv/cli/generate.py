@@ -188,8 +188,12 @@ def print_answer(
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise InvalidArgument("prompt", prompt, "either --prompt TEXT or --prompt-file FILE")
+    if prompt is None and prompt_file is None:
+        raise InvalidArgument("prompt", prompt, "--prompt TEXT or --prompt-file FILE")
+    if prompt is not None and prompt_file is not None:
+        raise InvalidArgument(
+            "prompt-file", str(prompt_file), "--prompt or --prompt-file, not both"
+        )
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text or not text.strip():
         raise InvalidArgument("prompt", text, "a text that is not empty")

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 def open_head(drafter: str) -> "Checkpoint":
     """Read the head in the folder ``drafter``, or of that name in the package."""
-    from eaglegbv.drafters.checkpoint import read_checkpoint
+    from eaglegbv.drafters.checkpoint import CONFIG, read_checkpoint
     from eaglegbv.loading import TINY_DRAFTERS, named_folder
 
     folder = named_folder(drafter)
     if not folder.is_dir():
         names = " or ".join(repr(name) for name in TINY_DRAFTERS)
         raise InvalidArgument("drafter", drafter, f"a folder with an EAGLE head, or {names}")
+    if not (folder / CONFIG).is_file():
+        raise InvalidArgument("drafter", drafter, f"a folder with an EAGLE head's {CONFIG}")
     return read_checkpoint(folder)
 
 

@@ -19,6 +19,6 @@ def plot(
     from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.store import load_results
 
-    results = load_results(run)
+    results = load_results(run, "run")
     folder = out or (run if run.is_dir() else run.parent) / "plots"
     typer.echo("\n".join(f"wrote {path}" for path in draw_all(results, folder)), err=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, NotInstalled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,10 +35,9 @@ CAPTION = "#555555"
 
 
 def check_matplotlib() -> None:
-    """Raise :class:`InvalidArgument` unless matplotlib can be imported."""
+    """Raise :class:`NotInstalled` unless matplotlib can be imported."""
     if find_spec("matplotlib") is None:
-        expected = "to be installed: pip install 'eaglegbv[bench]'"
-        raise InvalidArgument("matplotlib", None, expected)
+        raise NotInstalled("matplotlib", "bench")
 
 
 @contextmanager

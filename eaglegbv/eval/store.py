@@ -19,6 +19,31 @@ class _Run(msgspec.Struct, kw_only=True):
     environment: Environment
 
 
+SHORT = 40
+"""Letters of a setting that a message has room for."""
+
+
+def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:
+    """Return the error of a folder that holds a run of other settings than are wanted now."""
+    short, long = [], []
+    for field in wanted.__struct_fields__:
+        values = [getattr(settings, field) for settings in (found, wanted)]
+        if values[0] == values[1]:
+            continue
+        if all(_is_short(value) for value in values):
+            before, now = ("none" if value in (None, "") else value for value in values)
+            short.append(f"{field} {before}, now {now}")
+        else:
+            long.append(field)
+    told = "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
+    expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
+    return InvalidArgument("out", str(path), expected)
+
+
+def _is_short(value: object) -> bool:
+    return value is None or (isinstance(value, str | int | float) and len(str(value)) <= SHORT)
+
+
 class RunFolder:
     """A folder with ``run.json`` (settings) and ``records.jsonl`` (one line a record).
 
@@ -49,17 +74,10 @@ class RunFolder:
         except (OSError, msgspec.DecodeError) as error:
             raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
         if run.settings != settings:
-            different = [
-                field
-                for field in RunSettings.__struct_fields__
-                if getattr(run.settings, field) != getattr(settings, field)
-            ]
-            raise InvalidArgument(
-                "out", str(path), f"a new folder, or a run with the same {', '.join(different)}"
-            )
+            raise another_run(path, run.settings, settings)
         self.environment = run.environment
         self.records = self._read_records()
-        _check(path, settings, self.records)
+        _check(path, settings, self.records, "out")
 
     def _read_records(self) -> list[Record]:
         if not self._records_file.is_file():
@@ -111,8 +129,12 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
     return path
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path, argument: str = "results") -> Results:
     """Read a ``results.json``.
+
+    Args:
+        path: The file.
+        argument: What a user called it, for messages.
 
     Raises:
         InvalidArgument: The file cannot be read or is not one.
@@ -120,32 +142,36 @@ def read_results(path: Path) -> Results:
     try:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
     except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument("results", str(path), f"a results.json ({error})") from error
-    _check(path, results.settings, results.records)
+        raise InvalidArgument(argument, str(path), f"a results.json ({error})") from error
+    _check(path, results.settings, results.records, argument)
     return results
 
 
-def load_results(path: Path) -> Results:
+def load_results(path: Path, argument: str = "results") -> Results:
     """Read a run from its folder, finished or not, or from a ``results.json``.
+
+    Args:
+        path: The folder or the file.
+        argument: What a user called it, for messages.
 
     Raises:
         InvalidArgument: There is no run.
     """
     header = path / "run.json"
     if not header.is_file():
-        return read_results(path / "results.json" if path.is_dir() else path)
-    run = _read_header(header)
+        return read_results(path / "results.json" if path.is_dir() else path, argument)
+    run = _read_header(header, argument)
     lines = path / "records.jsonl"
     try:
         whole = lines.read_bytes().rpartition(b"\n")[0] if lines.is_file() else b""
         records = [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
     except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument("results", str(path), f"records of a run ({error})") from error
-    _check(path, run.settings, records)
+        raise InvalidArgument(argument, str(path), f"records of a run ({error})") from error
+    _check(path, run.settings, records, argument)
     return Results(settings=run.settings, environment=run.environment, records=records)
 
 
-def _check(path: Path, settings: RunSettings, records: Sequence[Record]) -> None:
+def _check(path: Path, settings: RunSettings, records: Sequence[Record], argument: str) -> None:
     """Raise unless every record belongs to a setting of the run, and stands once.
 
     A setting's name leaves out what is the default, so a version with other defaults names the
@@ -155,7 +181,7 @@ def _check(path: Path, settings: RunSettings, records: Sequence[Record]) -> None
     strange = sorted({record.setting for record in records} - known)
     if strange:
         raise InvalidArgument(
-            "results",
+            argument,
             str(path),
             f"records of {', '.join(sorted(known))}, not of {', '.join(strange)}: "
             "another version, with other defaults, has measured it",
@@ -163,14 +189,14 @@ def _check(path: Path, settings: RunSettings, records: Sequence[Record]) -> None
     twice = [key for key, count in Counter(record.key for record in records).items() if count > 1]
     if twice:
         expected = f"records that each stand once, unlike {twice[0]}: did two processes write it?"
-        raise InvalidArgument("results", str(path), expected)
+        raise InvalidArgument(argument, str(path), expected)
 
 
-def _read_header(header: Path) -> _Run:
+def _read_header(header: Path, argument: str) -> _Run:
     try:
         return msgspec.json.decode(header.read_bytes(), type=_Run)
     except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument("results", str(header), f"the head of a run ({error})") from error
+        raise InvalidArgument(argument, str(header), f"the head of a run ({error})") from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:

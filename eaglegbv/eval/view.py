@@ -101,8 +101,18 @@ def content_of(path: Path) -> Content:
         InvalidArgument: It is neither.
     """
     if path.is_dir() or _begins_with(path, b"{"):
-        return results_content(load_results(path))
+        return results_content(_run_of(path))
     return trace_content(path)
+
+
+def _run_of(path: Path) -> Results:
+    try:
+        return load_results(path, "path")
+    except InvalidArgument as error:
+        if error.value == str(path) and path.is_dir():  # there is a run, and it is broken
+            raise
+        expected = f"a trace, or {error.expected}"
+        raise InvalidArgument("path", str(path), expected) from error
 
 
 def page(content: Content) -> str:
@@ -150,7 +160,7 @@ def trace_content(path: Path) -> Content:
     boxes = sorted(_boxes(path), key=lambda event: (event.ts, event.name != "step"))
     steps = [event for event in boxes if event.name == "step"]
     if not steps:
-        raise InvalidArgument("trace", str(path), "a trace with at least one step")
+        raise InvalidArgument("path", str(path), "a trace with at least one step")
     arguments = [_decoded(step.args, dict[str, object], path) for step in steps]
     trees = [_decoded(step.args, _Arguments, path).trees for step in steps]
     phases = list(_phases(boxes))

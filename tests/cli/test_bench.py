@@ -60,7 +60,7 @@ def test_an_interrupted_run_goes_on(cli, pair, tmp_path: Path) -> None:
     assert [tokens(line) for line in again] == [tokens(line) for line in lines]
     other = bench(cli, pair, *arguments, "--seed", "1")
     assert other.status == 2
-    assert "with the same seed" in other.err
+    assert "(seed 0, now 1)" in other.err
 
 
 def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
@@ -149,7 +149,8 @@ def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
         ([str(out)], "b=None"),
         ([str(out), "--setting-a", "otbv K1 L2"], "b=None"),
         ([str(out), *names[:2], "--setting-b", "nope"], "setting='nope'"),
-        ([str(tmp_path / "nowhere"), str(out)], "results="),
+        ([str(tmp_path / "nowhere"), str(out)], "a="),
+        ([str(out), str(tmp_path / "nowhere")], "b="),
     ):
         refused = cli("bench", "compare", *arguments)
         assert refused.status == 2
@@ -162,7 +163,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_runs(
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     result = bench(cli, pair, *QUICK, "--plots", "--out", str(tmp_path / "run"))
     assert result.status == 2
-    assert "pip install 'eaglegbv[bench]'" in result.err
+    assert result.err == "eaglegbv: matplotlib is not installed: pip install 'eaglegbv[bench]'\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -213,7 +214,7 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
     mine.write_text(json.dumps({"prompt": "Good-bye?"}), encoding="utf-8")
     result = bench(cli, pair, *options, "--questions-set", str(mine))
     assert result.status == 2
-    assert "with the same questions_sha256" in result.err
+    assert "(other questions_sha256)" in result.err
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -226,7 +227,7 @@ def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path: Path) -
     assert "- Backend: local (compiled by flat)" in (tmp_path / "results.md").read_text()
     again = bench(cli, pair, *options)
     assert again.status == 2
-    assert "with the same compile_backend" in again.err
+    assert "(compile_backend flat, now none)" in again.err
 
 
 def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -> None:

@@ -90,8 +90,11 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "prompt=None: expected either"),
-        (["--prompt", "a", "--prompt-file", "b"], "prompt='a': expected either"),
+        ([], "prompt=None: expected --prompt"),
+        (
+            ["--prompt", "a", "--prompt-file", "b"],
+            "prompt-file='b': expected --prompt or --prompt-file, not both",
+        ),
         (["--prompt", " "], "prompt=' ': expected a text"),
         (["--prompt-file", "/no/such/file"], "prompt-file='/no/such/file'"),
         (["--prompt", "a", "--raw", "--system", "b"], "system='b'"),

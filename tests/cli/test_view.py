@@ -60,8 +60,13 @@ def test_trees_need_a_file_to_go_to(cli, pair) -> None:
 
 
 def test_errors_are_one_line(cli, run_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "g.json"
+    other.write_text("{}")
+    (tmp_path / "empty").mkdir()
     for arguments, message in (
         ([str(tmp_path / "nowhere")], "path="),
+        ([str(other)], f"path='{other}': expected a trace, or a results.json ("),
+        ([str(tmp_path / "empty")], "results.json"),
         ([str(run_folder), "--out", str(tmp_path / "no" / "page.html")], "out="),
     ):
         result = cli("view", *arguments)

@@ -180,9 +180,9 @@ def test_a_killed_run_goes_on_where_it_stopped(
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     CellStore(site(tmp_path, FakeLLM()), "bv")
     CellStore(site(tmp_path, FakeLLM()), "bv")
-    with pytest.raises(InvalidArgument, match="begun with the same"):
+    with pytest.raises(InvalidArgument, match="holds another"):
         CellStore(site(tmp_path, FakeLLM(), seed=1), "bv")
-    with pytest.raises(InvalidArgument, match="begun with the same"):
+    with pytest.raises(InvalidArgument, match=r"model .*, now other"):
         CellStore(site(tmp_path, FakeLLM(model_name="other")), "bv")
     with pytest.raises(InvalidArgument, match="cells of a paper"):
         load_measured(tmp_path / "nothing.json")

@@ -58,8 +58,13 @@ def test_a_folder_knows_what_is_measured(tmp_path: Path) -> None:
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     RunFolder(tmp_path, run_settings(), ENVIRONMENT)
-    with pytest.raises(InvalidArgument, match=r"out=.*with the same max_tokens, seed"):
-        RunFolder(tmp_path, run_settings(seed=1, max_tokens=9), ENVIRONMENT)
+    with pytest.raises(
+        InvalidArgument, match=r"out=.*--out NEW.*another \(max_tokens 8, now 9; "
+    ) as e:
+        RunFolder(tmp_path, run_settings(seed=1, max_tokens=9, question_ids=("q",)), ENVIRONMENT)
+    assert str(e.value).endswith("; seed 0, now 1; other question_ids)")
+    with pytest.raises(InvalidArgument, match=r"\(system none, now Be brief\.\)"):
+        RunFolder(tmp_path, run_settings(system="Be brief."), ENVIRONMENT)
 
 
 def test_a_run_written_by_two_processes_at_once_is_refused(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
             view(tmp_path / name)
     with pytest.raises(InvalidArgument, match=r"nowhere.*Chrome trace"):
         view(tmp_path / "nowhere")
-    with pytest.raises(InvalidArgument, match="results="):
+    with pytest.raises(InvalidArgument, match="path="):
         view(tmp_path)
 
 

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import guard
 from eaglegbv.backends.sglang.guard import OverridePoint, OverridePointChanged
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang.metrics"
 
@@ -58,6 +59,15 @@ def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.Monke
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "version", lambda _: "0.4.0")
     with pytest.raises(InvalidArgument, match=r"sglang='0.4.0': expected sglang==0.5.23"):
+        guard.check_version()
+
+
+def test_a_missing_sglang_is_a_plain_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(guard, "version", missing)
+    with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install 'eaglegbv\["):
         guard.check_version()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 
 SUPPORTED = ("0.5.23",)
 """Versions of SGLang whose override points are known."""
@@ -108,11 +108,16 @@ OVERRIDE_POINTS = (
 
 
 def check_version() -> None:
-    """Raise :class:`InvalidArgument` unless the installed SGLang is one we know."""
+    """Raise unless the installed SGLang is one we know.
+
+    Raises:
+        NotInstalled: There is none.
+        InvalidArgument: It is another version.
+    """
     try:
         installed = version("sglang")
     except PackageNotFoundError:
-        raise InvalidArgument("sglang", "not installed", "pip install 'eaglegbv[sglang]'") from None
+        raise NotInstalled("SGLang", "sglang") from None
     if installed not in SUPPORTED:
         known = " or ".join(f"sglang=={number}" for number in SUPPORTED)
         raise InvalidArgument("sglang", installed, f"{known}, whose override points are known")

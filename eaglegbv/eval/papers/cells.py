@@ -13,6 +13,7 @@ from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Setting, describe_environment
 from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
+from eaglegbv.eval.store import another_run
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
@@ -199,8 +200,7 @@ class CellStore:
         if run.is_file():
             begun = msgspec.json.decode(run.read_bytes(), type=Measured)
             if begun.run != header:
-                expected = "a new folder, or one begun with the same settings"
-                raise InvalidArgument("out", str(site.folder), expected)
+                raise another_run(site.folder, begun.run, header)
             self._environment = begun.environment
         else:
             run.write_bytes(msgspec.json.encode(self._with({})))
