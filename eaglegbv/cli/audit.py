@@ -39,6 +39,12 @@ PATHS = 2
 
 app = typer.Typer(invoke_without_command=True)
 
+PAIR_LEGEND = (
+    "cells: texts compared, rare ones together; G: how far their counts are from the exact law; "
+    "p-value:\nhow often chance alone goes as far; detects: how far from that law (in total "
+    "variation) an engine may\nbe before this notices it nine times in ten."
+)
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")]
 
 
@@ -282,12 +288,14 @@ def pair(
         params,
         samples=samples,
         progress=not as_json and sys.stderr.isatty(),
+        tell=lambda text: typer.echo(text, err=True),
     )
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
     else:
         row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
         typer.echo(plain_text([list(row), list(row.values())]))
+        typer.echo(PAIR_LEGEND)
     if not result.passed:
         raise typer.Exit(FAILED)
 

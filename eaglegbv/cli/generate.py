@@ -69,12 +69,25 @@ def generate(
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
-    presence_penalty: Annotated[float, typer.Option()] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens that have this mass together.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep so many of the likeliest tokens.", show_default="all")
+    ] = None,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than so many times the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Above 1, makes tokens of prompt and answer less likely."),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logits of tokens that the answer has.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off for every time that the answer has a token.")
+    ] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
@@ -82,7 +95,14 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the request.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Repeats a text, with --verifier, --paths, --depth or --law: plans that the "
+            "engine chooses go by time.",
+            show_default="one that is told",
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, metrics.")
@@ -126,6 +146,7 @@ def generate(
         seed=seed,
     )
     plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
+    params = _seeded(params, plan)
     config = EngineConfig(
         cuda_graphs=graph_mode(cuda_graphs), draft_quantization=quantization(draft_quantization)
     )
@@ -140,7 +161,8 @@ def generate(
             typer.echo(_json(llm, completion, time.perf_counter() - start))
         else:
             completion = print_answer(llm, request, params, stream=stream)
-            typer.echo(_footer(completion), err=True)
+            repeated = _repeating(params) if seed is None else ""
+            typer.echo(_footer(completion, repeated), err=True)
 
 
 @contextmanager
@@ -243,11 +265,38 @@ def _json(llm: "LLM", completion: "Completion", seconds: float) -> str:
     return msgspec.json.encode(result).decode()
 
 
-def _footer(completion: "Completion") -> str:
+def _seeded(params: "SamplingParams", plan: "Planning") -> "SamplingParams":
+    """Return settings with the seed that the engine would derive, so that it can be told.
+
+    By no seed is a text repeated where the engine chooses plans, which is by time.
+    """
+    import msgspec
+
+    from eaglegbv.config import EngineConfig, Plan
+    from eaglegbv.uniforms import request_seed
+
+    if params.seed is not None or not isinstance(plan, Plan):
+        return params
+    return msgspec.structs.replace(params, seed=request_seed(EngineConfig().seed, 0))
+
+
+def _repeating(params: "SamplingParams") -> str:
+    """Say which seed repeats a text that was drawn; nothing where none does."""
+    drawn = params.temperature > 0 and params.seed is not None
+    return f", seed {params.seed}" if drawn else ""
+
+
+def _footer(completion: "Completion", repeats: str) -> str:
     metrics = completion.metrics
     seconds = metrics.decode_seconds
     rate = f", {metrics.committed_tokens / seconds:.0f} tokens/s" if seconds else ""
-    return (
-        f"[{len(completion.token_ids)} tokens, {metrics.target_forwards} target forwards, "
-        f"{metrics.block_efficiency:.2f} tokens per forward{rate}, {completion.finish_reason}]"
-    )
+    # Reading the prompt brings a token, which no forward of the rest is counted for.
+    first = max(0, len(completion.token_ids) - metrics.committed_tokens)
+    forwards = metrics.target_forwards
+    steps = ""
+    if forwards:
+        steps = (
+            f": {first} from the prompt, {metrics.committed_tokens} in {forwards} target "
+            f"forward{'' if forwards == 1 else 's'} ({metrics.block_efficiency:.2f} each)"
+        )
+    return f"[{len(completion.token_ids)} tokens{steps}{rate}, {completion.finish_reason}{repeats}]"

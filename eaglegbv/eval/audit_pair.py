@@ -1,6 +1,6 @@
 """The audit of a whole engine on real models: the joint law of the first tokens, by a G-test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import cast
 
@@ -93,6 +93,7 @@ def audit_pair(
     samples: int,
     level: float = 1e-4,
     progress: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> PairResult:
     """Generate the same few tokens many times and compare them with their exact joint law.
 
@@ -108,6 +109,7 @@ def audit_pair(
         samples: Texts to generate.
         level: Probability to reject a right engine.
         progress: Show a progress bar.
+        tell: Called with what is about to be done, and then with how long it may take.
 
     Raises:
         InvalidArgument: There are too many possible texts, or a setting does not fit.
@@ -118,6 +120,8 @@ def audit_pair(
     if params.penalised or params.stop or params.stop_token_ids:
         raise InvalidArgument("params", params, "no penalties and no stops")
     start = perf_counter()
+    if tell is not None:
+        tell(f"{samples:,} texts of {params.max_tokens} tokens, against their exact law")
     params = msgspec.structs.replace(params, ignore_eos=True)
     first = params.seed or 0
     one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
@@ -129,6 +133,8 @@ def audit_pair(
         most=MOST_TEXTS,
     )
     seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
+    if tell is not None:
+        tell(f"about {_foretold(llm, one.prompt_token_ids, seeded):.0f} s, by the first {ROWS}")
     completions = llm.generate([one.prompt_token_ids] * samples, seeded, progress=progress)
     failed = next((c.error for c in completions if c.finish_reason is FinishReason.ERROR), None)
     if failed is not None:
@@ -151,6 +157,14 @@ def audit_pair(
         block_efficiency=committed / forwards if forwards else 0.0,
         seconds=perf_counter() - start,
     )
+
+
+def _foretold(llm: LLM, prompt: Sequence[int], seeded: Sequence[SamplingParams]) -> float:
+    """Return about how many seconds all texts take, by the first of them."""
+    few = seeded[:ROWS]
+    start = perf_counter()
+    llm.generate([list(prompt)] * len(few), few)
+    return (perf_counter() - start) * len(seeded) / len(few)
 
 
 def _plain_model(llm: LLM) -> PreTrainedModel:

@@ -180,6 +180,11 @@ def test_pair(cli, pair: list[str]) -> None:
     assert found["samples"] == 60
     assert found["cells"] > 1
     assert found["p_value"] >= found["level"]
+    what, how_long = result.err.splitlines()
+    assert what == "60 texts of 2 tokens, against their exact law"
+    assert how_long.startswith("about ")
+    table = cli("audit", "pair", *pair, *options[:-1]).out
+    assert "detects: how far" in table
 
 
 PICTURE = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")

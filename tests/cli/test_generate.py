@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -28,13 +29,30 @@ def test_json_is_one_object_with_text_tokens_and_metrics(cli, pair) -> None:
 
 def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
     # A seed gives the same text again under a fixed plan.
-    options = ["--prompt", "Hello", "--verifier", "otbv"]
+    options = ["--prompt", "Hello", "--verifier", "otbv", "--ignore-eos"]
     text = json.loads(generate(cli, pair, *options, "--json").out)["text"]
     for stream in ("--stream", "--no-stream"):
         result = generate(cli, pair, *options, stream)
         assert result.status == 0, result.err
         assert result.out == text + "\n"
-        assert "tokens per forward" in result.err
+        assert re.match(
+            r"\[12 tokens: 1 from the prompt, 11 in (\d+) target forwards? \(\d\.\d\d each\), \d+ "
+            r"tokens/s, length\]\n$",
+            result.err,
+        )
+
+
+def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair) -> None:
+    options = ("--prompt", "Hello", "--max-tokens", "12", "--ignore-eos")
+    fixed = ("generate", *pair, *options, "--verifier", "gbv")
+    first = cli(*fixed)
+    found = re.search(r"length, seed (\d+)\]$", first.err.strip())
+    assert found is not None
+    again = cli(*fixed, "--seed", found[1])
+    assert again.out == first.out
+    assert "seed" not in again.err
+    for other in (["--temperature", "0", "--verifier", "gbv"], []):  # by no seed, or by none alone
+        assert "seed" not in cli("generate", *pair, *options, *other).err
 
 
 def test_plain_decoding_at_temperature_0_gives_the_same_text(cli, pair) -> None:

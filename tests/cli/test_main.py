@@ -1,9 +1,13 @@
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 
 import eaglegbv
+from eaglegbv.cli.main import app
 from eaglegbv.cli.options import VERIFIERS
 from eaglegbv.verifiers import registry
 
@@ -52,6 +56,17 @@ def test_a_text_of_help_flows_over_its_lines(cli) -> None:
     """Only at the width of the terminal does a line end, not where the source's does too."""
     paragraph = cli("audit", "--help").out.partition("Enumerates")[2].partition("Block eff")[0]
     assert all(len(line) > 50 for line in paragraph.splitlines()[:-1])
+
+
+def test_every_option_has_help() -> None:
+    def silent(command: Any, name: str) -> Iterator[str]:
+        for option in command.params:
+            if option.param_type_name == "option" and not option.help:
+                yield f"{name} {option.name}"
+        for sub, one in getattr(command, "commands", {}).items():
+            yield from silent(one, f"{name} {sub}")
+
+    assert list(silent(typer.main.get_command(app), "eaglegbv")) == []
 
 
 def test_help_names_the_verifiers_there_are(cli) -> None:
