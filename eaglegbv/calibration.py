@@ -1,5 +1,6 @@
 """What steps cost on this machine, measured before the first request is served."""
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -42,6 +43,9 @@ _UNTIMED, _TIMED = 3, 3
 Trees differ in their numbers of nodes, and each number may need kernels of its own: what is timed
 first would seem dearer than what follows it. So the fastest of the timed steps counts.
 """
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Kind(NamedTuple):
@@ -87,6 +91,7 @@ def calibrate(
     quiet = msgspec.structs.replace(config, prefix_cache=True, check_slots=False)
     engine = Engine(pair.target, pair.drafter, quiet, compile_backend=compile_backend)
     engine.check_plan(auto)
+    _log.info("measuring what steps cost on this machine, once for these options: %.0f s", seconds)
     vocab = pair.target.vocab_size
     sampled, greedy = _Times(engine, vocab, 1.0), _Times(engine, vocab, 0.0)
 

@@ -1,5 +1,8 @@
 """Options that several commands share, and what they mean together."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -148,15 +151,38 @@ def load_llm(
     from eaglegbv.llm import LLM
 
     disable_progress_bar()
-    return LLM(
-        model,
-        drafter,
-        plan=plan,
-        device=device,
-        dtype=dtype,
-        engine=engine,
-        compile_backend=compile_backend,
-    )
+    with _telling("eaglegbv.calibration"):
+        return LLM(
+            model,
+            drafter,
+            plan=plan,
+            device=device,
+            dtype=dtype,
+            engine=engine,
+            compile_backend=compile_backend,
+        )
+
+
+class _Told(logging.Handler):
+    """Prints what is logged on standard error, as it is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :meth:`logging.Handler.emit`."""
+        typer.echo(record.getMessage(), err=True)
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Print what a module logs of its progress within the body."""
+    log, handler = logging.getLogger(name), _Told()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 def graph_mode(name: str) -> "GraphMode":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eaglegbv.auto_plan import AUTO, plan_name
+from eaglegbv.cost_cache import FOLDER
 
 
 def generate(cli, pair, *arguments: str):
@@ -136,7 +137,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--device", "warp"], "device='warp': expected cpu"),
         (["--prompt", "a", "--draft-quantization", "int3"], "draft-quantization='int3'"),
         (["--prompt", "a", "--compile", "fast"], "='fast': expected one of flat, inductor, or an"),
-        (["--prompt", "a" * 300], "at most"),
+        (["--prompt", "a" * 300, "--verifier", "otbv"], "at most"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -176,6 +177,16 @@ def test_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
     plans = answer["metrics"]["plans"]
     assert sum(plans.values()) == answer["metrics"]["target_forwards"]
     assert set(plans) <= {"none", *(plan_name(plan) for plan in AUTO.candidates)}
+
+
+def test_measuring_costs_is_announced_and_done_once(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))  # nothing, quickly
+    first, again = (generate(cli, pair, "--prompt", "Hello") for _ in range(2))
+    assert first.err.startswith("measuring what steps cost on this machine, once ")
+    assert "measuring" not in again.err
 
 
 def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
