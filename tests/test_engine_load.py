@@ -107,7 +107,7 @@ FAULTS = {
     "draft of the second group": ("drafter", "draft", 1),
     "forward inside a draft": ("model", "forward", 2),
     "recall of a debt": ("drafter", "advance", 0),
-    "second verdict": ("engine", "_verify", 1),
+    "second verdict": ("verification", "judge", 1),
     "features of the second commit": ("drafter", "observe", 1),
     "second commit": ("engine", "_extend", 1),
     "slots of the third commit": ("holdings", "keep", 2),
@@ -133,6 +133,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
         "drafter": drafter,
         "model": drafter.model,
         "engine": exact.engine,
+        "verification": exact.engine._verification,
         "holdings": exact.engine._holdings,
     }[owner]
     original = getattr(place, name)
