@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from eaglegbv.errors import DrafterMismatch
+from eaglegbv.errors import DrafterMismatch, one_of
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -73,7 +73,9 @@ class EagleHeadConfig:
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
         if rope_type not in _FIXED_ROPE_TYPES:
-            raise DrafterMismatch("rope_type", rope_type, f"one of {sorted(_FIXED_ROPE_TYPES)}")
+            raise DrafterMismatch(
+                "rope_type", rope_type, one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
+            )
         rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
         if rotated != 1.0:
             raise DrafterMismatch("partial_rotary_factor", rotated, "1.0, the whole head rotated")

@@ -8,7 +8,7 @@ import msgspec
 
 from eaglegbv.checks import require_integer, require_number
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.graphs import GraphMode
 from eaglegbv.quantization import Quantization
 from eaglegbv.tree import Law
@@ -109,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.law is not None and not isinstance(self.law, Law):
             if self.law not in list(Law):
-                raise InvalidArgument("law", self.law, f"one of {', '.join(sorted(Law))}")
+                raise InvalidArgument("law", self.law, one_of(sorted(Law), self.law))
             msgspec.structs.force_setattr(self, "law", Law(self.law))
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
@@ -122,7 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if shape:
             _check_shape(shape, self.depth, self.nodes)
         if self.source not in list(Source):
-            raise InvalidArgument("source", self.source, f"one of {', '.join(Source)}")
+            raise InvalidArgument("source", self.source, one_of(Source, self.source))
         msgspec.structs.force_setattr(self, "source", Source(self.source))
 
     @property
@@ -223,7 +223,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, kind in (("cuda_graphs", GraphMode), ("draft_quantization", Quantization)):
             value = getattr(self, name)
             if value not in list(kind):
-                raise InvalidArgument(name, value, f"one of {', '.join(kind)}")
+                raise InvalidArgument(name, value, one_of(kind, value))
             msgspec.structs.force_setattr(self, name, kind(value))
 
 

@@ -26,7 +26,7 @@ from eaglegbv.config import EngineConfig
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.frames import roomy
 from eaglegbv.loading import load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
@@ -63,7 +63,7 @@ class LLM(TextGenerator):
     def __new__(cls, *arguments: object, backend: str = "local", **named: object) -> Self:
         """Return what serves by ``backend``; of another class it is initialised already."""
         if backend not in BACKENDS:
-            raise InvalidArgument("backend", backend, f"one of {', '.join(sorted(BACKENDS))}")
+            raise InvalidArgument("backend", backend, one_of(sorted(BACKENDS), backend))
         if backend == "local":
             return super().__new__(cls)
         home, _, name = BACKENDS[backend].rpartition(".")

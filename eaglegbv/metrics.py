@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree_record import TreeRecord
 
 
@@ -320,7 +320,7 @@ class EngineMetrics:
         """
         if isinstance(metric, str):
             if metric not in METRICS:
-                raise InvalidArgument("metric", metric, f"one of {', '.join(sorted(METRICS))}")
+                raise InvalidArgument("metric", metric, one_of(sorted(METRICS), metric))
             metric = METRICS[metric]
         return self.values.get(metric, {}).get(label, 0)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eaglegbv import LLM, EngineConfig, Plan, SamplingParams, engine
+from eaglegbv import LLM, EngineConfig, Plan, SamplingParams, drafting
 from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import PLAIN
 from eaglegbv.eval.questions import load_questions
@@ -93,8 +93,8 @@ def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     config = EngineConfig(prefix_cache=False, calibrate=False, max_batch=64)
     accepted = {}
-    for most in (engine._MOST_KEPT, 10_000):
-        monkeypatch.setattr(engine, "_MOST_KEPT", most)
+    for most in (drafting._MOST_KEPT, 10_000):
+        monkeypatch.setattr(drafting, "_MOST_KEPT", most)
         llm = LLM(plan=AutoPlan(), engine=config)
         llm._engine._planner = LatePlanner()
         params = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True)

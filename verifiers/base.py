@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.errors import LawMismatch
+from eaglegbv.errors import LawMismatch, one_of
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.transfer import send
 from eaglegbv.tree import DraftTree, Law
@@ -110,8 +110,8 @@ class Rule(ABC):
     def check_law(self, law: Law, paths: int) -> None:
         """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
         if law not in self.laws:
-            known = ", ".join(sorted(self.laws))
-            raise LawMismatch("law", str(law), f"one of {{{known}}} for verifier {self.name!r}")
+            expected = f"{one_of(sorted(self.laws))} for verifier {self.name!r}"
+            raise LawMismatch("law", str(law), expected)
         if self.max_paths is not None and paths > self.max_paths:
             raise LawMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.gbv import GbvVerifier
@@ -64,7 +64,7 @@ def make_verifier(name: str) -> Verifier:
         InvalidArgument: No stateless verifier has that name.
     """
     if name not in VERIFIERS:
-        raise InvalidArgument("verifier", name, f"one of {{{', '.join(sorted(VERIFIERS))}}}")
+        raise InvalidArgument("verifier", name, one_of(sorted(VERIFIERS), name))
     return VERIFIERS[name]()
 
 
@@ -75,8 +75,7 @@ def make_stateful_verifier(name: str) -> StatefulVerifier:
         InvalidArgument: No verifier with state has that name.
     """
     if name not in STATEFUL_VERIFIERS:
-        known = ", ".join(sorted(STATEFUL_VERIFIERS))
-        raise InvalidArgument("verifier", name, f"one of {{{known}}}")
+        raise InvalidArgument("verifier", name, one_of(sorted(STATEFUL_VERIFIERS), name))
     return STATEFUL_VERIFIERS[name]()
 
 
@@ -90,5 +89,4 @@ def make_any_verifier(name: str) -> Verifier | StatefulVerifier:
         return make_verifier(name)
     if name in STATEFUL_VERIFIERS:
         return make_stateful_verifier(name)
-    known = ", ".join(sorted({*VERIFIERS, *STATEFUL_VERIFIERS}))
-    raise InvalidArgument("verifier", name, f"one of {{{known}}}")
+    raise InvalidArgument("verifier", name, one_of(sorted({*VERIFIERS, *STATEFUL_VERIFIERS}), name))
