@@ -61,6 +61,12 @@ class Section:
     parts: tuple[str, ...]
 
     @property
+    def anchor(self) -> str:
+        """What links to the heading name, by the rules of Markdown's usual renderers."""
+        kept = "".join(c for c in self.title.lower() if c.isalnum() or c in " -_")
+        return kept.replace(" ", "-")
+
+    @property
     def text(self) -> str:
         """The section as Markdown."""
         return "\n\n".join([f"## {self.title}", *(part for part in self.parts if part)])
@@ -79,8 +85,11 @@ def page(
         others: Names of files that lie beside them and are not shown.
     """
     sections = [
-        section(name, content, evidence, pictures.get(name, ()))
-        for name, content in sorted(evidence.items(), key=lambda item: _place(item[0]))
+        _which_when(evidence),
+        *(
+            section(name, evidence[name], evidence, pictures.get(name, ()))
+            for name in _ordered(evidence)
+        ),
     ]
     return (
         "\n\n".join(
@@ -88,7 +97,7 @@ def page(
                 "# Results",
                 _INTRODUCTION,
                 *_missing(evidence, others),
-                _which_when(evidence).text,
+                "\n".join(f"- [{one.title}](#{one.anchor})" for one in sections),
                 *(one.text for one in sections),
             ]
         )
@@ -100,8 +109,8 @@ _INTRODUCTION = (
     "Written by `eaglegbv bench results` from the measured files in [results/](results): no number "
     "or verdict here is typed by hand. How figures are defined, and what counts in them: "
     "[benchmarks.md](benchmarks.md). Brackets are 95% bootstrap intervals over questions unless "
-    "something else is said. Speeds are of the machine that is named; other machines and models "
-    "give others."
+    "something else is said. Speeds are of the machine that is named, and of that day's code and "
+    "heads; other machines and models give others. Of runs by batch the latest stand first."
 )
 
 
@@ -113,7 +122,7 @@ def section(
     if isinstance(content, PaperResults):
         return _paper(name, content, drawn)
     if isinstance(content, BatchResults):
-        return _batch(content, drawn)
+        return _batch(name, content, drawn)
     if isinstance(content, DrafterResults):
         return _drafters(content, drawn)
     if isinstance(content, Study):
@@ -124,10 +133,24 @@ def section(
     return _run(name, content, drawn)
 
 
-def _place(name: str) -> tuple[int, str]:
+def _ordered(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Return the files' names by their kinds, and of runs by batch the latest first."""
+    latest = sorted(sorted(evidence), key=lambda name: _started(evidence[name]), reverse=True)
+    return sorted(latest, key=_kind)
+
+
+def _kind(name: str) -> int:
+    """Return the place of a file's kind on the page."""
     order = list(EXPECTED)
     kinds = [known for known in order if name == known or name.startswith(f"{known}-")]
-    return (order.index(max(kinds, key=len)) if kinds else len(order), name)
+    return order.index(max(kinds, key=len)) if kinds else len(order)
+
+
+def _started(content: Evidence) -> str:
+    """Return when a run by batch began; the order of others is that of their kinds."""
+    if not isinstance(content, BatchResults) or content.environment is None:
+        return ""
+    return content.environment.started
 
 
 def _missing(evidence: Mapping[str, Evidence], others: Sequence[str]) -> Iterator[str]:
@@ -318,19 +341,21 @@ def _study(study: Study, drawn: str) -> Section:
     )
 
 
-def _batch(content: BatchResults, drawn: str) -> Section:
+def _batch(name: str, content: BatchResults, drawn: str) -> Section:
     drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
     about = ", ".join(filter(None, (content.model, drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
     backend = content.compile_backend
     compiled = f"The engine is compiled (`--compile {backend}`); " if backend else ""
+    contexts = any(timing.context for timing in content.timings)
+    rows = batches.summarise(content.timings)
     return Section(
-        f"Tokens/s by batch{_variant(content)}",
+        f"Tokens/s by batch{_variant(content)} ({name})",
         (
             f"{about}. {compiled}{_where(content.environment)}",
             "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
             f"by this engine, within a repeat. {fixed}",
-            markdown_table(batches.table(batches.summarise(content.timings))),
+            markdown_table(batches.table(rows, lengths=contexts)),
             drawn,
         ),
     )
@@ -360,11 +385,7 @@ def _drafters(content: DrafterResults, drawn: str) -> Section:
 
 
 def _which_when(evidence: Mapping[str, Evidence]) -> Section:
-    runs = {
-        name: one
-        for name, one in sorted(evidence.items(), key=lambda item: _place(item[0]))
-        if isinstance(one, Results)
-    }
+    runs = {name: one for name in _ordered(evidence) if isinstance(one := evidence[name], Results)}
     papers = [one for one in evidence.values() if isinstance(one, PaperResults)]
     loads = [one for one in evidence.values() if isinstance(one, BatchResults)]
     studies = [one for one in evidence.values() if isinstance(one, Study)]

@@ -126,7 +126,7 @@ def test_runs_by_batch_say_how_they_differ(backend: str, dtype: str, title: str)
         timings=timings(), environment=ENVIRONMENT, compile_backend=backend, dtype=dtype
     )
     text = page({"batch": run}, {})
-    assert f"## {title}\n" in text
+    assert f"## {title} (batch)\n" in text
     assert f"{title.removeprefix('Tokens/s b')}, speed over plain decoding" in text
 
 
