@@ -40,7 +40,8 @@ def draw(
         caption: What was measured, in a line or two.
 
     Raises:
-        InvalidArgument: matplotlib is missing, or the file cannot be written.
+        NotInstalled: matplotlib is missing.
+        InvalidArgument: The file cannot be written.
     """
     check_matplotlib()
     from matplotlib.figure import Figure as Canvas

@@ -85,7 +85,8 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     """Write every picture of a run into ``folder``, each as PNG and SVG; return their paths.
 
     Raises:
-        InvalidArgument: matplotlib is missing, nothing was measured, or a file cannot be written.
+        NotInstalled: matplotlib is missing.
+        InvalidArgument: Nothing was measured, or a file cannot be written.
     """
     check_matplotlib()
 

@@ -139,7 +139,8 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
     """Write the picture of the most paths into ``folder``, as PNG and SVG; return the paths.
 
     Raises:
-        InvalidArgument: matplotlib is missing, or a file cannot be written.
+        NotInstalled: matplotlib is missing.
+        InvalidArgument: A file cannot be written.
     """
     check_matplotlib()
     from matplotlib.figure import Figure as Canvas

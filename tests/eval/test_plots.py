@@ -5,7 +5,7 @@ import pytest
 from support.runs import ENVIRONMENT, NONE, record, run_settings
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval import picture
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
@@ -172,5 +172,5 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidArgument, match="a folder for pictures"):
         draw_all(RUN, tmp_path / "file")
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'eaglegbv\[bench\]'"):
+    with pytest.raises(NotInstalled, match=r"pip install 'eaglegbv\[bench\]'"):
         draw_all(RUN, tmp_path)
