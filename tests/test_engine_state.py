@@ -303,7 +303,7 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
 def test_plans_out_of_range_are_refused(tiny: TinyEngine) -> None:
     with pytest.raises(LawMismatch, match=r"paths=2: expected at most 1 for 'greedy_block'"):
         tiny.engine.check_plan(msgspec.structs.replace(ONE_PATH, paths=2))
-    with pytest.raises(LawMismatch, match=r"law='fixed': expected one of \{iid\}"):
+    with pytest.raises(LawMismatch, match=r"law='fixed': expected one of iid "):
         tiny.engine.check_plan(msgspec.structs.replace(TWO_PATHS, law=Law.FIXED))
     with pytest.raises(InvalidArgument, match=r"verifier='nope'.*greedy_block.*otbv.*spectr_gbv"):
         tiny.engine.check_plan(Plan(verifier="nope"))
