@@ -15,21 +15,18 @@ class Answer:
         request: In the engine.
         text: Its text.
         pieces: Those not taken yet, in order.
-        followed: Tokens of the request that were turned into text.
     """
 
     request: Request
     text: TextStream
     pieces: list[Delta] = field(default_factory=list)
-    followed: int = 0
 
     def follow(self) -> None:
         """Turn tokens that the request was given since into text."""
-        new = self.request.token_ids[self.followed :]
+        before = self.kept
+        new = self.request.token_ids[before:]
         if not new or self.text.stopped:
             return
-        self.followed += len(new)
-        before = len(self.text.token_ids)
         text = self.text.feed(new)
         self.pieces.append(Delta(text=text, token_ids=self.text.token_ids[before:]))
 
@@ -41,7 +38,7 @@ class Answer:
 
     @property
     def kept(self) -> int:
-        """Tokens up to the one that completes a stop string, or all."""
+        """Tokens that were turned into text: up to the one that completes a stop string."""
         return len(self.text.token_ids)
 
     def take(self) -> list[Delta]:

@@ -82,13 +82,11 @@ class Drafting:
         """Propose a tree for each request.
 
         Args:
-            requests: Requests of one plan.
-            law: How children arise; nothing is drafted by plans that do not speculate.
+            requests: Requests of one plan, which speculates.
+            law: How children arise.
             slots: For each request ``[plan.tree_slots]``, its KV slots of this step.
         """
         plan = requests[0].plan
-        if not plan.speculative:
-            return DraftTree.roots([request.token_ids[-1] for request in requests])
         return self.by(plan).draft(requests, plan, law, [own[:-1] for own in slots])
 
     def show_read(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:

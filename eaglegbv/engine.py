@@ -45,6 +45,7 @@ from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
 from eaglegbv.targets.base import Target
+from eaglegbv.tree import DraftTree
 from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Stream, request_seed
 from eaglegbv.verification import Verification
@@ -353,11 +354,17 @@ class Engine:
         """Draft a tree for each request; those of one plan together."""
         groups = []
         for members in by_plan(requests):
-            plan, greedy = members[0].plan, members[0].params.greedy
-            slots = [self._holdings.borrow(r, plan.tree_slots) for r in members]
-            law = self._verification.draft_law(plan, greedy=greedy)
-            groups.append(Group.decode(members, self._drafting.draft(members, law, slots), slots))
+            slots = [self._holdings.borrow(r, r.plan.tree_slots) for r in members]
+            groups.append(Group.decode(members, self._trees(members, slots), slots))
         return groups
+
+    def _trees(self, requests: list[Request], slots: list[Tensor]) -> DraftTree:
+        """Return a tree for each request of one plan: its root alone where it decodes plainly."""
+        plan, greedy = requests[0].plan, requests[0].params.greedy
+        if not plan.speculative:
+            return DraftTree.roots([request.token_ids[-1] for request in requests])
+        law = self._verification.draft_law(plan, greedy=greedy)
+        return self._drafting.draft(requests, law, slots)
 
     def _end_prompts(self, batch: StepBatch) -> list[Group]:
         """Read prompts to their ends."""
@@ -407,9 +414,9 @@ class Engine:
             committed=sum(len(c.token_ids) for c in commits if id(c.request) in decoding),
             plans=Counter(plan_name(request.plan) for request in batch.decoding),
             reasons=Counter(request.plan_reason for request in batch.decoding),
-            kv_used=allocator.num_slots - allocator.num_free,
+            kv_used=allocator.num_used,
             kv_slots=allocator.num_slots,
-            trees=_trees(judged, commits),
+            trees=_tree_records(judged, commits),
         )
         self._steps += 1
         self._gauge_load()
@@ -431,7 +438,7 @@ class Engine:
         allocator = self._target.allocator
         self.metrics.set(RUNNING, len(self._scheduler.running))
         self.metrics.set(WAITING, self._scheduler.num_waiting)
-        self.metrics.set(KV_USED, allocator.num_slots - allocator.num_free)
+        self.metrics.set(KV_USED, allocator.num_used)
         self.metrics.set(KV_SLOTS, allocator.num_slots)
 
     def _gauge(self) -> None:
@@ -602,7 +609,7 @@ class Engine:
         return min(params.max_tokens, room)
 
 
-def _trees(judged: list[JudgedGroup], commits: list[Commit]) -> list[TreeRecord]:
+def _tree_records(judged: list[JudgedGroup], commits: list[Commit]) -> list[TreeRecord]:
     """Return the records of a step's trees; none where no evidence was kept."""
     kept = {commit.request.number: commit.token_ids for commit in commits}
     return [

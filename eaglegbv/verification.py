@@ -69,12 +69,9 @@ class Verification:
         self._sound_plans.add(plan)
 
     def draft_law(self, plan: Plan, *, greedy: bool) -> Law:
-        """Return how children arise in the trees of a plan."""
-        if not plan.speculative:
-            return Law.FIXED
-        return draft_law(
-            plan, self._verifier(plan.verifier), self._drafting.by(plan), greedy=greedy
-        )
+        """Return how children arise in the trees of a plan that speculates."""
+        verifier, drafter = self._verifier(plan.verifier), self._drafting.by(plan)
+        return draft_law(plan, verifier, drafter, greedy=greedy)
 
     def slots_to_recall(self, plan: Plan, params: SamplingParams) -> int:
         """Return the most KV slots a request borrows to recall the draft laws of earlier steps."""

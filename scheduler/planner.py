@@ -57,7 +57,6 @@ _OFTEN, _SAMPLE_EVERY = 64, 5
 No divisor of the steps that choices hold: of these the first takes longer, for it was chosen anew.
 """
 
-
 _READING_SHARE = 0.1
 """Most that the reading of a whole prompt may take of what drafting is expected to save."""
 
@@ -161,11 +160,6 @@ class Planner:
                 if self._alike >= ALIKE and not late:
                     self._timed = _Timed(book, shape, choice.reason)
         self._kind = kind
-
-    @property
-    def times(self) -> bool:
-        """Whether what the step takes whose plans were assigned last says something."""
-        return self._timed is not None
 
     def observe_request(self, request: Request, *, offered: int, accepted: int) -> None:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""

@@ -60,16 +60,8 @@ class FlashInferPlans:
 
     def plan_rows(self, wrapper: Wrapper, pages: tuple[Tensor, Tensor], shape: BranchShape) -> None:
         """Plan rows of one query each, from offsets (host) and slots of keys (host)."""
-        offsets, slots = pages
         kind = LayerKind(None, shape.scale, None, shape.heads)
-        wrapper.plan(
-            offsets,
-            send(slots, self._pool.keys.device),
-            torch.ones(len(offsets) - 1, dtype=torch.int32),
-            kind.heads,
-            *self._sizes,
-            **self._settings(kind),
-        )
+        wrapper.plan(*self._sent(*pages), kind.heads, *self._sizes, **self._settings(kind))
 
     def _plan_prefill(
         self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind, bits: Tensor | None
@@ -89,8 +81,12 @@ class FlashInferPlans:
         counts = (segment.num_keys for segment in batch.segments)
         offsets = torch.tensor(offsets_of(counts), dtype=torch.int32)
         slots = torch.cat([segment.key_slots() for segment in batch.segments]).to(torch.int32)
-        slots = send(slots, self._pool.keys.device)
-        return offsets, slots, torch.ones(len(batch.segments), dtype=torch.int32)
+        return self._sent(offsets, slots)
+
+    def _sent(self, offsets: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return offsets, the slots on the device, and lengths of last pages."""
+        last_pages = torch.ones(len(offsets) - 1, dtype=torch.int32)
+        return offsets, send(slots, self._pool.keys.device), last_pages
 
     def _settings(self, kind: LayerKind) -> dict[str, Any]:
         dtype = self._pool.keys.dtype

@@ -64,6 +64,11 @@ class SlotAllocator:
         return self._num_blank + self._num_kept
 
     @property
+    def num_used(self) -> int:
+        """Number of slots that are not free."""
+        return self.num_slots - self.num_free
+
+    @property
     def num_kept(self) -> int:
         """Number of free slots that somebody keeps."""
         return self._num_kept

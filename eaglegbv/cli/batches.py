@@ -37,11 +37,6 @@ EXPLAINED = (
     "learning: too\nlittle is known of such steps; probe: to see whether what is known still holds"
 )
 
-EXPLAINED = (
-    "shares of all steps of all answers; best: the most tokens a second by what is known; "
-    "learning: too\nlittle is known of such steps; probe: to see whether what is known still holds"
-)
-
 
 def batch(
     batches: Annotated[str, typer.Option(help="Numbers of prompts at once.")] = "1,2,4,8,16",

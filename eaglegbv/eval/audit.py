@@ -8,7 +8,7 @@ from time import perf_counter
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.errors import InvalidArgument, LawMismatch, one_of
 from eaglegbv.eval.audit_instances import instance
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.base import Rule
@@ -130,8 +130,8 @@ class Subject(ABC):
             InvalidArgument: There are too many draft trees.
         """
         if law not in self.laws:
-            known = ", ".join(sorted(self.laws))
-            raise LawMismatch("law", str(law), f"one of {known} for verifier {self.name!r}")
+            expected = f"{one_of(sorted(self.laws))} for verifier {self.name!r}"
+            raise LawMismatch("law", str(law), expected)
         fitting = self.fitting_paths(law, shape.paths)
         if law is Law.HUB and shape.paths != fitting:
             raise LawMismatch("paths", shape.paths, f"{HUB_PATHS}: the law 'hub' draws pairs")

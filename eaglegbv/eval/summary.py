@@ -121,7 +121,7 @@ def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
 
 
 def _rate(figure: Figure, records: Sequence[Record]) -> Estimate:
-    return _median_over_repeats([figure], [records])
+    return _median_over_repeats(figure, records)
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
@@ -131,14 +131,12 @@ def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record])
     if not shared:
         return None
     return _median_over_repeats(
-        [figure, figure], [[ours[key] for key in shared], [theirs[key] for key in shared]]
+        figure, [ours[key] for key in shared], [theirs[key] for key in shared]
     )
 
 
-def _median_over_repeats(
-    figures: Sequence[Figure], records: Sequence[Sequence[Record]]
-) -> Estimate:
-    """Return the median over repeats of a figure, or of one over another, and its interval.
+def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate:
+    """Return the median over repeats of a figure, of records or of some over others.
 
     Questions are resampled, and what is resampled is the same median: so the value lies within its
     interval, as a median beside the interval of pooled repeats need not.
@@ -147,7 +145,7 @@ def _median_over_repeats(
     repeats = sorted({r.repeat for own in records for r in own})
     columns: list[list[float]] = []
     for repeat in repeats:
-        for figure, own in zip(figures, records, strict=True):
+        for own in records:
             sums = figure.by_question(r for r in own if r.repeat == repeat)
             here = [sums.get(question, Sums(0.0, 0.0)) for question in questions]
             columns += [[s.above for s in here], [s.below for s in here]]
@@ -155,10 +153,10 @@ def _median_over_repeats(
         return Estimate(0.0, 0.0, 0.0)
 
     def median(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        pairs = totals.reshape(len(repeats), len(figures), 2, *totals.shape[1:])
+        pairs = totals.reshape(len(repeats), len(records), 2, *totals.shape[1:])
         below = np.where(pairs[:, :, 1] > 0, pairs[:, :, 1], np.nan)
         ratios = pairs[:, :, 0] / below
-        if len(figures) > 1:
+        if len(records) > 1:
             ratios[:, 0] /= np.where(ratios[:, 1] > 0, ratios[:, 1], np.nan)
         return _median_of_known(ratios[:, 0])
 

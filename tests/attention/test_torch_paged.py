@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ragged_batches import tree_segment
 from torch import Tensor
 
 from eaglegbv.attention.base import PackedBatch, Segment, pack
@@ -58,23 +59,6 @@ def define(q: Tensor, pool: KVPool, batch: PackedBatch, extras: Extras) -> Tenso
     return out
 
 
-def segment(slots: Tensor, context: int, parents: list[int], *, old: int = 0) -> Segment:
-    """A tree behind ``context`` tokens whose first ``old`` nodes are there already."""
-    count = len(parents)
-    visible = torch.eye(count, dtype=torch.bool)
-    for node in range(1, count):
-        visible[node] |= visible[parents[node]]
-    positions = context + visible.sum(1) - 1
-    return Segment(
-        token_ids=torch.zeros(count - old, dtype=torch.int64),
-        positions=positions[old:],
-        context_slots=slots[:context],
-        tree_slots=slots[context : context + count],
-        tree_positions=positions,
-        visible=visible[old:],
-    )
-
-
 def prompt(slots: Tensor, context: int, count: int) -> Segment:
     tokens = torch.zeros(count, dtype=torch.int64)
     return Segment.causal(tokens, slots[:context], slots[context : context + count])
@@ -94,11 +78,11 @@ BATCHES = {
     "a long chunk": [prompt(SEQUENTIAL, 6, 30)],
     "one token, a range": [prompt(PERMUTED, 39, 1)],
     "one token, scattered": [prompt(SHUFFLED, 9, 1)],
-    "tree, a range": [segment(PERMUTED, 33, BUSHY)],
-    "tree, scattered": [segment(SHUFFLED, 12, BUSHY)],
-    "a tree of many nodes": [segment(SHUFFLED, 12, [0, *range(20), *range(9)])],
-    "tree without context": [segment(SHUFFLED, 0, BUSHY)],
-    "a tree's second level": [segment(SHUFFLED, 12, BUSHY, old=3)],
+    "tree, a range": [tree_segment(PERMUTED, 33, BUSHY)],
+    "tree, scattered": [tree_segment(SHUFFLED, 12, BUSHY)],
+    "a tree of many nodes": [tree_segment(SHUFFLED, 12, [0, *range(20), *range(9)])],
+    "tree without context": [tree_segment(SHUFFLED, 0, BUSHY)],
+    "a tree's second level": [tree_segment(SHUFFLED, 12, BUSHY, old=3)],
     "draft extension behind pending tokens": [
         Segment(
             token_ids=torch.zeros(2, dtype=torch.int64),
@@ -108,17 +92,17 @@ BATCHES = {
             tree_positions=torch.tensor([5, 6, 7, 8]),
         )
     ],
-    "equal trees": [segment(SHUFFLED, 12, BUSHY), segment(SHUFFLED[60:], 12, BUSHY)],
+    "equal trees": [tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 12, BUSHY)],
     "decoding of three": [prompt(SHUFFLED[i * 40 :], 5 * i + 3, 1) for i in range(3)],
     "ragged trees": [
-        segment(SHUFFLED, 12, BUSHY),
-        segment(SHUFFLED[60:], 2, [0]),
-        segment(SHUFFLED[90:], 20, [0, 0, 1], old=1),
+        tree_segment(SHUFFLED, 12, BUSHY),
+        tree_segment(SHUFFLED[60:], 2, [0]),
+        tree_segment(SHUFFLED[90:], 20, [0, 0, 1], old=1),
     ],
     "trees beside a prompt": [
-        segment(SHUFFLED, 3, [0, 0]),
+        tree_segment(SHUFFLED, 3, [0, 0]),
         prompt(SHUFFLED[30:], 0, 120),
-        segment(SHUFFLED[160:], 4, [0, 0, 0]),
+        tree_segment(SHUFFLED[160:], 4, [0, 0, 0]),
         prompt(SHUFFLED[200:], 9, 1),
     ],
 }
@@ -186,7 +170,7 @@ def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> 
 
 def test_a_broken_request_stays_alone() -> None:
     pool = filled_pool()
-    broken, sound = segment(SHUFFLED, 12, BUSHY), segment(SHUFFLED[60:], 30, [0, 0])
+    broken, sound = tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 30, [0, 0])
     pool.keys[0, broken.context_slots] = torch.nan
     pool.values[0, broken.context_slots] = torch.nan
     batch = pack([broken, sound])
@@ -234,7 +218,7 @@ def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: in
 def test_one_forward_with_windows_of_several_layers() -> None:
     pool = filled_pool()
     attention = TorchPagedAttention(pool)
-    batch = pack([segment(SHUFFLED, 12, BUSHY)])
+    batch = pack([tree_segment(SHUFFLED, 12, BUSHY)])
     q, _, _ = tensors(batch.rows)
     for window in (4, None, 6, 4, None):
         extras = Extras(window=window)
@@ -246,8 +230,8 @@ def test_one_forward_with_windows_of_several_layers() -> None:
 def test_buffers_serve_inside_and_outside_inference_mode() -> None:
     attention = TorchPagedAttention(filled_pool())
     with torch.inference_mode():
-        inside = attend(attention, pack([segment(SHUFFLED, 12, BUSHY)]), Extras())
-    outside = attend(attention, pack([segment(SHUFFLED, 12, BUSHY)]), Extras())
+        inside = attend(attention, pack([tree_segment(SHUFFLED, 12, BUSHY)]), Extras())
+    outside = attend(attention, pack([tree_segment(SHUFFLED, 12, BUSHY)]), Extras())
     assert torch.equal(inside, outside)
 
 

@@ -143,7 +143,7 @@ class Shop:
                 self._commit(r, chances[r.number], generator)
                 behind[r.number] = 0 if r.plan.speculative else behind[r.number] + 1
             held_up = 0.0
-            if self.stall and self.planner.times and self.stalls(requests):
+            if self.stall and self.planner._timed and self.stalls(requests):
                 held_up, self.stall = self.stall, 0.0
             self.planner.observe_step(seconds * self.machine.noise() + held_up)
             requests = [r for r in requests if len(r.token_ids) < self.tokens]

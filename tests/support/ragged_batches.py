@@ -1,5 +1,6 @@
 """Ragged batches of trees, prompts and texts, and pools of random contents for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +32,21 @@ SIZES = Sizes(heads=4, kv_heads=2, head_dim=64)
 
 def tree(first: int, context: int, nodes: int, *, old: int = 0) -> Segment:
     """A tree behind ``context`` tokens whose first ``old`` nodes are there already."""
-    slots = SHUFFLED[first : first + context + nodes]
-    visible = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        visible[node] |= visible[PARENTS[node]]
+    return tree_segment(SHUFFLED[first:], context, PARENTS[:nodes], old=old)
+
+
+def tree_segment(slots: Tensor, context: int, parents: Sequence[int], *, old: int = 0) -> Segment:
+    """A tree of these parents behind ``context`` tokens, in the first of ``slots``."""
+    count = len(parents)
+    visible = torch.eye(count, dtype=torch.bool)
+    for node in range(1, count):
+        visible[node] |= visible[parents[node]]
     positions = context + visible.sum(1) - 1
     return Segment(
-        token_ids=torch.zeros(nodes - old, dtype=torch.int64),
+        token_ids=torch.zeros(count - old, dtype=torch.int64),
         positions=positions[old:],
         context_slots=slots[:context],
-        tree_slots=slots[context:],
+        tree_slots=slots[context : context + count],
         tree_positions=positions,
         visible=visible[old:],
     )
