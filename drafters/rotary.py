@@ -12,9 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eaglegbv.drafters.eagle_head_config import EagleHeadConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """Rotary angles, for the half-split layout of Llama.
+
+    Without equality, and so without a hash of its fields: PyTorch before 2.13 asks for the hash of
+    what is called, while it traces.
 
     Attributes:
         cos: ``[..., 1, head_dim]``, the cosines, twice.

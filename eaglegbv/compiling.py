@@ -24,19 +24,13 @@ from eaglegbv.frames import with_code
 _ASSERTING = frozenset({FLAT, "inductor"})
 """Backends whose code can assert the sizes and strides it is given."""
 
-_LEAST_TORCH = "2.13"
-"""Earlier, ``torch.compile`` lost the fields of named tuples that were made while it traced."""
-
 
 def check_backend(backend: str) -> None:
-    """Raise unless ``torch.compile`` knows ``backend`` and is new enough to be trusted.
+    """Raise unless ``torch.compile`` knows ``backend``.
 
     Raises:
-        InvalidArgument: It does not, or this PyTorch is too old.
+        InvalidArgument: It does not.
     """
-    if torch.__version__ < _LEAST_TORCH:
-        expected = f"none: compiling takes PyTorch {_LEAST_TORCH}, and this is {torch.__version__}"
-        raise InvalidArgument("compile_backend", backend, expected)
     if backend not in torch.compiler.list_backends(exclude_tags=None):
         first = FLAT, "inductor"
         others = sorted({*torch.compiler.list_backends()} - {*first})  # not those for debugging

@@ -9,17 +9,14 @@ import torch
 from support.compilers import needs_compiler
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import config, list_options
 from torch._inductor.cpp_builder import get_cpp_compiler
-from torch.torch_version import TorchVersion
 
 from eaglegbv.compiling import (
-    check_backend,
     compiled_by_kind,
     generating_products,
     making_graphs,
 )
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -128,6 +125,7 @@ def test_where_code_asserts_nothing_inputs_are_looked_at_in_every_call(graphs) -
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a compiler's limits on x86-64")
+@pytest.mark.skipif("cpp.march" not in list_options(), reason="PyTorch 2.13 takes limits")
 def test_products_are_generated_with_their_kernels_inlined() -> None:
     """Else sums of seven rows and more lie in memory, and take a quarter longer."""
     before = config.cpp.march
@@ -145,10 +143,3 @@ def test_products_are_generated_with_their_kernels_inlined() -> None:
         )
         assert done.returncode == 0, done.stderr
     assert config.cpp.march == before
-
-
-def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_backend("eager")
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cpu"))
-    with pytest.raises(InvalidArgument, match=r"2\.13, and this is 2\.12\.1"):
-        check_backend("eager")

@@ -129,6 +129,7 @@ def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int)
 
 @needs_compiler
 @needs_int8
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.13 generates all products")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
 @torch.inference_mode()
