@@ -108,8 +108,8 @@ class Engine:
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
             costs: What steps cost, if that is known; else the first steps teach it.
-            compile_backend: On a CPU, compile the verifiers of plans, when first checked, by this
-                backend of ``torch.compile``; None runs them as they are.
+            compile_backend: Compile the verifiers of plans, when first checked, by this backend of
+                ``torch.compile``; None runs them as they are.
         """
         self._target = target
         self._config = config or EngineConfig()

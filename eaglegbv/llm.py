@@ -109,11 +109,10 @@ class LLM(TextGenerator):
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compile_backend: Have ``torch.compile`` compile the target, an EAGLE head and, on a CPU,
-                the verification, at the start, by this backend, which makes steps of few rows
-                faster: ``"flat"`` leaves out what Python does between operations, in some twenty
-                seconds; ``"inductor"`` generates code, in some minutes (less with the compiler's
-                cache).
+            compile_backend: Have ``torch.compile`` compile the target, an EAGLE head and the
+                verification, at the start, by this backend, which makes steps of few rows faster:
+                ``"flat"`` leaves out what Python does between operations, in some twenty seconds;
+                ``"inductor"`` generates code, in some minutes (less with the compiler's cache).
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:

@@ -44,11 +44,11 @@ class Verification:
         Args:
             target: Whose law is kept.
             drafting: Who drafts; verifiers with state ask it for the laws of earlier steps.
-            compile_backend: On a CPU, compile the verifiers of plans, when first checked, by this
-                backend of ``torch.compile``; None runs them as they are.
+            compile_backend: Compile the verifiers of plans, when first checked, by this backend of
+                ``torch.compile``; None runs them as they are.
         """
         self._target, self._drafting = target, drafting
-        self._compile_backend = compile_backend if target.device.type == "cpu" else None
+        self._compile_backend = compile_backend
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._sound_plans: set[Planning] = set()
         self.keeps_evidence = False
@@ -157,7 +157,10 @@ class Verification:
     def _checked(self, verifier: Verifier, law: Law) -> CheckedVerifier:
         """Return a verifier with the check of what it is given; graphs take independent paths."""
         backend = self._compile_backend if law is Law.IID else None
-        return checked_verifier(verifier.name, backend, self._target.vocab_size if backend else 0)
+        if backend is None:
+            return checked_verifier(verifier.name)
+        target = self._target
+        return checked_verifier(verifier.name, backend, target.vocab_size, target.device)
 
 
 def check_verifier(plan: Plan) -> None:

@@ -50,7 +50,8 @@ def test_trees_are_verified_by_the_graphs(
     params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
     plan = PLANS["several paths"]
     compiled.engine.check_plan(plan)
-    checked = checked_verifier("otbv", FLAT, compiled.target.vocab_size)
+    target = compiled.target
+    checked = checked_verifier("otbv", FLAT, target.vocab_size, target.device)
     graph, sizes = checked._compiled, []
 
     def counted(*args: object) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.pretend_device import PretendDevice, marked
+from support.pretend_device import DEVICE, PretendDevice, marked
 from support.tiny_engine import TinyEngine, tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 
@@ -130,15 +130,15 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
 
 
 @pytest.mark.usefixtures("device")
-def test_verifiers_are_compiled_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends: set[str | None] = set()
+def test_verifiers_are_compiled_for_where_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[object, ...]] = set()
 
-    def noted(name: str, backend: str | None, vocab: int) -> CheckedVerifier:
-        backends.add(backend)
-        return checked_verifier(name, backend, vocab)
+    def noted(name: str, *how: object) -> CheckedVerifier:
+        asked.add(how)
+        return checked_verifier(name)
 
     monkeypatch.setattr("eaglegbv.verification.checked_verifier", noted)
     plan = Plan(paths=2, depth=2)
     away = tiny_engine(device="cuda", compile_backend="eager")
     assert away.tokens([[3, 1, 4]], SamplingParams(max_tokens=4), plan)
-    assert backends == {None}
+    assert ("eager", away.target.vocab_size, DEVICE) in asked

@@ -23,6 +23,7 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.iid_selection import bounded_forks
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -53,7 +54,12 @@ class CheckedVerifier:
     """
 
     def __init__(
-        self, verifier: Verifier, *, compile_backend: str | None = None, vocab: int = 0
+        self,
+        verifier: Verifier,
+        *,
+        compile_backend: str | None = None,
+        vocab: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Take a verifier.
 
@@ -62,6 +68,7 @@ class CheckedVerifier:
             compile_backend: Compile this work by this backend of ``torch.compile`` now, if the
                 verifier is ``one_graph``; None runs it as it is.
             vocab: Tokens of the targets whose trees it compiles for.
+            device: Where these are.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -72,25 +79,28 @@ class CheckedVerifier:
             check_backend(compile_backend)
             self._compiled = compiled_by_kind(self._verify, compile_backend, _kind)
             with making_graphs():
-                self._warm_up(vocab)
+                self._warm_up(vocab, device)
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         """Judge the drafts of a batch and look for faults; see :meth:`Verifier.verify`."""
-        compiled, forks = self._compiled, tree.forks
-        if compiled is None or forks is None or tree.law is not Law.IID:
+        compiled = self._compiled
+        if compiled is None or tree.law is not Law.IID:
             return self._verify(tree, target, uniforms)
+        # Nobody counts the forks of trees that were drawn on a device.
+        forks = bounded_forks(tree) if tree.forks is None else tree.forks
         steps = max(0, _LENGTH - tree.length)
         if steps:
             tree, uniforms = _longer_tree(tree, steps), _longer(uniforms, steps)
         return compiled(_for_graphs(tree, max(_FORKS, forks)), target, uniforms)
 
     @torch.inference_mode()
-    def _warm_up(self, vocab: int) -> None:
+    def _warm_up(self, vocab: int, device: torch.device | str) -> None:
         """Make the graphs: for the tensors of inference mode, in which an engine runs."""
         several = () if self.verifier.max_paths == 1 else ((4, False),)
         for batch in (1, 7):
             for paths, whole in ((1, False), (1, True), *several):
-                self.verify(*_example(batch, paths, _LENGTH + 2, vocab, whole=whole))
+                example = _example(batch, paths, _LENGTH + 2, vocab, whole=whole, device=device)
+                self.verify(*example)
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
@@ -103,14 +113,20 @@ def _kind(tree: DraftTree, *_: object) -> bool | None:
 
 @lru_cache(maxsize=64)
 def checked_verifier(
-    name: str, compile_backend: str | None = None, vocab: int = 0
+    name: str,
+    compile_backend: str | None = None,
+    vocab: int = 0,
+    device: torch.device | None = None,
 ) -> CheckedVerifier:
     """Return the stateless verifier of that name with its check, compiled once for all engines.
+
+    What it is compiled by, and for, is said where it is compiled; see :class:`CheckedVerifier`.
 
     Raises:
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.
     """
-    return CheckedVerifier(make_verifier(name), compile_backend=compile_backend, vocab=vocab)
+    verifier, where = make_verifier(name), device or "cpu"
+    return CheckedVerifier(verifier, compile_backend=compile_backend, vocab=vocab, device=where)
 
 
 def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
@@ -141,7 +157,7 @@ def _longer(uniforms: VerifyUniforms, steps: int) -> VerifyUniforms:
 
 
 def _example(
-    batch: int, paths: int, length: int, vocab: int, *, whole: bool
+    batch: int, paths: int, length: int, vocab: int, *, whole: bool, device: torch.device | str
 ) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
     nodes = 1 + paths * length
@@ -164,8 +180,9 @@ def _example(
         # That of paths alone is settled: their graph is found by its kind.
         forks=_FORKS if batch == paths == 1 else _FORKS + 1,
         whole=whole,
-    )
-    rows = torch.arange(batch * nodes).view(batch, nodes)
-    target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab)), rows)
+    ).to(torch.device(device))
+    rows = torch.arange(batch * nodes, device=device).view(batch, nodes)
+    target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab), device=device), rows)
     streams, steps = [Stream(0)] * batch, [0] * batch
-    return tree, target, VerifyUniforms.draw(streams, steps, paths=paths, length=length)
+    uniforms = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
+    return tree, target, uniforms
