@@ -1,10 +1,12 @@
 """Forwards of an EAGLE head, compiled.
 
 The operations of a tiny head's forward take longer to launch than to compute, and compiled code
-launches faster, most of all where a lone request drafts, whose attention is part of the graph.
+launches faster, most of all where a lone request drafts, whose attention is part of the graph. On a
+device, where the loop over a draft's levels is recorded, generated code has fewer kernels to run.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Generic, NamedTuple
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.attention.lone import LoneKeys, attend_lone, attends_alone, lone_keys, path_keys
-from eaglegbv.attention.opaque import PagedCall, attend_opaque, serving
+from eaglegbv.attention.opaque import PagedCall, attend_opaque, attending
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
@@ -24,12 +26,14 @@ from eaglegbv.compiling import (
 )
 from eaglegbv.drafters.drawing import Drawing, Drawn, Followed, draw
 from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_layers import Attend
 from eaglegbv.drafters.head_forward import Follow, HeadForward, PathRows
 from eaglegbv.drafters.head_rows import (
     Above,
     Drafted,
     FollowInput,
     Forward,
+    LevelRows,
     Result,
     Rows,
     follow_rows,
@@ -63,15 +67,17 @@ class _Graphs(Generic[Above, Result]):
 class _Compiled(NamedTuple):
     """Compiled forwards."""
 
-    read: _Graphs[Tensor, Tensor]
     go_on: _Graphs[Tensor, Drafted]
     follow: _Graphs[FollowInput, Followed]
     logits: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, Drawing], Drawn]
 
 
-class CompiledHeadForward(HeadForward):
-    """A head over a one-layer pool, whose forwards of a draft are compiled when it is made."""
+class _CompiledReading(HeadForward, ABC):
+    """A head over a one-layer pool, whose forwards on true features are compiled when it is made.
+
+    Drafting is for subclasses to compile.
+    """
 
     def __init__(
         self,
@@ -96,19 +102,99 @@ class CompiledHeadForward(HeadForward):
         generates = can_generate(compile_backend, dtype=kind.dtype, device=kind.device)
         super().__init__(head, attention, quantization=quantization, generated=generates)
         check_backend(compile_backend)
-        self._compiled = _Compiled(
-            read=_Graphs(read_rows, head, scale=self._scale, backend=compile_backend),
-            go_on=_Graphs(go_on_rows, head, scale=self._scale, backend=compile_backend),
-            follow=_Graphs(follow_rows, head, scale=self._scale, backend=compile_backend),
-            logits=compiled_by_kind(head.logits, compile_backend, _single),
-            draw=compiled_by_kind(partial(draw, head), compile_backend, _single),
-        )
+        self._read = _Graphs(read_rows, head, scale=self._scale, backend=compile_backend)
+        self._compile(compile_backend)
         with making_graphs(), generating_products() if generates else nullcontext():
             self._warm_up()
 
+    @abstractmethod
+    def _compile(self, backend: str) -> None:
+        """Compile what drafts; graphs are made when it is first called."""
+
+    @abstractmethod
+    def _warm_up(self) -> None:
+        """Make the graphs."""
+
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """See :meth:`HeadForward.read`."""
-        return self._run_compiled(self._compiled.read, segments, features)
+        return self._run_compiled(self._read, segments, features)
+
+    def _run_compiled(
+        self, graphs: _Graphs[Above, Result], segments: Sequence[Segment], above: Above
+    ) -> Result:
+        with in_use(self._products):
+            if attends_alone(segments, self.attention.pool):
+                (segment,) = segments
+                keys = lone_keys(segment, self.attention.pool, layer=0)
+                rows = self._graph_rows(segment.token_ids, segment.positions, segments)
+                return graphs.lone(rows, keys, above)
+            batch = pack(segments, self._head.embedding.device)
+            rows = self._graph_rows(batch.token_ids, batch.positions, segments)
+            with attending(PagedCall(self.attention, batch).attend):
+                return graphs.batch(rows, above)
+
+    def _graph_rows(
+        self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+    ) -> Rows:
+        # Graphs are made for tensors of inference mode, and these may have been made outside it.
+        return self._rows(token_ids.clone(), positions.clone(), segments)
+
+    def _examples(self) -> Iterator[list[Segment]]:
+        """Yield rows to make graphs from: one, a few of one request, and of two."""
+        context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
+        for lengths in ((1,), (3,), (3, 1)):
+            new = torch.arange(sum(lengths)).split(lengths)
+            yield [Segment.causal(torch.zeros_like(own), context, own) for own in new]
+
+
+class CompiledLevels(_CompiledReading):
+    """A head that drafts level by level, for a loop that is recorded.
+
+    What it cannot draft by such a loop runs as it is.
+    """
+
+    def _compile(self, backend: str) -> None:
+        attend = partial(attend_opaque, 0, scale=self._scale)
+
+        def level(rows: LevelRows, hidden: Tensor) -> Drafted:
+            return go_on_rows(self._head, attend, rows, hidden)
+
+        self._level: Callable[..., Drafted] = compiled_by_kind(level, backend, _single)
+
+    def level(self, rows: LevelRows, hidden: Tensor, attend: Attend) -> Drafted:
+        """See :meth:`HeadForward.level`."""
+
+        def attend_rows(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+            del layer  # a head has one
+            return attend(q, k, v)
+
+        with in_use(self._products), attending(attend_rows):
+            return self._level(rows, hidden)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        config, like = self._head.config, self._head.embedding
+        for segments in self._examples():
+            rows = sum(segment.num_new for segment in segments)
+            self.read(segments, like.new_zeros((rows, config.feature_size)))
+        for count in (1, 3):
+            places = torch.zeros(count, dtype=torch.int64, device=like.device)
+            rotation = self._head.rotary(places, like.dtype)
+            hidden = like.new_zeros((count, config.hidden_size))
+            self.level(LevelRows(places, rotation), hidden, _attend_nothing)
+
+
+class CompiledHeadForward(_CompiledReading):
+    """A head that drafts trees which grow on the host."""
+
+    def _compile(self, backend: str) -> None:
+        head = self._head
+        self._compiled = _Compiled(
+            go_on=_Graphs(go_on_rows, head, scale=self._scale, backend=backend),
+            follow=_Graphs(follow_rows, head, scale=self._scale, backend=backend),
+            logits=compiled_by_kind(head.logits, backend, _single),
+            draw=compiled_by_kind(partial(draw, head), backend, _single),
+        )
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """See :meth:`HeadForward.go_on`."""
@@ -148,37 +234,14 @@ class CompiledHeadForward(HeadForward):
         with in_use(self._products):
             return self._compiled.draw(hidden, drawing)
 
-    def _run_compiled(
-        self, graphs: _Graphs[Above, Result], segments: Sequence[Segment], above: Above
-    ) -> Result:
-        with in_use(self._products):
-            if attends_alone(segments, self.attention.pool):
-                (segment,) = segments
-                keys = lone_keys(segment, self.attention.pool, layer=0)
-                rows = self._graph_rows(segment.token_ids, segment.positions, segments)
-                return graphs.lone(rows, keys, above)
-            batch = pack(segments, self._head.embedding.device)
-            rows = self._graph_rows(batch.token_ids, batch.positions, segments)
-            with serving(PagedCall(self.attention, batch)):
-                return graphs.batch(rows, above)
-
-    def _graph_rows(
-        self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
-    ) -> Rows:
-        # Graphs are made for tensors of inference mode, and these may have been made outside it.
-        return self._rows(token_ids.clone(), positions.clone(), segments)
-
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs, for one row and for any number, and for tensors of inference mode."""
         config, like = self._head.config, self._head.embedding
         context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
-        for lengths in ((1,), (3,), (3, 1)):
-            slots = torch.arange(sum(lengths))
-            new = slots.split(lengths)
-            segments = [Segment.causal(torch.zeros_like(own), context, own) for own in new]
-            self.read(segments, like.new_zeros((len(slots), config.feature_size)))
-            above = like.new_zeros((len(slots), config.hidden_size))
+        for segments in self._examples():
+            rows = sum(segment.num_new for segment in segments)
+            self.read(segments, like.new_zeros((rows, config.feature_size)))
+            above = like.new_zeros((rows, config.hidden_size))
             self.go_on(segments, above)
             self.logits(above)
         for count in (1, 3):
@@ -194,6 +257,10 @@ class CompiledHeadForward(HeadForward):
             self.follow(segments, above, drawing)
 
 
-def _single(rows: Rows | Tensor, *_: object) -> bool:
+def _attend_nothing(q: Tensor, *_: Tensor) -> Tensor:
+    return torch.zeros_like(q)
+
+
+def _single(rows: Rows | LevelRows | Tensor, *_: object) -> bool:
     """Return whether a forward is of one row: graphs take a size of 1 to be fixed."""
-    return (rows.token_ids if isinstance(rows, Rows) else rows).shape[0] == 1
+    return (rows if isinstance(rows, Tensor) else rows.token_ids).shape[0] == 1

@@ -13,15 +13,16 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from eaglegbv.attention.base import PagedAttention
 from eaglegbv.attention.branches import BranchAttention, BranchShape
 from eaglegbv.config import MAX_DEPTH, Plan
 from eaglegbv.drafters.device_trees import LAWS, start_device_trees
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.growth import Roots, draft_params
+from eaglegbv.drafters.head_forward import HeadForward
+from eaglegbv.drafters.head_rows import Drafted, LevelRows
+from eaglegbv.drafters.rotary import Rotation
 from eaglegbv.drafters.tree_choice import support
 from eaglegbv.graphs import MAX_ROWS, NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -82,19 +83,19 @@ class DeviceDrafting:
     """
 
     def __init__(
-        self, head: EagleHead, attention: PagedAttention, recorder: Recorder, *, max_context: int
+        self, head: EagleHead, forward: HeadForward, recorder: Recorder, *, max_context: int
     ) -> None:
         """Begin with nothing recorded.
 
         Args:
             head: The head.
-            attention: Attention over its pool, the last slot of which nobody owns.
+            forward: Its forwards, over a pool the last slot of which nobody owns.
             recorder: Makes work repeatable.
             max_context: Most positions of a text.
         """
         self.counts: Counter[str] = Counter()
         self._head = head
-        self._attention = attention
+        self._forward = forward
         self._recorder = recorder
         self._max_context = max_context
         self._recorded: dict[_Kind, _Drafting] = {}
@@ -153,7 +154,7 @@ class DeviceDrafting:
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
-        drafting = known or _Drafting(kind, self._head, self._attention, self._max_context)
+        drafting = known or _Drafting(kind, self._head, self._forward, self._max_context)
         if not drafting.holds(roots.contexts):
             return None
         drafting.load(requests, settings, roots)
@@ -165,22 +166,26 @@ class DeviceDrafting:
                 raise
             self._recorded[kind] = drafting
         trees = DraftTree(law, *drafting.replay())
-        # Trees of another plan in this step would be drawn over these.
-        return trees.mapped(lambda tensor: tensor[: len(requests)].clone())
+        # Trees of another plan in this step would be drawn over these. A lone row is not to keep
+        # the strides of a buffer it was cut from: graphs are made for strides, too.
+        kept = torch.contiguous_format
+        return trees.mapped(lambda tensor: tensor[: len(requests)].clone(memory_format=kept))
 
 
 class _Drafting:
     """Static buffers of one kind of draft, and the loop over them."""
 
     def __init__(
-        self, kind: _Kind, head: EagleHead, attention: PagedAttention, max_context: int
+        self, kind: _Kind, head: EagleHead, forward: HeadForward, max_context: int
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
+        pool = forward.attention.pool
         self._kind = kind
         self._head = head
+        self._forward = forward
         self._rows = plan.fixed_beam if kind.law is Law.FIXED else plan.paths
         self._width = support(plan, kind.law, len(head.draft_to_target))
-        self._scratch_slot = attention.pool.num_slots - 1
+        self._scratch_slot = pool.num_slots - 1
         levels = plan.depth - 1
         self._attention: BranchAttention | None = None
         if levels:
@@ -192,8 +197,8 @@ class _Drafting:
                 heads=config.num_heads,
                 scale=config.head_dim**-0.5,
             )
-            self._attention = attention.branches(shape)
-        device, dtype = attention.pool.keys.device, attention.pool.keys.dtype
+            self._attention = forward.attention.branches(shape)
+        device, dtype = pool.keys.device, pool.keys.dtype
         self.replay: Work
         with torch.inference_mode(mode=False):
 
@@ -253,6 +258,7 @@ class _Drafting:
         """Draft; return the tensors of the trees in order."""
         kind, head, rows = self._kind, self._head, self._rows
         trees = start_device_trees(kind.plan, kind.law, self._roots, self._uniforms)
+        rotations = self._rotations()
         frontier = trees.begin(self._laws(head.logits(self._hidden), 1))
         hidden = self._hidden.unsqueeze(1)
         tails = self._slots.new_empty((kind.requests, 1, 0))
@@ -263,23 +269,29 @@ class _Drafting:
             hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
             tails = tails.gather(1, above.expand(-1, -1, tails.shape[2]))
             tails = torch.cat((tails, self._slots[:, level].unsqueeze(2)), dim=2)
-            positions = (self._contexts + level).repeat_interleave(rows)
-            output = self._step(frontier.token_ids, hidden, positions, tails)
-            hidden = output.view(kind.requests, rows, -1)
-            frontier = trees.grow(self._laws(head.logits(output), rows))
+            level_rows = LevelRows(frontier.token_ids.flatten(), rotations[level])
+            drafted = self._step(level_rows, hidden, tails)
+            hidden = drafted.hidden.view(kind.requests, rows, -1)
+            frontier = trees.grow(self._laws(drafted.logits, rows))
         tree = trees.finish()
         return tuple(tree.tensors.values())
 
-    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, tails: Tensor) -> Tensor:
+    def _rotations(self) -> list[Rotation]:
+        """Return the angles of each level's rows: as many operations as for one level."""
+        levels = torch.arange(self._slots.shape[1], device=self._slots.device).view(-1, 1, 1)
+        positions = (self._contexts.unsqueeze(1) + levels).expand(-1, -1, self._rows)
+        every: Rotation = self._head.rotary(positions.flatten(1), self._hidden.dtype)
+        levels_of_each = zip(every.cos.unbind(0), every.sin.unbind(0), strict=True)
+        return [Rotation(cos, sin) for cos, sin in levels_of_each]
+
+    def _step(self, rows: LevelRows, hidden: Tensor, tails: Tensor) -> Drafted:
         attention = self._attention
         assert attention is not None  # there is a level to go on to
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention.attend(q, k, v, tails.flatten(0, 1))
 
-        embedded = functional.embedding(tokens.flatten(), self._head.embedding)
-        rotation = self._head.rotary(positions, embedded.dtype)
-        return self._head.step(embedded, hidden.flatten(0, 1), rotation, attend)
+        return self._forward.level(rows, hidden.flatten(0, 1), attend)
 
     def _laws(self, logits: Tensor, rows: int) -> DraftLaws:
         """Return the laws of ``rows`` rows a request."""

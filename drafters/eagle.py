@@ -15,8 +15,9 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
 from eaglegbv.drafters.chains import draft_chains, drafts_chains
-from eaglegbv.drafters.compiled_head import CompiledHeadForward
+from eaglegbv.drafters.compiled_head import CompiledHeadForward, CompiledLevels
 from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead
@@ -110,7 +111,8 @@ class EagleDrafter(RecallingDrafter):
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
             compile_backend: Compile the head's forwards with this backend of ``torch.compile`` now;
-                None runs them as they are. Recorded forwards are not compiled.
+                None runs them as they are. Where the loop is recorded, other drafts are not
+                compiled.
 
         Raises:
             InvalidArgument: Weights are not quantised here, graphs cannot be recorded, or there is
@@ -121,16 +123,15 @@ class EagleDrafter(RecallingDrafter):
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
-        self._forward = _forward_of(
-            head,
-            attention,
-            quantization=self._quantization,
-            compile_backend=None if recorder else compile_backend,
-        )
+        make: Callable[..., HeadForward] = HeadForward
+        if compile_backend is not None:
+            compiled = CompiledHeadForward if recorder is None else CompiledLevels
+            make = partial(compiled, compile_backend=compile_backend)
+        self._forward = make(head, attention, quantization=self._quantization)
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
-            self._on_device = DeviceDrafting(head, attention, recorder, max_context=most)
+            self._on_device = DeviceDrafting(head, self._forward, recorder, max_context=most)
 
     @property
     def quantization(self) -> Quantization:
@@ -286,18 +287,3 @@ class EagleDrafter(RecallingDrafter):
         if hidden is None:
             raise RuntimeError(f"request {request.number} drafts before any feature was observed")
         return hidden
-
-
-def _forward_of(
-    head: EagleHead,
-    attention: PagedAttention,
-    *,
-    quantization: Quantization,
-    compile_backend: str | None,
-) -> HeadForward:
-    """Return the head's forwards: compiled by a backend of ``torch.compile``, or as they are."""
-    if compile_backend is None:
-        return HeadForward(head, attention, quantization=quantization)
-    return CompiledHeadForward(
-        head, attention, quantization=quantization, compile_backend=compile_backend
-    )

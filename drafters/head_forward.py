@@ -11,11 +11,13 @@ from eaglegbv.attention.base import PagedAttention, Segment, pack
 from eaglegbv.attention.opaque import PagedCall
 from eaglegbv.drafters.drawing import Drawing, Drawn, Followed, draw
 from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_layers import Attend
 from eaglegbv.drafters.head_rows import (
     Above,
     Drafted,
     FollowInput,
     Forward,
+    LevelRows,
     Result,
     Rows,
     follow_rows,
@@ -114,6 +116,10 @@ class HeadForward:
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
         return self._run(go_on_rows, segments, hidden)
+
+    def level(self, rows: LevelRows, hidden: Tensor, attend: Attend) -> Drafted:
+        """Run rows on the head's own output ``[rows, hidden]``, by an attention of the caller's."""
+        return go_on_rows(self._head, attend, rows, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""

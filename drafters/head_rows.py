@@ -55,6 +55,18 @@ class Rows(NamedTuple):
         return self.angles.at(self.positions)
 
 
+class LevelRows(NamedTuple):
+    """Rows of one level of a draft loop, whose angles all levels were computed with.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        rotation: The angles of the rows.
+    """
+
+    token_ids: Tensor
+    rotation: Rotation
+
+
 Result = TypeVar("Result")
 Above = TypeVar("Above", Tensor, FollowInput)
 
@@ -62,7 +74,7 @@ Forward = Callable[[EagleHead, Attend, Rows, Above], Result]
 """A forward of a head over rows, by an attention, with the states that the rows continue."""
 
 
-def step_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Tensor:
+def step_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Tensor:
     """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
     embedded = functional.embedding(rows.token_ids, head.embedding)
     return head.step(embedded, hidden, rows.rotation, attend)
@@ -79,7 +91,7 @@ def follow_rows(head: EagleHead, attend: Attend, rows: Rows, above: FollowInput)
     return Followed(hidden, draw(head, hidden, above.drawing))
 
 
-def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Drafted:
+def go_on_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Drafted:
     """Run rows on the head's own output ``[rows, hidden]``, with logits."""
     hidden = step_rows(head, attend, rows, hidden)
     return Drafted(hidden, head.logits(hidden))

@@ -12,12 +12,14 @@ from support.static_stand import StandAttention
 from support.tape import TapeRecorder
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
+from torch._dynamo.config import patch
 
 from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, NotRecordable, Work
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
 from eaglegbv.params import SamplingParams
@@ -71,6 +73,24 @@ def test_padded_steps_commit_what_plain_ones_do(name: str) -> None:
     assert metrics.value(GRAPH_FORWARDS, "replayed") > 0
     drafted = 0 if plan is PLAIN else metrics.value(GRAPH_FORWARDS, "replayed")
     assert metrics.value(GRAPH_DRAFTS, "replayed") == drafted
+
+
+@pytest.fixture(scope="module")
+def compiled() -> TinyEngine:
+    return tiny_engine(graphs=GraphMode.EAGER, models_by=FLAT, compile_backend=FLAT)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_padded_steps_commit_what_plain_ones_do(name: str, compiled: TinyEngine) -> None:
+    """Levels of drafts, and verifications of what a device drew, run by the graphs there are."""
+    plan, params = SETTINGS[name]
+    compiled.engine.check_plan(plan)  # what is compiled is compiled now
+    replayed = replays(compiled)
+    with patch(error_on_recompile=True):
+        found = compiled.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+    assert replays(compiled) > replayed
 
 
 def test_what_grows_on_the_host_is_counted_by_reason() -> None:

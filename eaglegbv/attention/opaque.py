@@ -30,17 +30,17 @@ class PagedCall:
         return partial(self.attention.attend, batch=self.batch)
 
 
-_CALL: ContextVar[PagedCall] = ContextVar("eaglegbv_call")
+_ATTEND: ContextVar[Callable[..., Tensor]] = ContextVar("eaglegbv_attend")
 
 
 @contextmanager
-def serving(call: PagedCall) -> Iterator[None]:
-    """Have compiled code attend by ``call``."""
-    token = _CALL.set(call)
+def attending(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Have compiled code attend by ``attend``, which takes what :func:`attend_opaque` does."""
+    token = _ATTEND.set(attend)
     try:
         yield
     finally:
-        _CALL.reset(token)
+        _ATTEND.reset(token)
 
 
 def attend_opaque(
@@ -69,9 +69,8 @@ def _run(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    found = _CALL.get().attend(
-        layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks
-    )
+    attend = _ATTEND.get()
+    found = attend(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return found.contiguous()  # as the graph expects it
 
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, SlotAllocator, slot_bytes
-from eaglegbv.attention.opaque import PagedCall, serving
+from eaglegbv.attention.opaque import PagedCall, attending
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.compiling import (
     can_generate,
@@ -208,7 +208,7 @@ class HFTarget(Target):
         with ExitStack() as around:
             around.enter_context(torch.inference_mode() if self._compiled else torch.no_grad())
             if self._compiled:
-                around.enter_context(serving(call))
+                around.enter_context(attending(call.attend))
                 around.enter_context(in_use(self._products))
             token_ids, positions = batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
             out = self.model(

@@ -5,6 +5,7 @@ As with targets the compiler's front end is what can go wrong, so its graphs are
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from torch._dynamo.utils import counters
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
-from eaglegbv.drafters.compiled_head import CompiledHeadForward
+from eaglegbv.drafters.compiled_head import CompiledHeadForward, CompiledLevels
 from eaglegbv.drafters.drawing import Drawing
 from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.head_forward import HeadForward, PathRows
+from eaglegbv.drafters.head_rows import LevelRows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.flat import FLAT
 from eaglegbv.quantization import Quantization
@@ -42,10 +44,13 @@ To read it takes fc, joint q, k and v, o, joint gate and up, and down; to go on 
 """
 
 
+def pool() -> KVPool:
+    return KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+
+
 def forward(pair: Pair, quantization: Quantization, backend: str | None) -> HeadForward:
-    pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
     head = copy.deepcopy(pair.head)
-    attention = TorchPagedAttention(pool)
+    attention = TorchPagedAttention(pool())
     if backend is None:
         return HeadForward(head, attention, quantization=quantization)
     return CompiledHeadForward(head, attention, quantization=quantization, compile_backend=backend)
@@ -125,6 +130,39 @@ def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int)
             torch.testing.assert_close(hidden, expected)
             torch.testing.assert_close(drawn.probs, as_drawn.probs)
             assert torch.equal(drawn.token_ids, as_drawn.token_ids)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("backend", [FLAT, pytest.param("inductor", marks=needs_compiler)])
+@torch.inference_mode()
+def test_levels_of_a_recorded_loop_equal_plain_ones(backend: str, arch: Arch) -> None:
+    """Their attention is the loop's own, called back from the graph."""
+    pair = random_pair(arch)
+    plain, ours = (
+        levels(
+            copy.deepcopy(pair.head), TorchPagedAttention(pool()), quantization=Quantization.NONE
+        )
+        for levels in (HeadForward, partial(CompiledLevels, compile_backend=backend))
+    )
+    called: list[int] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        called.append(len(q))
+        return q + (k * v).sum(dim=1, keepdim=True)
+
+    with patch(error_on_recompile=True):
+        for rows in (1, 2, 8, 1, 5):
+            hidden = torch.randn((rows, HIDDEN))
+            angles = pair.head.rotary(torch.arange(rows) + 40, hidden.dtype)
+            level = LevelRows(torch.arange(rows) % 7, angles)
+            found, expected = (each.level(level, hidden, attend) for each in (ours, plain))
+            for own, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, other)
+    assert called == [1, 1, 2, 2, 8, 8, 1, 1, 5, 5]
+    text = [Segment.causal(torch.arange(6), torch.arange(0), torch.arange(6))]
+    features = torch.randn((6, pair.head.config.feature_size))
+    torch.testing.assert_close(ours.read(text, features), plain.read(text, features))
 
 
 @needs_compiler

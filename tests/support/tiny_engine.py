@@ -61,13 +61,15 @@ def tiny_engine(
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
+    models_by: str | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = HEAD_DIM,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
 
-    The verifiers alone are compiled. Further settings are those of ``EngineConfig``.
+    The verifiers are compiled by ``compile_backend``, target and head by ``models_by``. Further
+    settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
     model = _model(vocab, sharpness, head_dim)
@@ -77,11 +79,23 @@ def tiny_engine(
         else FeatureSpec.layer_inputs(default_feature_layers(LAYERS))
     )
     own = _model_copy(model).to(dtype).to(device)
-    target = HFTarget(own, features=features, max_slots=slots, graphs=graphs, attention=attention)
+    target = HFTarget(
+        own,
+        features=features,
+        max_slots=slots,
+        graphs=graphs,
+        attention=attention,
+        compile_backend=models_by,
+    )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
     head = _head(target, vocab, arch, head_dim).to(dtype).to(device)
     drafter = EagleDrafter(
-        head, attention(pool), quantization=quantization, graphs=graphs, max_context=256
+        head,
+        attention(pool),
+        quantization=quantization,
+        graphs=graphs,
+        max_context=256,
+        compile_backend=models_by,
     )
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     engine = Engine(target, drafter, config, compile_backend=compile_backend)
