@@ -22,6 +22,7 @@ from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.growth import Roots, draft_params
 from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.drafters.head_rows import Drafted, LevelRows
+from eaglegbv.drafters.path_growth import Grow, growth
 from eaglegbv.drafters.rotary import Rotation
 from eaglegbv.drafters.tree_choice import support
 from eaglegbv.graphs import MAX_ROWS, NotRecordable, Recorder, Work
@@ -83,7 +84,13 @@ class DeviceDrafting:
     """
 
     def __init__(
-        self, head: EagleHead, forward: HeadForward, recorder: Recorder, *, max_context: int
+        self,
+        head: EagleHead,
+        forward: HeadForward,
+        recorder: Recorder,
+        *,
+        max_context: int,
+        compile_backend: str | None = None,
     ) -> None:
         """Begin with nothing recorded.
 
@@ -92,12 +99,18 @@ class DeviceDrafting:
             forward: Its forwards, over a pool the last slot of which nobody owns.
             recorder: Makes work repeatable.
             max_context: Most positions of a text.
+            compile_backend: Compile the growth of drawn trees by this backend of ``torch.compile``
+                now; None runs it as it is.
+
+        Raises:
+            InvalidArgument: There is no such backend.
         """
         self.counts: Counter[str] = Counter()
         self._head = head
         self._forward = forward
         self._recorder = recorder
         self._max_context = max_context
+        self._grow = growth(compile_backend, forward.attention.pool.keys.device)
         self._recorded: dict[_Kind, _Drafting] = {}
         self._refused: dict[_Kind, str] = {}
 
@@ -154,7 +167,9 @@ class DeviceDrafting:
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
-        drafting = known or _Drafting(kind, self._head, self._forward, self._max_context)
+        drafting = known or _Drafting(
+            kind, self._head, self._forward, self._grow, max_context=self._max_context
+        )
         if not drafting.holds(roots.contexts):
             return None
         drafting.load(requests, settings, roots)
@@ -176,13 +191,14 @@ class _Drafting:
     """Static buffers of one kind of draft, and the loop over them."""
 
     def __init__(
-        self, kind: _Kind, head: EagleHead, forward: HeadForward, max_context: int
+        self, kind: _Kind, head: EagleHead, forward: HeadForward, grow: Grow, *, max_context: int
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
         pool = forward.attention.pool
         self._kind = kind
         self._head = head
         self._forward = forward
+        self._grow = grow
         self._rows = plan.fixed_beam if kind.law is Law.FIXED else plan.paths
         self._width = support(plan, kind.law, len(head.draft_to_target))
         self._scratch_slot = pool.num_slots - 1
@@ -257,17 +273,21 @@ class _Drafting:
     def work(self) -> tuple[Tensor, ...]:
         """Draft; return the tensors of the trees in order."""
         kind, head, rows = self._kind, self._head, self._rows
-        trees = start_device_trees(kind.plan, kind.law, self._roots, self._uniforms)
+        trees = start_device_trees(
+            kind.plan, kind.law, self._roots, self._uniforms, grow=self._grow
+        )
         rotations = self._rotations()
         frontier = trees.begin(self._laws(head.logits(self._hidden), 1))
         hidden = self._hidden.unsqueeze(1)
         tails = self._slots.new_empty((kind.requests, 1, 0))
         for level in range(kind.plan.depth - 1):
-            above = frontier.parents.unsqueeze(2)
             if level == 0:  # all go on from the root
-                above = torch.zeros_like(above)
-            hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
-            tails = tails.gather(1, above.expand(-1, -1, tails.shape[2]))
+                hidden = hidden.expand(-1, rows, -1).contiguous()
+                tails = tails.expand(-1, rows, -1)
+            elif frontier.parents is not None:
+                above = frontier.parents.unsqueeze(2)
+                hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
+                tails = tails.gather(1, above.expand(-1, -1, tails.shape[2]))
             tails = torch.cat((tails, self._slots[:, level].unsqueeze(2)), dim=2)
             level_rows = LevelRows(frontier.token_ids.flatten(), rotations[level])
             drafted = self._step(level_rows, hidden, tails)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.first_place import first_place
+from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick
 from eaglegbv.tree import DraftTree, Law
 
 LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
@@ -33,11 +33,12 @@ class Frontier:
 
     Attributes:
         token_ids: ``[batch, rows]`` int64.
-        parents: ``[batch, rows]`` int64, the row each goes on from, of the frontier before.
+        parents: ``[batch, rows]`` int64, the row each goes on from, of the frontier before; None
+            where that is the row of its own number.
     """
 
     token_ids: Tensor
-    parents: Tensor
+    parents: Tensor | None
 
 
 class DeviceTrees(ABC):
@@ -59,7 +60,9 @@ class DeviceTrees(ABC):
         """Return the trees."""
 
 
-def start_device_trees(plan: Plan, law: Law, roots: Tensor, uniforms: Tensor) -> DeviceTrees:
+def start_device_trees(
+    plan: Plan, law: Law, roots: Tensor, uniforms: Tensor, *, grow: Grow = grow_paths
+) -> DeviceTrees:
     """Start trees at ``roots`` ``[batch]`` int64.
 
     Args:
@@ -67,88 +70,88 @@ def start_device_trees(plan: Plan, law: Law, roots: Tensor, uniforms: Tensor) ->
         law: How children arise, one of :data:`LAWS`.
         roots: Token ids.
         uniforms: ``[batch, paths, depth]`` float64, each request's numbers; not read for ``fixed``.
+        grow: :func:`grow_paths`, or that compiled; not called for ``fixed``.
     """
     if law is Law.FIXED:
         return BeamTrees(plan, roots)
-    return SampledTrees(plan, law, roots, uniforms)
-
-
-def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the places that ``uniforms`` ``[...]`` select in ``probs`` ``[..., width]``.
-
-    By inverse CDF; never a place of probability 0, whatever the rounding of a parallel sum, unless
-    there is no other.
-    """
-    cumulative = probs.cumsum(dim=-1) * (probs > 0)
-    total = cumulative.amax(dim=-1)
-    threshold = uniforms * total
-    limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    return first_place(cumulative > limit.unsqueeze(-1))
+    return SampledTrees(plan, law, roots, uniforms, grow)
 
 
 class SampledTrees(DeviceTrees):
-    """Trees of drawn tokens: laws ``iid``, ``wor`` and ``greedy``."""
+    """Trees of drawn tokens: laws ``iid``, ``wor`` and ``greedy``.
 
-    def __init__(self, plan: Plan, law: Law, roots: Tensor, uniforms: Tensor) -> None:
+    What a level adds is kept, and put into the trees when all have been drawn.
+    """
+
+    def __init__(
+        self, plan: Plan, law: Law, roots: Tensor, uniforms: Tensor, grow: Grow = grow_paths
+    ) -> None:
         """See :func:`start_device_trees`."""
         batch, paths, depth = uniforms.shape
         self.rows = paths
         self._law = law
-        self._uniforms = uniforms
+        # A level's numbers stand side by side, with the strides of a tensor of their own.
+        levels = uniforms.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
+        self._numbers = levels.unbind(0)
         self._min_confidence = plan.min_confidence
         self._most = 1 + paths * depth
-        # One column more: what is written there is thrown away.
-        self._token_ids = roots.new_zeros((batch, self._most + 1))
-        self._token_ids[:, 0] = roots
-        self._parents = torch.zeros_like(self._token_ids)
-        self._depth = torch.zeros_like(self._token_ids)
-        self._count = torch.ones_like(roots)
-        self._numbers = torch.arange(paths, device=roots.device)
-        self._node = roots.new_zeros((batch, paths))
-        self._leader = torch.zeros_like(self._node)
-        self._alive = torch.ones_like(self._node, dtype=torch.bool)
-        self._confidence = torch.ones_like(self._node, dtype=torch.float64)
-        self._lengths = torch.zeros_like(self._node)
-        self._path_nodes: list[Tensor] = []
-        self._laws: tuple[Tensor, Tensor] | None = None
+        self._grow = grow
+        self._root = roots
+        self._paths = Paths.at_root(roots, paths)
+        self._confidence = torch.ones((batch, paths), dtype=torch.float64, device=roots.device)
+        self._grown: list[tuple[Paths, Grown]] = []
 
     def begin(self, laws: DraftLaws) -> Frontier:
         """See :meth:`DeviceTrees.begin`."""
-        shape = (*self._node.shape, laws.ids.shape[-1])
-        ids, probs = (x.unsqueeze(1).expand(shape) for x in (laws.ids, laws.probs))
-        self._note_laws(ids, probs)
+        ids, probs = (x.repeat_interleave(self.rows, dim=0) for x in (laws.ids, laws.probs))
         if self._law is Law.IID:
-            places = pick(probs, self._uniforms[:, :, 0])
-        else:
-            places, self._alive = self._distinct(laws)
-        return self._extend(places, ids, probs)
+            return self.grow(DraftLaws(ids, probs))
+        places, alive = self._distinct(laws)
+        self._paths = self._paths._replace(alive=alive)
+        shape = (*places.shape, -1)
+        return self._extend(extended(self._paths, places, ids.view(shape), probs.view(shape)))
 
     def grow(self, laws: DraftLaws) -> Frontier:
         """See :meth:`DeviceTrees.grow`."""
-        shape = (*self._node.shape, laws.ids.shape[-1])
-        at = self._leader.unsqueeze(2).expand(shape)
-        ids, probs = (x.view(shape).gather(1, at) for x in (laws.ids, laws.probs))
-        self._note_laws(ids, probs)
-        numbers = self._uniforms[:, :, len(self._path_nodes)]
+        paths = self._paths
+        numbers = self._numbers[len(self._grown)]
         if self._law is not Law.IID:  # paths that go on take the numbers in order
-            numbers = numbers.gather(1, (self._alive.cumsum(1) - 1).clamp(min=0))
-        return self._extend(pick(probs, numbers), ids, probs)
+            numbers = numbers.gather(1, (paths.alive.cumsum(1) - 1).clamp(min=0))
+        return self._extend(self._grow(paths, laws.ids, laws.probs, numbers))
 
     def finish(self) -> DraftTree:
         """See :meth:`DeviceTrees.finish`."""
-        assert self._laws is not None  # trees have a level at least
-        most = self._most
+        above = [paths for paths, _ in self._grown]
+        grown = [own for _, own in self._grown]
+        after = [own.paths for own in grown]
+        # One node more than there may be: what is written there is thrown away.
+        spare, rows = self._most, torch.cat([paths.node for paths in above], dim=1)
+        going = torch.cat([paths.alive for paths in above], dim=1)
+        leading = torch.cat([own.leads for own in grown], dim=1)
+        nodes = torch.cat([paths.node for paths in after], dim=1)
+        levels = torch.arange(1, len(grown) + 1, device=rows.device).repeat_interleave(self.rows)
+        new = torch.where(leading, nodes, spare)
+        token_ids = self._at(new, torch.cat([own.token_ids for own in grown], dim=1))
+        token_ids[:, 0] = self._root
+        known = torch.where(going, rows, spare)
         return DraftTree(
             law=self._law,
-            token_ids=self._token_ids[:, :most],
-            parents=self._parents[:, :most],
-            depth=self._depth[:, :most],
-            num_nodes=self._count,
-            path_nodes=torch.stack(self._path_nodes, dim=2),
-            path_lengths=self._lengths,
-            draft_ids=self._laws[0][:, :most],
-            draft_probs=self._laws[1][:, :most],
+            token_ids=token_ids,
+            parents=self._at(new, rows),
+            depth=self._at(new, levels.expand_as(new)),
+            num_nodes=after[-1].nodes,
+            path_nodes=torch.stack([paths.node for paths in after], dim=2),
+            path_lengths=torch.stack([paths.alive for paths in above], dim=2).sum(dim=2),
+            draft_ids=self._at(known, torch.cat([own.ids for own in grown], dim=1)),
+            draft_probs=self._at(known, torch.cat([own.probs for own in grown], dim=1)),
         )
+
+    def _at(self, places: Tensor, values: Tensor) -> Tensor:
+        """Return ``[batch, nodes, ...]`` with ``values`` ``[batch, n, ...]`` at ``places``."""
+        batch, _, *shape = values.shape
+        room = values.new_zeros((batch, self._most + 1, *shape))
+        index = places.view(*places.shape, *(1 for _ in shape)).expand_as(values)
+        return room.scatter_(1, index, values)[:, : self._most]
 
     def _distinct(self, laws: DraftLaws) -> tuple[Tensor, Tensor]:
         """Return the places ``[batch, paths]`` of a root's different children, and which exist."""
@@ -163,47 +166,21 @@ class SampledTrees(DeviceTrees):
                 place = popular[path]
             else:
                 # ``greedy`` draws once, by its first number; ``wor`` by one after the other.
-                number = self._uniforms[:, 0 if self._law is Law.GREEDY else path, 0]
+                number = self._numbers[0][:, 0 if self._law is Law.GREEDY else path]
                 place = pick(left, number)
             places.append(place)
             left = left.scatter(1, place.unsqueeze(1), 0.0)
         return torch.stack(places, dim=1), torch.stack(there, dim=1)
 
-    def _note_laws(self, ids: Tensor, probs: Tensor) -> None:
-        """Keep the laws of the nodes that the paths stand at."""
-        if self._laws is None:
-            shape = (ids.shape[0], self._most + 1, ids.shape[2])
-            self._laws = ids.new_zeros(shape), probs.new_zeros(shape)
-        at = torch.where(self._alive, self._node, self._most).unsqueeze(2).expand_as(ids)
-        self._laws[0].scatter_(1, at, ids)
-        self._laws[1].scatter_(1, at, probs)
-
-    def _extend(self, places: Tensor, ids: Tensor, probs: Tensor) -> Frontier:
-        """Extend the paths that go on by the tokens at ``places`` ``[batch, paths]``."""
-        at = places.unsqueeze(2)
-        tokens, chances = (x.gather(2, at).squeeze(2) for x in (ids, probs))
-        alive, parent = self._alive, self._node
-        same = (parent.unsqueeze(2) == parent.unsqueeze(1)) & alive.unsqueeze(1)
-        same = same & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
-        first = same.to(torch.uint8).argmax(dim=2)
-        leads = alive & (first == self._numbers)
-        # New nodes are numbered by their parents, then by their first paths.
-        key = torch.where(leads, parent * self.rows + self._numbers, self._most * self.rows)
-        rank = (key.unsqueeze(1) < key.unsqueeze(2)).sum(dim=2)
-        node = (self._count.unsqueeze(1) + rank).gather(1, first)
-        self._node = torch.where(alive, node, parent)
-        self._leader = torch.where(alive, first, self._numbers)
-        self._count = self._count + leads.sum(dim=1)
-        self._path_nodes.append(self._node)
-        self._lengths = self._lengths + alive
-        places = torch.where(leads, node, self._most)
-        self._token_ids.scatter_(1, places, tokens)
-        self._parents.scatter_(1, places, parent)
-        self._depth.scatter_(1, places, torch.full_like(places, len(self._path_nodes)))
+    def _extend(self, grown: Grown) -> Frontier:
+        """Keep what a level adds to the paths; those that are not likely enough end there."""
+        self._grown.append((self._paths, grown))
+        self._paths = grown.paths
         if self._min_confidence > 0:
-            self._confidence = self._confidence * chances
-            self._alive = alive & (self._confidence >= self._min_confidence)
-        return Frontier(tokens, self._numbers.expand_as(tokens))
+            self._confidence = self._confidence * grown.chances
+            alive = self._paths.alive & (self._confidence >= self._min_confidence)
+            self._paths = self._paths._replace(alive=alive)
+        return Frontier(grown.token_ids, None)
 
 
 def _by_popularity(laws: DraftLaws) -> Tensor:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eaglegbv.drafters.device_trees import pick
 from eaglegbv.drafters.draft_law import draft_laws
 from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.path_growth import pick
 from eaglegbv.warp import WarpSettings
 
 _COLD = 1e-30

@@ -131,7 +131,13 @@ class EagleDrafter(RecallingDrafter):
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
-            self._on_device = DeviceDrafting(head, self._forward, recorder, max_context=most)
+            self._on_device = DeviceDrafting(
+                head,
+                self._forward,
+                recorder,
+                max_context=most,
+                compile_backend=compile_backend,
+            )
 
     @property
     def quantization(self) -> Quantization:

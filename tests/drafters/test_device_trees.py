@@ -1,17 +1,23 @@
 """Trees grown on the device are those that grow on the host, node for node."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compilers import needs_compiler
 from support.tape import Tape
+from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.device_trees import LAWS, DeviceTrees, pick, start_device_trees
+from eaglegbv.drafters.device_trees import LAWS, DeviceTrees, start_device_trees
 from eaglegbv.drafters.draft_law import DraftLaws, pick_many
+from eaglegbv.drafters.path_growth import Grow, grow_paths, growth, pick
 from eaglegbv.drafters.sampled_trees import GreedyTree, IidTree, WorTree
 from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
+from eaglegbv.flat import FLAT
 from eaglegbv.tree import DraftTree, Law, check_tree
 
 VOCAB = 9
@@ -62,10 +68,17 @@ def on_host(plan: Plan, law: Law, seeds: list[int], uniforms: np.ndarray, width:
 
 
 def on_device(
-    plan: Plan, law: Law, seeds: list[int], uniforms: np.ndarray, width: int
+    plan: Plan,
+    law: Law,
+    seeds: list[int],
+    uniforms: np.ndarray,
+    width: int,
+    *,
+    grow: Grow = grow_paths,
 ) -> DraftTree:
     roots = torch.tensor([seed % VOCAB for seed in seeds])
-    trees: DeviceTrees = start_device_trees(plan, law, roots, torch.from_numpy(uniforms))
+    numbers = torch.from_numpy(uniforms)
+    trees: DeviceTrees = start_device_trees(plan, law, roots, numbers, grow=grow)
 
     def laws(texts: list[list[list[int]]]) -> DraftLaws:
         found = [
@@ -81,11 +94,13 @@ def on_device(
     texts = [[[token] for token in own] for own in frontier.token_ids.tolist()]
     for _ in range(plan.depth - 1):
         frontier = trees.grow(laws(texts))
+        tokens = frontier.token_ids
+        parents = frontier.parents
+        if parents is None:
+            parents = torch.arange(trees.rows).expand_as(tokens)
         texts = [
-            [[*own[parent], token] for parent, token in zip(parents, tokens, strict=True)]
-            for own, parents, tokens in zip(
-                texts, frontier.parents.tolist(), frontier.token_ids.tolist(), strict=True
-            )
+            [[*own[parent], token] for parent, token in zip(above, drawn, strict=True)]
+            for own, above, drawn in zip(texts, parents.tolist(), tokens.tolist(), strict=True)
         ]
     return trees.finish()
 
@@ -129,6 +144,25 @@ def test_device_trees_are_host_trees(
     uniforms = np.random.default_rng(seeds).random((len(seeds), paths, depth))
     case = (plan, law, seeds, uniforms, width)
     assert_same(on_device(*case), on_host(*case))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("backend", [FLAT, pytest.param("inductor", marks=needs_compiler)])
+@torch.inference_mode()
+def test_compiled_they_are_too(backend: str) -> None:
+    """By the graphs that are made at the start, whatever the plan."""
+    grow = growth(backend, torch.device("cpu"))
+    assert growth(backend, torch.device("cpu")) is grow  # for all engines
+    with patch(error_on_recompile=True):
+        for law, paths, batch, seed in product(
+            sorted(LAWS - {Law.FIXED}), (1, 2, 4), (1, 2, 5), range(4)
+        ):
+            depth = 1 + seed
+            plan = Plan(paths=paths, depth=depth, law=law, min_confidence=0.05 * (seed % 2))
+            seeds = [100 * seed + b for b in range(batch)]
+            uniforms = np.random.default_rng(seeds).random((batch, paths, depth))
+            case = (plan, law, seeds, uniforms, 2 + seed)
+            assert_same(on_device(*case, grow=grow), on_host(*case))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.floats(0, 1, exclude_max=True))
