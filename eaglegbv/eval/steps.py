@@ -201,6 +201,11 @@ class OperationCounter(TorchDispatchMode):
         parent.__init__()
         self.count = 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let compiled code run: torch.compile takes other modes for a change of what it traced."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Callable[..., object],
@@ -324,7 +329,7 @@ def run(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     requests = _add(rig.engine, rig.shape, setting)
     timed = _timed(rig.engine, setting)
     with OperationCounter() as counter:
-        rig.engine.step()
+        _step(rig.engine)
     launches = _launches(rig)
     for request in requests:
         rig.engine.cancel(request)
@@ -366,10 +371,15 @@ def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
     collector = Collector()
     engine.observe(collector)
     while len(collector.records) < WARM_UP_STEPS + setting.steps:
-        for commit in engine.step():
-            if commit.request.error is not None:  # else there might be no further step to wait for
-                raise commit.request.error
+        _step(engine)
     return collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]
+
+
+def _step(engine: Engine) -> None:
+    """Run a step; one that breaks off is an error, else there might be no further one."""
+    for commit in engine.step():
+        if commit.request.error is not None:
+            raise commit.request.error
 
 
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -381,7 +391,7 @@ def _launches(rig: Rig) -> int | None:
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        rig.engine.step()
+        _step(rig.engine)
         torch.cuda.synchronize()
     events = profile.key_averages()
     launches: int = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))

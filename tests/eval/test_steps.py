@@ -7,6 +7,7 @@ from math import sqrt
 import msgspec
 import pytest
 import torch
+from torch._dynamo.config import patch
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
@@ -24,6 +25,8 @@ from eaglegbv.eval.steps import (
     run,
     table,
 )
+from eaglegbv.flat import FLAT
+from eaglegbv.graphs import GraphMode
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
@@ -133,6 +136,20 @@ def test_operations_are_counted() -> None:
     with OperationCounter() as counter:
         torch.ones(3).add(1).mul(2)
     assert counter.count == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("graphs", [GraphMode.OFF, GraphMode.EAGER])
+def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:
+    """To count is no reason to look at a graph's inputs again, or to refuse it."""
+    setting = StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
+    rig = build(
+        SMALL, setting, dtype=torch.float32, device=CPU, compile_backend=FLAT, graphs=graphs
+    )
+    rig.engine.check_plan(setting.plan)  # what is compiled is compiled now
+    with patch(error_on_recompile=True):
+        found = run(rig, setting, MACHINE)
+    assert 100 < found.operations < 4000
 
 
 def test_a_machine_is_measured() -> None:
