@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.branches import BranchAttention, BranchShape
-from eaglegbv.config import MAX_DEPTH, Plan
-from eaglegbv.drafters.device_trees import LAWS, start_device_trees
+from eaglegbv.config import Plan
+from eaglegbv.drafters.device_trees import LAWS, Frontier, start_device_trees
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.growth import Roots, draft_params
@@ -223,7 +223,6 @@ class _Drafting:
 
             self._roots = room(batch)
             self._contexts = room(batch)
-            self._slots = room(batch, levels, self._rows)
             self._hidden = room(batch, config.hidden_size, dtype=dtype)
             self._uniforms = room(batch, plan.paths, plan.depth, dtype=torch.float64)
             self._settings = WarpSettings(
@@ -237,11 +236,13 @@ class _Drafting:
 
     def holds(self, contexts: Sequence[Tensor]) -> bool:
         """Whether attention can list the keys of all rows that go on from ``contexts``."""
-        if self._attention is None or self._attention.most_keys is None:
+        attention = self._attention
+        if attention is None or attention.most_keys is None:
             return True
-        keys = sum(len(context) + self._kind.plan.depth for context in contexts)
-        missing = self._kind.requests - len(contexts)
-        return self._rows * (keys + missing * MAX_DEPTH) <= self._attention.most_keys
+        requests, levels, rows = attention.slots.shape
+        missing = requests - len(contexts)  # of a key each
+        keys = missing + sum(len(context) for context in contexts)
+        return keys + requests * levels * rows <= attention.most_keys
 
     def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
         """Copy a step's numbers into the buffers, and plan its attention."""
@@ -263,12 +264,11 @@ class _Drafting:
                 row[:] = request.stream.draw(request.step, Purpose.DRAFT, count)
             _fill(self._uniforms, torch.from_numpy(numbers).view(self._uniforms.shape))
         if self._attention is not None:
-            places = self._slots[0].numel()
-            slots = torch.full((kind.requests, places), self._scratch_slot)
-            for b, own in enumerate(roots.tree_slots):
-                slots[b] = own[:places]
-            _fill(self._slots, slots.view(self._slots.shape))
-            self._attention.plan(contexts)
+            shape = self._attention.slots.shape
+            slots = torch.full(shape, self._scratch_slot).flatten(1)
+            for row, own in zip(slots, roots.tree_slots, strict=False):
+                row.copy_(own[: len(row)])
+            self._attention.plan(contexts, slots.view(shape))
 
     def work(self) -> tuple[Tensor, ...]:
         """Draft; return the tensors of the trees in order."""
@@ -279,37 +279,47 @@ class _Drafting:
         rotations = self._rotations()
         frontier = trees.begin(self._laws(head.logits(self._hidden), 1))
         hidden = self._hidden.unsqueeze(1)
-        tails = self._slots.new_empty((kind.requests, 1, 0))
+        chains: Tensor | None = None
         for level in range(kind.plan.depth - 1):
             if level == 0:  # all go on from the root
                 hidden = hidden.expand(-1, rows, -1).contiguous()
-                tails = tails.expand(-1, rows, -1)
             elif frontier.parents is not None:
                 above = frontier.parents.unsqueeze(2)
                 hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
-                tails = tails.gather(1, above.expand(-1, -1, tails.shape[2]))
-            tails = torch.cat((tails, self._slots[:, level].unsqueeze(2)), dim=2)
+            chains = self._chains(chains, frontier)
             level_rows = LevelRows(frontier.token_ids.flatten(), rotations[level])
-            drafted = self._step(level_rows, hidden, tails)
+            drafted = self._step(level, level_rows, hidden, chains)
             hidden = drafted.hidden.view(kind.requests, rows, -1)
             frontier = trees.grow(self._laws(drafted.logits, rows))
         tree = trees.finish()
         return tuple(tree.tensors.values())
 
+    def _chains(self, above: Tensor | None, frontier: Frontier) -> Tensor | None:
+        """Return the branches of each row's path, given those of the level above; None of own."""
+        if frontier.parents is None:
+            return None
+        own = torch.arange(self._rows, device=frontier.parents.device)
+        own = own.expand_as(frontier.parents).unsqueeze(2)
+        if above is None:
+            return own
+        parents = frontier.parents.unsqueeze(2).expand(-1, -1, above.shape[2])
+        return torch.cat((above.gather(1, parents), own), dim=2)
+
     def _rotations(self) -> list[Rotation]:
         """Return the angles of each level's rows: as many operations as for one level."""
-        levels = torch.arange(self._slots.shape[1], device=self._slots.device).view(-1, 1, 1)
+        count, device = self._kind.plan.depth - 1, self._contexts.device
+        levels = torch.arange(count, device=device).view(-1, 1, 1)
         positions = (self._contexts.unsqueeze(1) + levels).expand(-1, -1, self._rows)
         every: Rotation = self._head.rotary(positions.flatten(1), self._hidden.dtype)
         levels_of_each = zip(every.cos.unbind(0), every.sin.unbind(0), strict=True)
         return [Rotation(cos, sin) for cos, sin in levels_of_each]
 
-    def _step(self, rows: LevelRows, hidden: Tensor, tails: Tensor) -> Drafted:
+    def _step(self, level: int, rows: LevelRows, hidden: Tensor, chains: Tensor | None) -> Drafted:
         attention = self._attention
         assert attention is not None  # there is a level to go on to
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, k, v, tails.flatten(0, 1))
+            return attention.attend(level, q, k, v, chains)
 
         return self._forward.level(rows, hidden.flatten(0, 1), attend)
 

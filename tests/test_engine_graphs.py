@@ -222,7 +222,7 @@ def test_fixed_drafts_of_all_settings_share_a_recording() -> None:
 @pytest.mark.usefixtures("any_pool")
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_wrappers._MOST_ROW_KEYS", 120)
+    monkeypatch.setattr("eaglegbv.attention.flashinfer_wrappers._MOST_ROW_KEYS", 44)
     plan, params = Plan(paths=2, depth=3), sampling()
     narrow = tiny_engine(slots=256, graphs=GraphMode.EAGER, attention=StandAttention)
     found = narrow.tokens(PROMPTS, params, plan)

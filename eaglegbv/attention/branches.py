@@ -1,9 +1,9 @@
 """Attention of drafted rows: each sees the text of its request and its own path, nothing else.
 
-    keys of a row at level d   | context of its request | its path: d slots, its own the last |
+    keys of a request | context | level 0: a slot for each branch | level 1: likewise | ...
 
-So no mask is needed: a fixed number of branches of every request go on side by side, and which path
-a branch continues is a matter of slots.
+A fixed number of branches of every request go on side by side. Which slots their rows have is known
+from the start; whose path a branch continues, a chain of branches, only as the drafting goes on.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,9 @@ class BranchAttention(ABC):
     Attributes:
         pool: Keys and values.
         shape: The rows.
-        most_keys: Most keys of all rows together; None for any number.
+        slots: ``[requests, levels, branches]`` int64, those of the rows; always the same memory.
+        most_keys: Most keys of all requests together, those of their rows included; None for any
+            number.
     """
 
     most_keys: int | None = None
@@ -52,21 +54,38 @@ class BranchAttention(ABC):
     def __init__(self, pool: KVPool, shape: BranchShape) -> None:
         self.pool = pool
         self.shape = shape
+        with torch.inference_mode(mode=False):
+            self.slots = torch.zeros(
+                (shape.requests, shape.levels, shape.branches),
+                dtype=torch.int64,
+                device=pool.keys.device,
+            )
 
-    @abstractmethod
-    def plan(self, contexts: Sequence[Tensor]) -> None:
-        """Prepare for a step's contexts: for each request ``[c]`` int64 on the host, c >= 1."""
-
-    @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tails: Tensor) -> Tensor:
-        """Write the rows' keys and values, then attend.
+    def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
+        """Prepare for a step.
 
         Args:
+            contexts: For each request ``[c]`` int64 on the host, c >= 1.
+            slots: ``[requests, levels, branches]`` int64 on the host, those of the rows.
+        """
+        self.slots.copy_(send(slots, self.slots.device))
+        self._plan(contexts, slots)
+
+    @abstractmethod
+    def _plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
+        """See :meth:`plan`."""
+
+    @abstractmethod
+    def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:
+        """Write the keys and values of a level's rows, then attend.
+
+        Args:
+            level: Counted from 0; all before have run.
             q: ``[requests * branches, heads, head_dim]``.
             k: ``[requests * branches, kv_heads, head_dim]``.
             v: ``[requests * branches, kv_heads, head_dim]``.
-            tails: ``[requests * branches, level]`` int64, the slots of each row's path, its own the
-                last.
+            chains: ``[requests, branches, level + 1]`` int64, the branch of each row's path at
+                every level, its own the last; None where every branch continues itself.
 
         Returns:
             ``[requests * branches, heads, head_dim]``.
@@ -76,8 +95,7 @@ class BranchAttention(ABC):
 class TorchBranches(BranchAttention):
     """In plain PyTorch; its sizes follow the longest context, so it cannot be recorded."""
 
-    def plan(self, contexts: Sequence[Tensor]) -> None:
-        """See :meth:`BranchAttention.plan`."""
+    def _plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:  # noqa: ARG002
         longest = max(len(context) for context in contexts)
         # Padding repeats a slot of the request itself: nobody else's may be read.
         rows = [torch.cat((c, c[:1].expand(longest - len(c)))) for c in contexts]
@@ -86,13 +104,15 @@ class TorchBranches(BranchAttention):
         self._contexts = send(torch.stack(rows), device)
         self._seen = send(torch.arange(longest) < lengths.unsqueeze(1), device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tails: Tensor) -> Tensor:
+    def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:
         """See :meth:`BranchAttention.attend`."""
-        keys, values = self.pool.write(0, tails[:, -1], k, v)
-        batch, branches, levels = self.shape.requests, self.shape.branches, tails.shape[1]
+        keys, values = self.pool.write(0, self.slots[:, level].flatten(), k, v)
+        batch, branches, levels = self.shape.requests, self.shape.branches, level + 1
         kv_heads, dim = keys.shape[1:]
         grouped = q.view(batch, branches, kv_heads, -1, dim)
-        paths = tails.view(batch, branches, levels)
+        paths = self.slots[:, :levels].transpose(1, 2)
+        if chains is not None:
+            paths = paths.gather(1, chains)
         to_text = torch.einsum("bjhgd,bchd->bjhgc", grouped, keys[self._contexts])
         to_path = torch.einsum("bjhgd,bjthd->bjhgt", grouped, keys[paths])
         unseen = ~self._seen.view(batch, 1, 1, 1, -1)

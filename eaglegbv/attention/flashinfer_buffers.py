@@ -39,30 +39,3 @@ class TreeBuffers:
         mask = numbers(rows * keys // 8 + requests + 1, torch.uint8)
         offsets = (numbers(requests + 1), numbers(requests + 1))
         return cls(*offsets, key_slots, numbers(requests), mask, numbers(requests + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class RowBuffers:
-    """What a wrapper for rows of one query each is planned into.
-
-    Attributes:
-        key_offsets: ``[rows + 1]`` int32.
-        key_slots: ``[keys at most]`` int32.
-        last_pages: ``[rows]`` int32.
-        tails: ``[rows, level]`` int64, where in ``key_slots`` the slots of a row's path stand.
-    """
-
-    key_offsets: Tensor
-    key_slots: Tensor
-    last_pages: Tensor
-    tails: Tensor
-
-    @classmethod
-    def of(cls, rows: int, level: int, key_slots: Tensor) -> Self:
-        """Make room for ``rows``, the last ``level`` keys of each a path."""
-
-        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=key_slots.device)
-
-        tails = numbers(rows, level, dtype=torch.int64)
-        return cls(numbers(rows + 1), key_slots, numbers(rows), tails)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.flashinfer_buffers import RowBuffers, TreeBuffers
+from eaglegbv.attention.flashinfer_buffers import TreeBuffers
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.errors import InvalidArgument
 
@@ -55,11 +55,6 @@ class Kernels(Protocol):
     def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> Wrapper:
         """Return a new wrapper for masked requests of fixed sizes, planned into ``buffers``."""
 
-    def static_decode(
-        self, workspace: Tensor, buffers: RowBuffers, *, tensor_cores: bool
-    ) -> Wrapper:
-        """Return a new wrapper for a fixed number of rows, planned into ``buffers``."""
-
 
 class FlashInferKernels:
     """FlashInfer's wrappers."""
@@ -108,22 +103,6 @@ class FlashInferKernels:
             custom_mask_buf=buffers.mask,
             mask_indptr_buf=buffers.mask_offsets,
             backend=_BACKEND,
-        )
-        return _of_small_plans(wrapper, workspace)
-
-    def static_decode(
-        self, workspace: Tensor, buffers: RowBuffers, *, tensor_cores: bool
-    ) -> Wrapper:
-        """See :meth:`Kernels.static_decode`."""
-        wrapper: Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=tensor_cores,
-            backend=_BACKEND,
-            paged_kv_indptr_buffer=buffers.key_offsets,
-            paged_kv_indices_buffer=buffers.key_slots,
-            paged_kv_last_page_len_buffer=buffers.last_pages,
         )
         return _of_small_plans(wrapper, workspace)
 

@@ -58,17 +58,39 @@ class FlashInferPlans:
         self._plan_prefill(wrapper, batch, kind, masks.bits)
         return masks
 
-    def plan_rows(self, wrapper: Wrapper, pages: tuple[Tensor, Tensor], shape: BranchShape) -> None:
-        """Plan rows of one query each, from offsets (host) and slots of keys (host)."""
+    def plan_rows(
+        self, wrapper: Wrapper, pages: tuple[Tensor, Tensor], bits: Tensor, shape: BranchShape
+    ) -> None:
+        """Plan drafted rows under a mask; the wrapper's ``mask_indptr`` is the caller's to mend.
+
+        Args:
+            wrapper: What is planned.
+            pages: Offsets and slots of the requests' keys, both int32 on the host.
+            bits: ``[bytes]`` uint8, the packed mask, where the pool is.
+            shape: The rows.
+        """
         kind = LayerKind(None, shape.scale, None, shape.heads)
-        wrapper.plan(*self._sent(*pages), kind.heads, *self._sizes, **self._settings(kind))
+        queries = torch.arange(shape.requests + 1, dtype=torch.int32) * shape.branches
+        self._plan_queries(wrapper, queries, self._sent(*pages), kind, bits)
 
     def _plan_prefill(
         self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind, bits: Tensor | None
     ) -> None:
+        queries = torch.tensor(batch.offsets, dtype=torch.int32)
+        self._plan_queries(wrapper, queries, self._pages(batch), kind, bits)
+
+    def _plan_queries(
+        self,
+        wrapper: Wrapper,
+        queries: Tensor,
+        pages: tuple[Tensor, Tensor, Tensor],
+        kind: LayerKind,
+        bits: Tensor | None,
+    ) -> None:
+        """Plan queries from their offsets (host), pages, and a mask or none."""
         wrapper.plan(
-            torch.tensor(batch.offsets, dtype=torch.int32),
-            *self._pages(batch),
+            queries,
+            *pages,
             kind.heads,
             *self._sizes,
             packed_custom_mask=bits,

@@ -89,7 +89,7 @@ class StaticTreeAttention(StaticAttention):
             with torch.inference_mode(mode=False):
                 sizes = (self._bucket.requests + 1, self._bucket.rows, self._keys)
                 buffers = TreeBuffers.of(*sizes, self._key_slots)
-                planned = self._wrappers.static(buffers, self._bucket, kind.heads)
+                planned = self._wrappers.static(buffers, self._bucket.rows, kind.heads)
             known = self._kinds[kind] = planned, buffers
             self._plan_kind(self._batch, kind, *known)
         return known[0]

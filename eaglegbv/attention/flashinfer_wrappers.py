@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.branches import BranchShape
-from eaglegbv.attention.flashinfer_buffers import RowBuffers, TreeBuffers
+from eaglegbv.attention.flashinfer_buffers import TreeBuffers
 from eaglegbv.attention.flashinfer_kernels import Kernels, Wrapper
 from eaglegbv.attention.flashinfer_plans import LayerKind
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.workspace import Workspace
 from eaglegbv.config import MAX_DEPTH
-from eaglegbv.graphs import MAX_ROWS, Bucket
+from eaglegbv.graphs import MAX_ROWS
 
 _TENSOR_CORE_GROUP = 4
 """Fewest query heads of a key head whose rows are decoded by tensor cores, which FlashInfer advises
@@ -21,7 +21,7 @@ for large groups.
 """
 
 _MOST_ROW_KEYS = 1 << 22
-"""Keys of all drafted rows of a level together: 16 MiB of slots."""
+"""Keys of all requests of a draft together: 16 MiB of slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class FlashInferWrappers:
         self._kernels = kernels
         self._workspace = Workspace(pool, kernels)
         self._plain: dict[tuple[str, LayerKind], PlannedWrapper] = {}
-        self._rows: dict[tuple[int, int, int], tuple[RowBuffers, PlannedWrapper]] = {}
-        self._row_keys: dict[int, Tensor] = {}
+        self._branches: dict[BranchShape, tuple[TreeBuffers, PlannedWrapper]] = {}
+        self._row_keys: Tensor | None = None
 
     def plain(self, work: Literal["decode", "causal", "tree"], kind: LayerKind) -> PlannedWrapper:
         """Return the wrapper of a shape of work and kind of layer, ready to be planned."""
@@ -98,37 +98,40 @@ class FlashInferWrappers:
         planned.wait()
         return planned
 
-    def static(self, buffers: TreeBuffers, bucket: Bucket, heads: int) -> PlannedWrapper:
-        """Return a new wrapper for a bucket that is planned into ``buffers``."""
-        room = self._workspace.room(heads, rows=bucket.rows, requests=bucket.requests + 1)
+    def static(self, buffers: TreeBuffers, rows: int, heads: int) -> PlannedWrapper:
+        """Return a new wrapper for as many ``rows`` that is planned into ``buffers``."""
+        requests = len(buffers.last_pages)
+        room = self._workspace.room(heads, rows=rows, requests=requests)
         return self._planned_by(self._kernels.static_prefill(room, buffers))
 
-    def rows(self, shape: BranchShape, level: int) -> tuple[RowBuffers, PlannedWrapper]:
-        """Return the wrapper of drafted rows at a level, and what it is planned into.
+    def branches(self, shape: BranchShape) -> tuple[TreeBuffers, PlannedWrapper]:
+        """Return the wrapper of drafted rows, and what it is planned into.
 
-        Recordings of as many rows share it, and those of a level the list of keys: all is planned
+        Recordings of one shape share it, and those of all shapes the list of keys: all is planned
         again before any of them is replayed.
         """
-        rows = shape.requests * shape.branches
-        found = self._rows.get((rows, level, shape.heads))
+        found = self._branches.get(shape)
         if found is None:
+            rows, longest = shape.requests * shape.branches, self._longest(shape.max_context)
             with torch.inference_mode(mode=False):
-                if level not in self._row_keys:
-                    self._row_keys[level] = torch.zeros(
-                        self.most_row_keys(shape), dtype=torch.int32, device=self._pool.keys.device
+                if self._row_keys is None:
+                    self._row_keys = torch.zeros(
+                        self.most_row_keys(shape.max_context),
+                        dtype=torch.int32,
+                        device=self._pool.keys.device,
                     )
-                buffers = RowBuffers.of(rows, level, self._row_keys[level])
-                room = self._workspace.row_room(shape.heads, rows)
-                cores = self._by_tensor_cores(shape.heads)
-                wrapper = self._kernels.static_decode(room, buffers, tensor_cores=cores)
-            found = buffers, self._planned_by(wrapper)
-            self._rows[rows, level, shape.heads] = found
+                keys = longest + shape.levels * shape.branches
+                buffers = TreeBuffers.of(shape.requests, rows, keys, self._row_keys)
+                planned = self.static(buffers, rows, shape.heads)
+            found = self._branches[shape] = buffers, planned
         return found
 
-    def most_row_keys(self, shape: BranchShape) -> int:
-        """Return how many keys drafted rows of a level may have together."""
-        longest = min(shape.max_context, self._pool.num_slots) + MAX_DEPTH
-        return min(MAX_ROWS * longest, _MOST_ROW_KEYS)
+    def most_row_keys(self, max_context: int) -> int:
+        """Return how many keys the requests of a draft may have together."""
+        return min(MAX_ROWS * (self._longest(max_context) + MAX_DEPTH), _MOST_ROW_KEYS)
+
+    def _longest(self, max_context: int) -> int:
+        return min(max_context, self._pool.num_slots)
 
     def _by_tensor_cores(self, heads: int) -> bool:
         """Return whether as many query heads read a key head as tensor cores are good for."""

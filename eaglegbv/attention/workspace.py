@@ -18,9 +18,6 @@ _WAVES = 2
 _TILE = 128
 """Query rows of a block at most."""
 
-_ROW_TILE = 16
-"""Query rows of a block where requests have one query each."""
-
 
 class Workspace:
     """One piece of memory for all wrappers over a pool: they run one after another.
@@ -47,15 +44,6 @@ class Workspace:
             rows: Packed rows of a recorded batch; 0 for one that is not recorded.
             requests: Its requests.
         """
-        return self._of_tiles(heads, rows, requests, _TILE)
-
-    def row_room(self, heads: int, rows: int) -> Tensor:
-        """Return ``[bytes]`` uint8 for a new wrapper of ``rows`` recorded requests of one query."""
-        sharing = heads // self._pool.keys.shape[2]
-        tile = _ROW_TILE if sharing <= _ROW_TILE else _TILE  # they are rows of a block
-        return self._of_tiles(heads, rows, rows, tile)
-
-    def _of_tiles(self, heads: int, rows: int, requests: int, tile: int) -> Tensor:
         device = self._pool.keys.device
         kv_heads, head_dim = self._pool.keys.shape[2:]
         needed = workspace_bytes(
@@ -65,7 +53,6 @@ class Workspace:
             processors=self._kernels.processors(device),
             rows=rows,
             requests=requests,
-            tile=tile,
         )
         if needed > len(self._memory):
             # By powers of two, so that those of earlier wrappers add up to no more than this one.
@@ -83,7 +70,6 @@ def workspace_bytes(
     processors: int,
     rows: int = 0,
     requests: int = 0,
-    tile: int = _TILE,
 ) -> int:
     """Return what a wrapper needs at most for partial results (``scheduler.cuh`` of 0.6.18).
 
@@ -98,10 +84,9 @@ def workspace_bytes(
         processors: Multiprocessors of the device.
         rows: Packed rows of a recorded batch; 0 for one that is not recorded.
         requests: Its requests.
-        tile: Query rows of a block.
     """
-    at_once = _WAVES * processors // kv_heads * tile
-    recorded = rows * (heads // kv_heads) + requests * tile
+    at_once = _WAVES * processors // kv_heads * _TILE
+    recorded = rows * (heads // kv_heads) + requests * _TILE
     return max(
         _WORKSPACE_BYTES, heads * max(at_once, recorded) * (head_dim + 1) * 4 + _WORKSPACE_SLACK
     )

@@ -21,16 +21,19 @@ def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
         FlashInferPagedAttention(ours, place.kernels).branches(shape),
         TorchPagedAttention(reference).branches(shape),
     )
-    for lengths in ((5, 300), (40, 8)):
+    for lengths, parents in (((5, 300), [[0, 0, 2], [0, 2, 1]]), ((40, 8), None)):
+        slots = SHUFFLED[800:818].view(2, 3, 3)
+        ours.values[0, SHUFFLED[806:]] = torch.nan  # of those to come an earlier text left that
         for branches in both:
-            branches.plan([SHUFFLED[: lengths[0]], SHUFFLED[400 : 400 + lengths[1]]])
-        tails = torch.zeros((6, 0), dtype=torch.int64)
+            branches.plan([SHUFFLED[: lengths[0]], SHUFFLED[400 : 400 + lengths[1]]], slots)
+        chains = None
         for level in range(3):
-            parents = torch.tensor([0, 0, 2, 3, 5, 4]) if level else torch.arange(6)
-            own = SHUFFLED[800 + 6 * level : 806 + 6 * level].unsqueeze(1)
-            tails = torch.cat((tails[parents], own), dim=1)
+            if parents is not None:
+                own = torch.arange(3).expand(2, 3).unsqueeze(2)
+                above = [] if chains is None else [chains.cpu()[[[0], [1]], parents]]
+                chains = torch.cat([*above, own], dim=2).to(place.device)
             q, k, v = new_rows(6, place.device, sizes=sizes)
             found, expected = (
-                branches.attend(q.roll(level, 0), k, v, tails.to(place.device)) for branches in both
+                branches.attend(level, q.roll(level, 0), k, v, chains) for branches in both
             )
             torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)

@@ -13,6 +13,7 @@ from support.ptx.lanes import MemoryFault
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, SLOTS, new_rows, padded
 
 from eaglegbv.attention.base import PackedBatch, pack
+from eaglegbv.attention.branches import BranchShape
 from eaglegbv.attention.flashinfer_kernels import Wrapper
 from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.flashinfer_plans import FlashInferPlans, LayerKind
@@ -76,5 +77,14 @@ def test_flashinfers_plans_wait_for_nothing(
                 if isinstance(used, StaticTreeAttention):
                     used.plan(batch)
                 used.attend(0, *new, batch, scale=SCALE)
+        shape = BranchShape(
+            requests=2, branches=3, levels=2, max_context=SLOTS, heads=SIZES.heads, scale=SCALE
+        )
+        branches = attention.branches(shape)
+        for length in (3, 300):
+            branches.plan([torch.arange(length)] * 2, torch.arange(12).view(2, 2, 3))
+            for level in range(shape.levels):
+                new = [part.to("cuda", non_blocking=True) for part in new_rows(6)]
+                branches.attend(level, *new, None)
         assert (device.reads, device.blocking) == ([], [])
     assert on_host.launched

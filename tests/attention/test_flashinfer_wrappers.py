@@ -31,7 +31,8 @@ def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
             heads=sizes.heads,
             scale=SCALE,
         )
-        attention.branches(shape).plan([text] * shape.requests)
+        slots = torch.zeros((shape.requests, shape.levels, shape.branches), dtype=torch.int64)
+        attention.branches(shape).plan([text] * shape.requests, slots)
         for used in (attention, static):
             used.attend(0, *new_rows(batch.rows, sizes=sizes), batch, scale=SCALE)
 

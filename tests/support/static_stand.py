@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.flashinfer_buffers import RowBuffers, TreeBuffers
+from eaglegbv.attention.flashinfer_buffers import TreeBuffers
 from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
@@ -59,35 +59,6 @@ class StaticStand:
         return out
 
 
-class RowStand:
-    """A wrapper for a fixed number of rows of one query each."""
-
-    def __init__(self, buffers: RowBuffers, most_keys: int) -> None:
-        self.buffers = buffers
-        self.most_keys = most_keys
-        self._mask_indptr_buf: Tensor | None = None
-
-    def plan(self, *arguments: Any, **named: Any) -> None:
-        keys, slots, last, *_ = arguments
-        into = self.buffers
-        assert len(keys) == len(into.key_offsets), "the batch size is fixed"
-        assert len(slots) <= len(into.key_slots)
-        assert len(last) == len(into.last_pages)
-        self.scale, self.softcap = named["sm_scale"], named["logits_soft_cap"]
-        into.key_offsets.copy_(keys)
-        into.key_slots[: len(slots)].copy_(slots)
-        into.last_pages.copy_(last)
-
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        own = self.buffers
-        first = own.key_offsets[:-1].unsqueeze(1)
-        count = own.key_offsets[1:].unsqueeze(1) - first
-        key = torch.arange(self.most_keys, dtype=torch.int32)
-        slots = own.key_slots[(first + key).long().clamp(max=len(own.key_slots) - 1)].long()
-        out.copy_(attend(q, kv, slots, key < count, self.scale, self.softcap))
-        return out
-
-
 def attend(
     q: Tensor,
     kv: tuple[Tensor, Tensor],
@@ -113,7 +84,6 @@ class StandKernels:
     def __init__(self, most_keys: int) -> None:
         self.most_keys = most_keys
         self.trees: list[StaticStand] = []
-        self.rows: list[RowStand] = []
 
     def processors(self, device: torch.device) -> int:
         return 1
@@ -121,12 +91,6 @@ class StandKernels:
     def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> StaticStand:
         self.trees.append(StaticStand(buffers, self.most_keys))
         return self.trees[-1]
-
-    def static_decode(
-        self, workspace: Tensor, buffers: RowBuffers, *, tensor_cores: bool
-    ) -> RowStand:
-        self.rows.append(RowStand(buffers, self.most_keys))
-        return self.rows[-1]
 
 
 class StandAttention(FlashInferPagedAttention):
