@@ -314,8 +314,12 @@ def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_graphs_commit_what_eager_steps_do(name: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, None) for name in SETTINGS), ("iid", "inductor"), ("fixed", "inductor")],
+)
+def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
     from eaglegbv.eval.steps import Shape, StepSetting, build
@@ -328,7 +332,14 @@ def test_graphs_commit_what_eager_steps_do(name: str) -> None:
     texts = []
     for mode in (GraphMode.ON, GraphMode.EAGER):
         where = torch.device("cuda")
-        rig = build(shape, setting, dtype=torch.float16, device=where, graphs=mode)
+        rig = build(
+            shape,
+            setting,
+            dtype=torch.float16,
+            device=where,
+            graphs=mode,
+            compile_backend=backend,
+        )
         requests = [rig.engine.add(prompt, params, plan) for prompt in PROMPTS]
         while rig.engine.has_work:
             rig.engine.step()
