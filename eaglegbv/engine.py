@@ -131,6 +131,7 @@ class Engine:
         self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
         self._observers: list[StepObserver] = []
+        self._tree_observers: list[StepObserver] = []
 
     @property
     def has_work(self) -> bool:
@@ -144,17 +145,21 @@ class Engine:
 
         Args:
             observer: Is told.
-            trees: Have the records of steps say what became of every draft tree, from now on and
-                for all observers. Recording begins after a step's clock has stopped, so that no
-                time of a step includes it.
+            trees: Have the records of steps say what became of every draft tree, for all observers
+                and as long as this one is told. Recording begins after a step's clock has stopped,
+                so that no time of a step includes it.
         """
         self._observers.append(observer)
-        self._verification.keeps_evidence = self._verification.keeps_evidence or trees
+        if trees:
+            self._tree_observers.append(observer)
+        self._verification.keeps_evidence = bool(self._tree_observers)
 
     def unobserve(self, observer: StepObserver) -> None:
         """Tell ``observer`` no more; nothing happens if it is told nothing already."""
-        if observer in self._observers:
-            self._observers.remove(observer)
+        for observers in (self._observers, self._tree_observers):
+            if observer in observers:
+                observers.remove(observer)
+        self._verification.keeps_evidence = bool(self._tree_observers)
 
     def explain_plans(self) -> list[PlanEstimate]:
         """Return what the planner expects of each plan for the running requests, best first."""

@@ -72,6 +72,33 @@ def test_an_observer_may_leave(exact: ExactEngine) -> None:
     assert watcher.seen == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_trees_are_recorded_as_long_as_somebody_who_asked_is_told(
+    exact: ExactEngine, fails: bool
+) -> None:
+    """Not when the last has left, be it because it failed."""
+    recorded: list[int] = []
+    exact.engine.observe(Watcher(lambda record: recorded.append(len(record.trees))))
+    watchers = [Watcher(refuse if fails else lambda record: None) for _ in range(2)]
+    for watcher in watchers:
+        exact.engine.observe(watcher, trees=True)
+    exact.add(SPEC)
+    exact.run()
+    if not fails:
+        exact.engine.unobserve(watchers[0])
+        assert recorded[-1] == 1
+        exact.add(SPEC)
+        exact.run()
+        assert recorded[-1] == 1
+        exact.engine.unobserve(watchers[1])
+    seen = len(recorded)
+    exact.add(SPEC)
+    exact.run()
+    assert any(recorded[:seen])
+    assert len(recorded) > seen
+    assert not any(recorded[seen:])
+
+
 def test_an_engine_goes_on_when_its_trace_is_closed(exact: ExactEngine, tmp_path: Path) -> None:
     with Tracer(tmp_path / "steps.json") as tracer:
         exact.engine.observe(tracer)
