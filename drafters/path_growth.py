@@ -101,6 +101,8 @@ def growth(backend: str | None, device: torch.device) -> Grow:
     compiled = compiled_by_kind(grow_paths, backend, None)
 
     def grow(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
+        if ids.shape[1] == 1:  # nothing is drawn, and it would take graphs of its own
+            return grow_paths(paths, ids, probs, uniforms)
         found: Grown = compiled(paths, ids.contiguous(), probs, uniforms)
         return found
 

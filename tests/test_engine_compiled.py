@@ -15,6 +15,7 @@ PLANS = {
     "several paths": Plan(paths=2, depth=3),
     "one token": Plan(paths=1, depth=1),
     "early ends": Plan(paths=4, depth=5, min_confidence=0.05),
+    "laws of one token": Plan(paths=2, depth=3, draft_width=1),
     "narrow": Plan(paths=3, depth=2, draft_width=4),
     "block": Plan(verifier="block", paths=1, depth=2),
     "token": Plan(verifier="token", paths=1, depth=4),

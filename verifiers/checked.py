@@ -4,7 +4,7 @@ The operations on a few trees take longer to launch than to compute. One graph s
 batch: its sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for fixed. So there are graphs of
 their own for a single tree and for single paths, which are less work anyway, and of these for laws
 over the whole vocabulary, where no token is looked up; and trees are padded where laws between a
-path's ends would be none or one:
+path's ends would be none or one (and laws, where they have one token):
 
     of length 1         root -- a        root -- a -- a -- a    as past any path's end
 """
@@ -27,7 +27,7 @@ from eaglegbv.verifiers.iid_selection import bounded_forks
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
-_LENGTH, _FORKS = 3, 2
+_LENGTH, _FORKS, _LEAST_WIDTH = 3, 2, 2
 """Least sizes that a graph takes; smaller ones are padded to these."""
 
 _WIDTH = 251
@@ -116,7 +116,7 @@ def checked_verifier(
     name: str,
     compile_backend: str | None = None,
     vocab: int = 0,
-    device: torch.device | None = None,
+    device: torch.device | str = "cpu",
 ) -> CheckedVerifier:
     """Return the stateless verifier of that name with its check, compiled once for all engines.
 
@@ -125,8 +125,8 @@ def checked_verifier(
     Raises:
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.
     """
-    verifier, where = make_verifier(name), device or "cpu"
-    return CheckedVerifier(verifier, compile_backend=compile_backend, vocab=vocab, device=where)
+    verifier = make_verifier(name)
+    return CheckedVerifier(verifier, compile_backend=compile_backend, vocab=vocab, device=device)
 
 
 def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
@@ -135,8 +135,12 @@ def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
     There are such graphs for single paths; others look tokens up. Not for those who list tokens.
     """
     whole = tree.whole and tree.paths == 1
-    ids = tree.draft_ids[:, :, :0] if whole else tree.draft_ids
-    return replace(tree, draft_ids=ids, forks=forks, whole=whole)
+    ids, probs = tree.draft_ids, tree.draft_probs
+    missing = _LEAST_WIDTH - ids.shape[2]
+    if missing > 0:
+        ids, probs = pad(ids, (0, missing)), pad(probs, (0, missing))
+    ids = ids[:, :, :0] if whole else ids
+    return replace(tree, draft_ids=ids, draft_probs=probs, forks=forks, whole=whole)
 
 
 def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:

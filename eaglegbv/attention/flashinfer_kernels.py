@@ -104,13 +104,8 @@ class FlashInferKernels:
             mask_indptr_buf=buffers.mask_offsets,
             backend=_BACKEND,
         )
-        return _of_small_plans(wrapper, workspace)
-
-
-def _of_small_plans(wrapper: Wrapper, workspace: Tensor) -> Wrapper:
-    """Shrink a wrapper's plan buffers to ``_PLAN_BYTES``."""
-    wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
-    return wrapper
+        wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
+        return wrapper
 
 
 def check_pool(pool: KVPool) -> None:

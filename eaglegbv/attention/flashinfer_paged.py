@@ -54,6 +54,7 @@ class FlashInferPagedAttention(PagedAttention):
         )
         self._plans = FlashInferPlans(pool)
         self._torch = TorchPagedAttention(pool)
+        self._branches: dict[BranchShape, FlashInferBranches] = {}
         self._batch: PackedBatch | None = None
         self._planned: dict[LayerKind, PlannedWrapper] = {}
 
@@ -90,8 +91,14 @@ class FlashInferPagedAttention(PagedAttention):
         return StaticTreeAttention(self.pool, self._wrappers, bucket, max_context=max_context)
 
     def branches(self, shape: BranchShape) -> FlashInferBranches:
-        """See :meth:`PagedAttention.branches`."""
-        return FlashInferBranches(self.pool, self._wrappers, shape)
+        """See :meth:`PagedAttention.branches`.
+
+        Recordings of one shape share it: all is planned again before any of them is replayed.
+        """
+        found = self._branches.get(shape)
+        if found is None:
+            found = self._branches[shape] = FlashInferBranches(self.pool, self._wrappers, shape)
+        return found
 
     def _fall_back(self, reason: str) -> TorchPagedAttention:
         if not self._fallbacks[reason]:

@@ -80,7 +80,6 @@ class FlashInferWrappers:
         self._kernels = kernels
         self._workspace = Workspace(pool, kernels)
         self._plain: dict[tuple[str, LayerKind], PlannedWrapper] = {}
-        self._branches: dict[BranchShape, tuple[TreeBuffers, PlannedWrapper]] = {}
         self._row_keys: Tensor | None = None
 
     def plain(self, work: Literal["decode", "causal", "tree"], kind: LayerKind) -> PlannedWrapper:
@@ -105,26 +104,21 @@ class FlashInferWrappers:
         return self._planned_by(self._kernels.static_prefill(room, buffers))
 
     def branches(self, shape: BranchShape) -> tuple[TreeBuffers, PlannedWrapper]:
-        """Return the wrapper of drafted rows, and what it is planned into.
+        """Return a new wrapper of drafted rows, and what it is planned into.
 
-        Recordings of one shape share it, and those of all shapes the list of keys: all is planned
-        again before any of them is replayed.
+        Those of all shapes share the list of keys: it is written anew before a replay.
         """
-        found = self._branches.get(shape)
-        if found is None:
-            rows, longest = shape.requests * shape.branches, self._longest(shape.max_context)
-            with torch.inference_mode(mode=False):
-                if self._row_keys is None:
-                    self._row_keys = torch.zeros(
-                        self.most_row_keys(shape.max_context),
-                        dtype=torch.int32,
-                        device=self._pool.keys.device,
-                    )
-                keys = longest + shape.levels * shape.branches
-                buffers = TreeBuffers.of(shape.requests, rows, keys, self._row_keys)
-                planned = self.static(buffers, rows, shape.heads)
-            found = self._branches[shape] = buffers, planned
-        return found
+        rows, longest = shape.requests * shape.branches, self._longest(shape.max_context)
+        with torch.inference_mode(mode=False):
+            if self._row_keys is None:
+                self._row_keys = torch.zeros(
+                    self.most_row_keys(shape.max_context),
+                    dtype=torch.int32,
+                    device=self._pool.keys.device,
+                )
+            keys = longest + shape.levels * shape.branches
+            buffers = TreeBuffers.of(shape.requests, rows, keys, self._row_keys)
+            return buffers, self.static(buffers, rows, shape.heads)
 
     def most_row_keys(self, max_context: int) -> int:
         """Return how many keys the requests of a draft may have together."""

@@ -18,6 +18,12 @@ _WAVES = 2
 _TILE = 128
 """Query rows of a block at most."""
 
+_MIDDLE_TILE, _SMALL_TILE = 64, 16
+"""Query rows of a block where no request can have more; large heads have no more than the first."""
+
+_LARGE_HEAD = 256
+"""Head size from which on blocks have fewer rows."""
+
 
 class Workspace:
     """One piece of memory for all wrappers over a pool: they run one after another.
@@ -85,8 +91,20 @@ def workspace_bytes(
         rows: Packed rows of a recorded batch; 0 for one that is not recorded.
         requests: Its requests.
     """
-    at_once = _WAVES * processors // kv_heads * _TILE
-    recorded = rows * (heads // kv_heads) + requests * _TILE
+    group = heads // kv_heads
+    tile = _tile((rows - requests + 1) * group, head_dim) if rows else _TILE
+    at_once = _WAVES * processors // kv_heads * tile
+    recorded = rows * group + requests * tile
     return max(
         _WORKSPACE_BYTES, heads * max(at_once, recorded) * (head_dim + 1) * 4 + _WORKSPACE_SLACK
     )
+
+
+def _tile(longest: int, head_dim: int) -> int:
+    """Return the query rows of a block where no request has more than ``longest`` (``utils.cuh``).
+
+    Of a recorded batch that is told by its rows, as if all other requests had one.
+    """
+    if longest <= _SMALL_TILE:
+        return _SMALL_TILE
+    return _MIDDLE_TILE if longest <= _MIDDLE_TILE or head_dim >= _LARGE_HEAD else _TILE

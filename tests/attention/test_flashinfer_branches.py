@@ -23,7 +23,8 @@ def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
     )
     for lengths, parents in (((5, 300), [[0, 0, 2], [0, 2, 1]]), ((40, 8), None)):
         slots = SHUFFLED[800:818].view(2, 3, 3)
-        ours.values[0, SHUFFLED[806:]] = torch.nan  # of those to come an earlier text left that
+        for left in (ours.keys, ours.values):  # by an earlier text, of slots to come
+            left[0, SHUFFLED[806:]] = torch.nan
         for branches in both:
             branches.plan([SHUFFLED[: lengths[0]], SHUFFLED[400 : 400 + lengths[1]]], slots)
         chains = None

@@ -12,6 +12,7 @@ from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.graphs import Bucket
 
+DRAFTS = [(1, 4), (1, 64), (4, 16), (64, 4), (128, 2), (256, 1)]
 BUCKETS = [Bucket(1, 8), Bucket(1, 64), Bucket(4, 256), Bucket(16, 80), Bucket(128, 160)]
 
 
@@ -23,18 +24,20 @@ def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
         batch = pack([*[leaves(text, 1)] * bucket.requests, pads])
         static = attention.static(bucket, max_context=4096)
         static.plan(batch)
+        for used in (attention, static):
+            used.attend(0, *new_rows(batch.rows, sizes=sizes), batch, scale=SCALE)
+    for requests, branches in DRAFTS:
         shape = BranchShape(
-            requests=min(bucket.requests, 64),
-            branches=4,
+            requests=requests,
+            branches=branches,
             levels=2,
             max_context=4096,
             heads=sizes.heads,
             scale=SCALE,
         )
-        slots = torch.zeros((shape.requests, shape.levels, shape.branches), dtype=torch.int64)
-        attention.branches(shape).plan([text] * shape.requests, slots)
-        for used in (attention, static):
-            used.attend(0, *new_rows(batch.rows, sizes=sizes), batch, scale=SCALE)
+        slots = torch.zeros((requests, shape.levels, branches), dtype=torch.int64)
+        texts = [torch.arange(4000 // requests)] * requests
+        attention.branches(shape).plan(texts, slots)
 
 
 @pytest.mark.on_host
