@@ -282,7 +282,7 @@ class _Drafting:
         chains: Tensor | None = None
         for level in range(kind.plan.depth - 1):
             if level == 0:  # all go on from the root
-                hidden = hidden.expand(-1, rows, -1).contiguous()
+                hidden = hidden.repeat_interleave(rows, dim=1)
             elif frontier.parents is not None:
                 above = frontier.parents.unsqueeze(2)
                 hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))

@@ -103,7 +103,9 @@ def growth(backend: str | None, device: torch.device) -> Grow:
     def grow(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
         if ids.shape[1] == 1:  # nothing is drawn, and it would take graphs of its own
             return grow_paths(paths, ids, probs, uniforms)
-        found: Grown = compiled(paths, ids.contiguous(), probs, uniforms)
+        if not (ids.is_inference() and ids.is_contiguous()):  # a whole vocabulary, for all rows
+            ids = ids.clone(memory_format=torch.contiguous_format)
+        found: Grown = compiled(paths, ids, probs, uniforms)
         return found
 
     with torch.inference_mode(), making_graphs():

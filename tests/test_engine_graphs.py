@@ -37,6 +37,7 @@ SETTINGS = {
     "iid": (Plan(paths=3, depth=3), sampling()),
     "iid, confident": (Plan(paths=4, depth=3, min_confidence=0.05), sampling(top_k=6, top_p=0.9)),
     "iid, one level": (Plan(verifier="gbv", paths=3, depth=1), sampling()),
+    "iid, one path": (Plan(paths=1, depth=4), sampling()),
     "iid, of one token": (Plan(paths=2, depth=3, draft_width=1), sampling()),
     "iid, narrow": (Plan(paths=2, depth=3, draft_width=4, draft_temperature=1.5), sampling()),
     "wor": (Plan(verifier="specinfer", paths=3, depth=2, law=Law.WOR), sampling(min_p=0.02)),
