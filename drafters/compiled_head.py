@@ -111,9 +111,13 @@ class _CompiledReading(HeadForward, ABC):
     def _compile(self, backend: str) -> None:
         """Compile what drafts; graphs are made when it is first called."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs."""
+        """Make the graphs, for one row and for any number, and for tensors of inference mode."""
+        like = self._head.embedding
+        for segments in self._examples():
+            rows = sum(segment.num_new for segment in segments)
+            self.read(segments, like.new_zeros((rows, self._head.config.feature_size)))
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """See :meth:`HeadForward.read`."""
@@ -173,10 +177,8 @@ class CompiledLevels(_CompiledReading):
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
+        super()._warm_up()
         config, like = self._head.config, self._head.embedding
-        for segments in self._examples():
-            rows = sum(segment.num_new for segment in segments)
-            self.read(segments, like.new_zeros((rows, config.feature_size)))
         for count in (1, 3):
             places = torch.zeros(count, dtype=torch.int64, device=like.device)
             rotation = self._head.rotary(places, like.dtype)
@@ -236,11 +238,11 @@ class CompiledHeadForward(_CompiledReading):
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
+        super()._warm_up()
         config, like = self._head.config, self._head.embedding
         context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
         for segments in self._examples():
             rows = sum(segment.num_new for segment in segments)
-            self.read(segments, like.new_zeros((rows, config.feature_size)))
             above = like.new_zeros((rows, config.hidden_size))
             self.go_on(segments, above)
             self.logits(above)

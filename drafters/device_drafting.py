@@ -266,7 +266,7 @@ class _Drafting:
         if self._attention is not None:
             shape = self._attention.slots.shape
             slots = torch.full(shape, self._scratch_slot).flatten(1)
-            for row, own in zip(slots, roots.tree_slots, strict=False):
+            for row, own in zip(slots[:real], roots.tree_slots, strict=True):
                 row.copy_(own[: len(row)])
             self._attention.plan(contexts, slots.view(shape))
 

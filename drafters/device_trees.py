@@ -83,9 +83,7 @@ class SampledTrees(DeviceTrees):
     What a level adds is kept, and put into the trees when all have been drawn.
     """
 
-    def __init__(
-        self, plan: Plan, law: Law, roots: Tensor, uniforms: Tensor, grow: Grow = grow_paths
-    ) -> None:
+    def __init__(self, plan: Plan, law: Law, roots: Tensor, uniforms: Tensor, grow: Grow) -> None:
         """See :func:`start_device_trees`."""
         batch, paths, depth = uniforms.shape
         self.rows = paths

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from eaglegbv.compiling import check_backend, compiled_by_kind, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compiled_by_kind, making_graphs
 from eaglegbv.first_place import first_place
 
 _LAST = 1 << 40
@@ -67,9 +67,6 @@ Grow: TypeAlias = Callable[[Paths, Tensor, Tensor, Tensor], Grown]
 _SIZES = (1, 1), (1, 3), (7, 1), (7, 3)
 """Trees and paths that graphs are made from, which take a size of 1 to be fixed."""
 
-_WIDTH = 251
-"""About how many tokens laws have: what generated code is laid out for."""
-
 
 def grow_paths(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
     """Extend paths by tokens drawn from the laws of their leaders.
@@ -110,8 +107,8 @@ def growth(backend: str | None, device: torch.device) -> Grow:
 
     with torch.inference_mode(), making_graphs():
         for batch, count in _SIZES:
-            ids = torch.arange(_WIDTH, device=device).repeat(batch * count, 1)
-            probs = torch.full_like(ids, 1 / _WIDTH, dtype=torch.float64)
+            ids = torch.arange(EXAMPLE_WIDTH, device=device).repeat(batch * count, 1)
+            probs = torch.full_like(ids, 1 / EXAMPLE_WIDTH, dtype=torch.float64)
             uniforms = torch.zeros((batch, count), dtype=torch.float64, device=device)
             roots = torch.zeros(batch, dtype=torch.int64, device=device)
             grow(Paths.at_root(roots, count), ids, probs, uniforms)

@@ -21,6 +21,9 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.flat import FLAT
 from eaglegbv.frames import with_code
 
+EXAMPLE_WIDTH = 251
+"""About how many tokens draft laws have: what code over them is laid out for."""
+
 _ASSERTING = frozenset({FLAT, "inductor"})
 """Backends whose code can assert the sizes and strides it is given."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.compiling import check_backend, compiled_by_kind, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compiled_by_kind, making_graphs
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
@@ -29,9 +29,6 @@ from eaglegbv.verifiers.registry import make_verifier
 
 _LENGTH, _FORKS, _LEAST_WIDTH = 3, 2, 2
 """Least sizes that a graph takes; smaller ones are padded to these."""
-
-_WIDTH = 251
-"""About how many tokens draft laws have: what generated code is laid out for."""
 
 
 class Checked(NamedTuple):
@@ -165,8 +162,8 @@ def _example(
 ) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
     nodes = 1 + paths * length
-    vocab = max(vocab, _WIDTH + 1)
-    width = vocab if whole else _WIDTH
+    vocab = max(vocab, EXAMPLE_WIDTH + 1)
+    width = vocab if whole else EXAMPLE_WIDTH
     path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
     parents = path_nodes - 1
     parents[:, :, 0] = 0

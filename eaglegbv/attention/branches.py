@@ -61,6 +61,7 @@ class BranchAttention(ABC):
                 device=pool.keys.device,
             )
 
+    @abstractmethod
     def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
         """Prepare for a step.
 
@@ -68,12 +69,10 @@ class BranchAttention(ABC):
             contexts: For each request ``[c]`` int64 on the host, c >= 1.
             slots: ``[requests, levels, branches]`` int64 on the host, those of the rows.
         """
-        self.slots.copy_(send(slots, self.slots.device))
-        self._plan(contexts, slots)
 
-    @abstractmethod
-    def _plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
-        """See :meth:`plan`."""
+    def _load(self, slots: Tensor) -> None:
+        """Have the rows use ``slots``, as :meth:`plan` is given them."""
+        self.slots.copy_(send(slots, self.slots.device))
 
     @abstractmethod
     def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:
@@ -95,7 +94,9 @@ class BranchAttention(ABC):
 class TorchBranches(BranchAttention):
     """In plain PyTorch; its sizes follow the longest context, so it cannot be recorded."""
 
-    def _plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:  # noqa: ARG002
+    def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
+        """See :meth:`BranchAttention.plan`."""
+        self._load(slots)
         longest = max(len(context) for context in contexts)
         # Padding repeats a slot of the request itself: nobody else's may be read.
         rows = [torch.cat((c, c[:1].expand(longest - len(c)))) for c in contexts]

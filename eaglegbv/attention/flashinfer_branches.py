@@ -47,7 +47,9 @@ class FlashInferBranches(BranchAttention):
             self._planned_mask = torch.zeros_like(self._buffers.mask)
         self._own: tuple[Tensor, Tensor]
 
-    def _plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
+    def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
+        """See :meth:`BranchAttention.plan`."""
+        self._load(slots)
         branches, drafted, device = self.shape.branches, slots[0].numel(), self.slots.device
         lengths = np.array([len(context) + drafted for context in contexts])
         masks = [_mask_of_context(length, drafted, branches) for length in lengths]
