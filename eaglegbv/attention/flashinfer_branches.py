@@ -11,6 +11,7 @@ from eaglegbv.attention.branches import BranchAttention, BranchShape
 from eaglegbv.attention.flashinfer_plans import FlashInferPlans
 from eaglegbv.attention.flashinfer_wrappers import FlashInferWrappers
 from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.packed_masks import PackedMasks
 from eaglegbv.transfer import send
 
 
@@ -61,9 +62,8 @@ class FlashInferBranches(BranchAttention):
         bits = send(torch.from_numpy(np.concatenate(masks)), device)
         self._planned_mask[: len(bits)].copy_(bits)
         self._planned.wait()
-        self._plans.plan_rows(self._planned.wrapper, pages, bits, self.shape)
-        # See flashinfer_plans: it leaves bits where the kernel reads bytes.
-        self._buffers.mask_offsets.copy_(torch.from_numpy(octets), non_blocking=True)
+        packed = PackedMasks(bits, torch.from_numpy(octets))
+        self._plans.plan_rows(self._planned.wrapper, pages, packed, self.shape)
         self._planned.mark()
 
     def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:

@@ -25,7 +25,6 @@ from eaglegbv.attention.flashinfer_wrappers import FlashInferWrappers, PlannedWr
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
 from eaglegbv.graphs import Bucket
-from eaglegbv.transfer import send
 
 _log = logging.getLogger(__name__)
 
@@ -126,8 +125,6 @@ class FlashInferPagedAttention(PagedAttention):
             self._plans.plan_causal(planned.wrapper, batch, kind)
         else:
             planned = self._wrappers.plain("tree", kind)
-            masks = self._plans.plan_tree(planned.wrapper, batch, kind)
-            # See flashinfer_plans: it leaves bits where the kernel reads bytes.
-            planned.wrapper._mask_indptr_buf = send(masks.byte_offsets, self.pool.keys.device)
+            self._plans.plan_tree(planned.wrapper, batch, kind)
         planned.mark()
         return planned

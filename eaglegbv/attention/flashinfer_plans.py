@@ -3,7 +3,7 @@
 Lengths are known on the host, so that no plan waits for the device.
 
 ``mask_indptr`` counts bytes. ``plan(packed_custom_mask=...)`` of 0.6.18 and 0.7.2 leaves it in
-bits, which is wrong for every request but the first, so whoever plans under masks writes it again.
+bits, which is wrong for every request but the first, so it is written again.
 """
 
 from dataclasses import dataclass
@@ -52,32 +52,35 @@ class FlashInferPlans:
         """Plan a batch in causal order, without a window."""
         self._plan_prefill(wrapper, batch, kind, None)
 
-    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> PackedMasks:
-        """Plan a batch under its masks; the wrapper's ``mask_indptr`` is the caller's to mend."""
+    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> None:
+        """Plan a batch under its masks."""
         masks = PackedMasks.of(batch.segments, kind.window, self._pool.keys.device)
-        self._plan_prefill(wrapper, batch, kind, masks.bits)
-        return masks
+        self._plan_prefill(wrapper, batch, kind, masks)
 
     def plan_rows(
-        self, wrapper: Wrapper, pages: tuple[Tensor, Tensor], bits: Tensor, shape: BranchShape
+        self,
+        wrapper: Wrapper,
+        pages: tuple[Tensor, Tensor],
+        masks: PackedMasks,
+        shape: BranchShape,
     ) -> None:
-        """Plan drafted rows under a mask; the wrapper's ``mask_indptr`` is the caller's to mend.
+        """Plan drafted rows under masks.
 
         Args:
             wrapper: What is planned.
             pages: Offsets and slots of the requests' keys, both int32 on the host.
-            bits: ``[bytes]`` uint8, the packed mask, where the pool is.
+            masks: Of the requests, where the pool is.
             shape: The rows.
         """
         kind = LayerKind(None, shape.scale, None, shape.heads)
         queries = torch.arange(shape.requests + 1, dtype=torch.int32) * shape.branches
-        self._plan_queries(wrapper, queries, self._sent(*pages), kind, bits)
+        self._plan_queries(wrapper, queries, self._sent(*pages), kind, masks)
 
     def _plan_prefill(
-        self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind, bits: Tensor | None
+        self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind, masks: PackedMasks | None
     ) -> None:
         queries = torch.tensor(batch.offsets, dtype=torch.int32)
-        self._plan_queries(wrapper, queries, self._pages(batch), kind, bits)
+        self._plan_queries(wrapper, queries, self._pages(batch), kind, masks)
 
     def _plan_queries(
         self,
@@ -85,18 +88,26 @@ class FlashInferPlans:
         queries: Tensor,
         pages: tuple[Tensor, Tensor, Tensor],
         kind: LayerKind,
-        bits: Tensor | None,
+        masks: PackedMasks | None,
     ) -> None:
-        """Plan queries from their offsets (host), pages, and a mask or none."""
+        """Plan queries from their offsets (host) and pages, under masks or in causal order."""
         wrapper.plan(
             queries,
             *pages,
             kind.heads,
             *self._sizes,
-            packed_custom_mask=bits,
-            causal=bits is None,
+            packed_custom_mask=None if masks is None else masks.bits,
+            causal=masks is None,
             **self._settings(kind),
         )
+        if masks is not None:
+            self._mend_offsets(wrapper, masks)
+
+    def _mend_offsets(self, wrapper: Wrapper, masks: PackedMasks) -> None:
+        """Write where masks begin, in bytes, over what FlashInfer's plan left in bits."""
+        planned = wrapper._mask_indptr_buf
+        assert planned is not None  # the plan had masks
+        planned.copy_(masks.byte_offsets, non_blocking=True)
 
     def _pages(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return offsets (host), slots of all keys (device), and lengths of last pages (host)."""

@@ -40,7 +40,7 @@ class StaticTreeAttention(StaticAttention):
         self._bucket = bucket
         self._max_context = max_context
         self._batch: PackedBatch | None = None
-        self._kinds: dict[LayerKind, tuple[PlannedWrapper, TreeBuffers]] = {}
+        self._kinds: dict[LayerKind, PlannedWrapper] = {}
         longest = min(max_context, self.pool.num_slots)
         self._keys = longest + bucket.rows
         with torch.inference_mode(mode=False):
@@ -53,8 +53,8 @@ class StaticTreeAttention(StaticAttention):
     def plan(self, batch: PackedBatch) -> None:
         """See :meth:`StaticAttention.plan`."""
         self._batch = batch
-        for kind, (planned, buffers) in self._kinds.items():
-            self._plan_kind(batch, kind, planned, buffers)
+        for kind, planned in self._kinds.items():
+            self._plan_kind(batch, kind, planned)
 
     def attend(
         self,
@@ -83,22 +83,18 @@ class StaticTreeAttention(StaticAttention):
         return planned.attend(q, keys, values)
 
     def _wrapper(self, kind: LayerKind) -> PlannedWrapper:
-        known = self._kinds.get(kind)
-        if known is None:
+        planned = self._kinds.get(kind)
+        if planned is None:
             assert self._batch is not None  # a recording begins with a plan
             with torch.inference_mode(mode=False):
                 sizes = (self._bucket.requests + 1, self._bucket.rows, self._keys)
                 buffers = TreeBuffers.of(*sizes, self._key_slots)
                 planned = self._wrappers.static(buffers, self._bucket.rows, kind.heads)
-            known = self._kinds[kind] = planned, buffers
-            self._plan_kind(self._batch, kind, *known)
-        return known[0]
+            self._kinds[kind] = planned
+            self._plan_kind(self._batch, kind, planned)
+        return planned
 
-    def _plan_kind(
-        self, batch: PackedBatch, kind: LayerKind, planned: PlannedWrapper, buffers: TreeBuffers
-    ) -> None:
+    def _plan_kind(self, batch: PackedBatch, kind: LayerKind, planned: PlannedWrapper) -> None:
         planned.wait()
-        masks = self._plans.plan_tree(planned.wrapper, batch, kind)
-        # See flashinfer_plans: it leaves bits where the kernel reads bytes.
-        buffers.mask_offsets.copy_(masks.byte_offsets, non_blocking=True)
+        self._plans.plan_tree(planned.wrapper, batch, kind)
         planned.mark()

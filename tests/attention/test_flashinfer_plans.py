@@ -12,11 +12,11 @@ from support.pretend_device import PretendDevice
 from support.ptx.lanes import MemoryFault
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, SLOTS, new_rows, padded
 
-from eaglegbv.attention.base import PackedBatch, pack
+from eaglegbv.attention.base import pack
 from eaglegbv.attention.branches import BranchShape
 from eaglegbv.attention.flashinfer_kernels import Wrapper
 from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.flashinfer_plans import FlashInferPlans, LayerKind
+from eaglegbv.attention.flashinfer_plans import FlashInferPlans
 from eaglegbv.attention.flashinfer_static import StaticTreeAttention
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.packed_masks import PackedMasks
@@ -25,10 +25,8 @@ from eaglegbv.attention.packed_masks import PackedMasks
 class Unmended(FlashInferPlans):
     """Leaves the offsets of masks as FlashInfer's plan does."""
 
-    def plan_tree(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> PackedMasks:
-        masks = super().plan_tree(wrapper, batch, kind)
-        assert wrapper._mask_indptr_buf is not None
-        return PackedMasks(masks.bits, wrapper._mask_indptr_buf)
+    def _mend_offsets(self, wrapper: Wrapper, masks: PackedMasks) -> None:
+        pass
 
 
 @pytest.mark.on_host
