@@ -6,8 +6,7 @@ above it goes to launches, to small kernels, to Python. Verification and commit 
 what they compute is small.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from statistics import median
@@ -17,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import EngineConfig, Plan
@@ -274,20 +273,20 @@ def build(
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    with device, _default_dtype(dtype):
-        model = LlamaForCausalLM(config)
-        head_config = EagleHeadConfig(
-            arch=Arch.EAGLE3,
-            hidden_size=shape.hidden,
-            target_hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.hidden // shape.heads,
-            vocab_size=shape.vocab,
-            draft_vocab_size=shape.draft_vocab,
-            feature_layers=default_feature_layers(shape.layers),
-        )
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    head_config = EagleHeadConfig(
+        arch=Arch.EAGLE3,
+        hidden_size=shape.hidden,
+        target_hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        draft_vocab_size=shape.draft_vocab,
+        feature_layers=default_feature_layers(shape.layers),
+    )
     slots = setting.batch * (setting.context + setting.tokens + setting.plan.tree_slots + 64)
     features = FeatureSpec.layer_inputs(head_config.feature_layers)
     target = HFTarget(
@@ -317,8 +316,11 @@ def build(
 def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
     """Return a head of random weights, where a target's embedding is, and of its type."""
     device = embedding.device
-    with device, _default_dtype(embedding.dtype):
+    with device:
         head = Eagle3Head(config, embedding, torch.arange(config.draft_vocab_size))
+    # Weights alone: the frequencies of its rotations stay as exact as they are.
+    weights = {name: weight.to(embedding.dtype) for name, weight in head.state_dict().items()}
+    head.load_state_dict(weights, assign=True)
     # What a head computes for itself, its rotations say, begins on the host.
     return head.to(device).train(mode=False)
 
@@ -473,17 +475,6 @@ def _best(work: Callable[[], object], barrier: Callable[[], None] | None, runs: 
             work()
         times.append(watch.seconds[Phase.FORWARD])
     return min(times)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new tensors of a floating type, for a while."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def table(report: StepReport) -> list[list[str]]:
