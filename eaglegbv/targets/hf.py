@@ -274,8 +274,15 @@ class HFTarget(Target):
         return _weight(self.model.get_output_embeddings())
 
 
-def load_config(model: str | Path) -> PreTrainedConfig:
+def load_config(
+    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """Return the configuration of a model folder or hub model.
+
+    Args:
+        model: Folder or hub name.
+        revision: Of a hub model; None for the newest.
+        trust_remote_code: Whether the model's repository may bring code of its own.
 
     Raises:
         InvalidArgument: There is no such model.
@@ -285,7 +292,12 @@ def load_config(model: str | Path) -> PreTrainedConfig:
     if path.is_dir() and not (path / "config.json").is_file():
         raise InvalidArgument("model", str(model), "a folder with config.json and weights")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=path.is_dir())
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            model,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=path.is_dir(),
+        )
     except OSError as error:
         raise InvalidArgument(
             "model", str(model), "an existing model folder, or a model id of the Hugging Face hub"

@@ -23,12 +23,14 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "model_path": str(pair.target),
         "device": "cuda",
         "pp_size": 1,
-        "enable_dp_attention": False,
+        "revision": None,
+        "trust_remote_code": False,
+        "attn_dp_size": 1,
+        "enable_attn_tp_input_scattered": False,
         "disaggregation_mode": "null",
         "enable_lora": None,
         "lora_paths": None,
         "speculative_algorithm": "EAGLEGBV",
-        "speculative_adaptive": False,
         "speculative_use_rejection_sampling": False,
         "speculative_use_block_verification": False,
         "speculative_accept_threshold_single": 1.0,
@@ -55,8 +57,10 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
     return SimpleNamespace(**(own | changes))
 
 
-def settle(own: SimpleNamespace, verifier: str = "otbv", *, eagle3: bool = False) -> None:
-    settle_arguments(own, Settings(verifier=verifier), eagle3=eagle3)
+def settle(
+    own: SimpleNamespace, verifier: str = "otbv", *, eagle3: bool = False, latent: bool = False
+) -> None:
+    settle_arguments(own, Settings(verifier=verifier), eagle3=eagle3, latent=latent)
 
 
 def test_what_follows_from_the_shape_is_filled_in(pair: SGLangPair) -> None:
@@ -85,18 +89,19 @@ def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
     ("option", "value", "reason"),
     [
         ("pp_size", 2, "pipeline stages; use --tp"),
-        ("enable_dp_attention", True, "have not been tried"),
+        ("attn_dp_size", 2, "have not been tried"),
         ("disaggregation_mode", "prefill", "not transferred"),
         ("enable_lora", True, "base model only"),
         ("lora_paths", ["a"], "base model only"),
-        ("speculative_adaptive", True, "constant number of nodes"),
         ("speculative_use_rejection_sampling", True, "EAGLEGBV_VERIFIER"),
         ("speculative_use_block_verification", True, "EAGLEGBV_VERIFIER=block"),
         ("speculative_accept_threshold_acc", 0.9, "changes the law"),
         ("enable_custom_logit_processor", True, "does not apply custom processors"),
         ("enable_watermark", True, "forced tokens"),
+        ("enable_attn_tp_input_scattered", True, "features whole"),
         ("attention_backend", "torch_native", "no tree masks; use flashinfer"),
-        ("attention_backend", "trtllm_mha", "chains only"),
+        ("attention_backend", "trtllm_mha", "chains only; use flashinfer, fa3, triton, aiter"),
+        ("attention_backend", "fa4", "chains only"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(
@@ -113,6 +118,22 @@ def test_large_pages_need_a_backend_that_can(pair: SGLangPair) -> None:
     settle(arguments(pair, page_size=16, attention_backend="aiter", speculative_eagle_topk=1))
     with pytest.raises(NotServed, match="use --page-size 1"):
         settle(arguments(pair, page_size=16, attention_backend="aiter"))
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutedsl_mla", "aiter"])
+def test_latent_attention_reads_masks_by_few_backends(pair: SGLangPair, backend: str) -> None:
+    settle(arguments(pair, attention_backend=backend, speculative_eagle_topk=1), latent=True)
+    settle(arguments(pair, attention_backend="fa3"), latent=True)
+    settle(arguments(pair, attention_backend="triton"), latent=True)
+    with pytest.raises(NotServed, match=r"\(MLA\); use fa3 or triton, or --spec.*-topk 1$"):
+        settle(arguments(pair, attention_backend=backend), latent=True)
+
+
+def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair) -> None:
+    for split in ("prefill_attention_backend", "decode_attention_backend"):
+        settle(arguments(pair, attention_backend=None, **{split: "fa3"}))
+        with pytest.raises(NotServed, match="fa4: it verifies chains only"):
+            settle(arguments(pair, **{split: "fa4"}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eaglegbv import LLM, InvalidArgument
+from eaglegbv import LLM, EngineConfig, InvalidArgument
 from eaglegbv.backends.sglang import llm as sglang_llm
 from eaglegbv.text_generator import TextGenerator
 
@@ -16,6 +16,7 @@ class Engine:
 
     server_args = SimpleNamespace(device="cpu")
     stopped = False
+    arguments: dict[str, Any]
 
     def generate(self, **named: Any) -> Iterator[dict[str, Any]]:
         about = {"finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 2}
@@ -29,7 +30,12 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(sglang_llm, "start_engine", lambda *models, **named: engine)
+
+    def start(*models: object, **named: Any) -> Engine:
+        engine.arguments = named
+        return engine
+
+    monkeypatch.setattr(sglang_llm, "start_engine", start)
     return engine
 
 
@@ -75,3 +81,36 @@ def test_all_that_the_local_engine_has_besides_is_known() -> None:
 def test_other_names_are_missing_as_usual(llm: Any) -> None:
     with pytest.raises(AttributeError, match=r"^'SGLangLLM' object has no attribute 'metric'$"):
         _ = llm.metric
+
+
+def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
+    def arguments(**sizes: Any) -> dict[str, Any]:
+        LLM(backend="sglang", engine=EngineConfig(**sizes), device="cuda:1")
+        return engine.arguments
+
+    plain = arguments()
+    assert (plain["device"], plain["base_gpu_id"]) == ("cuda", 1)
+    assert not plain["disable_radix_cache"]
+    assert not plain["disable_cuda_graph"]
+    assert "chunked_prefill_size" not in plain
+    others = arguments(prefix_cache=False, cuda_graphs="off", prefill_tokens=512, max_batch=3)
+    assert others["disable_radix_cache"]
+    assert others["disable_cuda_graph"]
+    assert (others["chunked_prefill_size"], others["max_running_requests"]) == (512, 3)
+    LLM(backend="sglang", device="cuda")
+    assert "base_gpu_id" not in engine.arguments
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"kv_bytes": 2**30}, "kv_bytes=1073741824: expected None with SGLang: .*kv_slots"),
+        ({"check_slots": True}, "check_slots=True: expected False with SGLang"),
+        ({"draft_quantization": "int8"}, "draft_quantization=.*int8.*: expected auto with SGLang"),
+        ({"cuda_graphs": "eager"}, "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
+    ],
+)
+@pytest.mark.usefixtures("engine")
+def test_sizes_that_sglang_would_ignore_are_refused(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{said}"):
+        LLM(backend="sglang", engine=EngineConfig(**sizes))

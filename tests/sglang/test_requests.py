@@ -42,6 +42,15 @@ def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
     assert [own.stream.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
 
 
+def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
+    alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
+    books = [alone, *replicas]
+    drawn = [tuple(book.draft_uniforms([Req()]).flatten().tolist()) for book in books]
+    assert len(set(drawn)) == 3
+    seeded = [tuple(book.draft_uniforms([Req(4)]).flatten().tolist()) for book in books]
+    assert len(set(seeded)) == 1
+
+
 def test_no_number_is_used_twice() -> None:
     book, request = RequestBook(PLAN, 0), Req(4)
     before = book.draft_uniforms([request])

@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import run
@@ -12,6 +13,7 @@ from eaglegbv.backends.sglang.engine import server_arguments
 from eaglegbv.backends.sglang.serving import launch, launch_eagle
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.errors import DrafterMismatch
+from eaglegbv.targets.hf import load_config
 
 
 def test_flags_and_environment(tmp_path: Path) -> None:
@@ -48,6 +50,25 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     other = save_sglang_pair(tmp_path / "two")
     with pytest.raises(DrafterMismatch):
         server_arguments(target, other.eagle1, paths=3, depth=4)
+
+
+def test_the_targets_configuration_is_read_as_sglang_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = save_sglang_pair(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    def load(model: Path, **options: Any) -> Any:
+        asked.append(options)
+        return load_config(model)
+
+    monkeypatch.setattr("eaglegbv.backends.sglang.heads.load_config", load)
+    for others in ([], ["--tp", "2", "--revision", "abc", "--trust-remote-code"]):
+        launch(pair.target, pair.eagle1, paths=3, depth=4, settings=Settings(), others=others)
+    assert asked == [
+        {"revision": None, "trust_remote_code": False},
+        {"revision": "abc", "trust_remote_code": True},
+    ]
 
 
 def test_without_a_drafter_nothing_is_drafted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 from typing import Any, ClassVar
 
+from sglang.srt.arg_groups.overrides import use_mla_backend
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from eaglegbv.backends.sglang.guard import check_override_points, check_version
@@ -53,7 +54,10 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         """
         check_version()
         settle_arguments(
-            server_args, Settings.from_environment(os.environ), eagle3=self.is_eagle3()
+            server_args,
+            Settings.from_environment(os.environ),
+            eagle3=self.is_eagle3(),
+            latent=use_mla_backend(server_args),
         )
 
 

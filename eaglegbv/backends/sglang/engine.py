@@ -17,15 +17,25 @@ def server_arguments(
     *,
     paths: int,
     depth: int,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return SGLang's arguments that name the models and the trees.
+
+    Args:
+        model: Folder or hub name of the target.
+        drafter: Folder of an EAGLE head; None for none.
+        paths: Number of drafted paths.
+        depth: Length of a drafted path.
+        revision: Of the target on the hub, with which the head is compared.
+        trust_remote_code: Whether the target's repository may bring code of its own.
 
     Raises:
         DrafterMismatch: The head does not fit the target.
     """
     if drafter is None:
         return {"model_path": str(model)}
-    head = served_head(drafter, model)
+    head = served_head(drafter, model, revision=revision, trust_remote_code=trust_remote_code)
     return {
         "model_path": str(model),
         "speculative_algorithm": head.algorithm,
@@ -42,7 +52,7 @@ def engine(
     paths: int = 3,
     depth: int = 4,
     settings: Settings | None = None,
-    **arguments: object,
+    **arguments: Any,
 ) -> Any:
     """Start ``sglang.Engine`` with sampled draft trees and a verifier of this project.
 
@@ -65,7 +75,8 @@ def engine(
     check_plugin()
     import sglang
 
-    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
+    named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     # SGLang's processes inherit the environment; all of them run when the engine is ready.
     with _environment((settings or Settings()).to_environment()):
         return sglang.Engine(**(named | arguments))

@@ -30,18 +30,27 @@ class ServedHead:
         return "EAGLEGBV3" if self.eagle3 else "EAGLEGBV"
 
 
-def served_head(folder: str | Path, model: str | Path) -> ServedHead:
+def served_head(
+    folder: str | Path,
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ServedHead:
     """Check a head against its target; where it is in another format, write it anew for SGLang.
 
     Args:
         folder: A head in any format that :mod:`eaglegbv.drafters.formats` reads.
         model: Folder or hub name of the target.
+        revision: Of the target on the hub; None for the newest.
+        trust_remote_code: Whether the target's repository may bring code of its own.
 
     Raises:
         DrafterMismatch: The head is broken, or does not fit the target.
     """
     checkpoint = read_checkpoint(Path(folder))
-    eagle3 = fit(checkpoint, load_config(model)).config.arch is Arch.EAGLE3
+    target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    eagle3 = fit(checkpoint, target).config.arch is Arch.EAGLE3
     if checkpoint.format is FormatName.SGLANG:
         return ServedHead(Path(folder), eagle3)
     return ServedHead(_converted(checkpoint), eagle3)

@@ -5,6 +5,7 @@ would get wrong or ignore.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,15 @@ _log = logging.getLogger(__name__)
 DEFAULT_PATHS = 3
 DEFAULT_DEPTH = 4
 DEFAULT_RUNNING = 48
+MASKLESS_BACKENDS = ("torch_native", "flex_attention")
+TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
+"""Attention backends that read the masks of trees."""
+LATENT_TREE_BACKENDS = ("fa3", "triton")
+"""Those that do so where the target's attention is latent (MLA). FlashInfer's takes any tree for a
+chain there, without a word.
+"""
 PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
-CHAIN_BACKENDS = ("trtllm_mha", "trtllm_mla", "flashmla", "cutedsl")
-TREELESS_BACKENDS = ("torch_native", "flex_attention")
+"""Those that draft several paths in pages of several tokens."""
 
 
 class NotServed(EagleGBVError):
@@ -67,9 +74,9 @@ _DROP = "leave it out"
 UNSERVED = (
     Unserved("pp_size", (1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
     Unserved(
-        "enable_dp_attention",
-        (False,),
-        "ranks with requests of their own have not been tried",
+        "attn_dp_size",
+        (1,),
+        "attention ranks that serve different requests have not been tried",
         "use --dp with whole replicas",
     ),
     Unserved(
@@ -80,12 +87,6 @@ UNSERVED = (
     ),
     Unserved("enable_lora", (False, None), "the draft head follows the base model only", _DROP),
     Unserved("lora_paths", (None, [], {}), "the draft head follows the base model only", _DROP),
-    Unserved(
-        "speculative_adaptive",
-        (False,),
-        "trees have a constant number of nodes",
-        "set --speculative-num-steps",
-    ),
     Unserved(
         "speculative_use_rejection_sampling",
         (False,),
@@ -117,6 +118,12 @@ UNSERVED = (
         "use logit_bias or a grammar",
     ),
     Unserved("enable_watermark", (False,), "watermarks are forced tokens, not a law", _DROP),
+    Unserved(
+        "enable_attn_tp_input_scattered",
+        (False,),
+        "the head needs the target's features whole",
+        _DROP,
+    ),
     Unserved("enable_multi_layer_eagle", (False, None), "its heads draft chains", _DROP),
 )
 """Options that are refused rather than ignored."""
@@ -150,8 +157,14 @@ UNSERVED_WITH_DEBTS = (
 """Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
 
 
-def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> None:
+def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool, latent: bool) -> None:
     """Check SGLang's arguments and fill in what depends on K and L.
+
+    Args:
+        server_args: SGLang's.
+        settings: Ours.
+        eagle3: Whether the algorithm is the one for EAGLE-3 heads.
+        latent: Whether the target's attention is latent (MLA).
 
     Raises:
         InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
@@ -164,7 +177,7 @@ def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool) -> N
     make_any_verifier(settings.verifier).check_law(Law.IID, server_args.speculative_eagle_topk)
     if settings.verifier in STATEFUL_VERIFIERS:
         _settle_debts(server_args)
-    _check_attention(server_args)
+    _check_attention(server_args, latent=latent)
     _settle_head(server_args, eagle3=eagle3)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = DEFAULT_RUNNING
@@ -202,7 +215,12 @@ def _settle_head(server_args: Any, *, eagle3: bool) -> None:
         raise InvalidArgument("speculative_draft_model_path", None, "a folder with an EAGLE head")
     if not Path(folder).is_dir():  # a hub name: SGLang fetches it, and checks it when it loads it
         return
-    head = served_head(folder, server_args.model_path)
+    head = served_head(
+        folder,
+        server_args.model_path,
+        revision=server_args.revision,
+        trust_remote_code=server_args.trust_remote_code,
+    )
     if head.eagle3 != eagle3:
         raise InvalidArgument(
             "speculative_algorithm",
@@ -221,21 +239,30 @@ def _settle_debts(server_args: Any) -> None:
         _log.warning("overlap scheduling is off: debts depend on the round before")
 
 
-def _check_attention(server_args: Any) -> None:
-    K = server_args.speculative_eagle_topk
+def _check_attention(server_args: Any, *, latent: bool) -> None:
+    trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
+    chains = server_args.speculative_eagle_topk == 1
+    paged = (server_args.page_size or 1) > 1
     split = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
-    for backend in {own or server_args.attention_backend for own in split}:
-        if backend in TREELESS_BACKENDS:
+    for backend in {own or server_args.attention_backend for own in split} - {None}:
+        if backend in MASKLESS_BACKENDS:
             remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
             raise NotServed("attention_backend", backend, "it has no tree masks", remedy)
-        if backend in CHAIN_BACKENDS and K > 1:
-            remedy = "use flashinfer, fa3 or triton, or --speculative-eagle-topk 1"
-            raise NotServed("attention_backend", backend, "it verifies chains only", remedy)
-        paged = (server_args.page_size or 1) > 1
-        if paged and K > 1 and backend not in (None, *PAGED_TREE_BACKENDS):
+        if backend not in trees and not chains:
+            raise NotServed(
+                "attention_backend",
+                backend,
+                f"it verifies chains only{' where attention is latent (MLA)' if latent else ''}",
+                f"use {_listed(trees)}, or --speculative-eagle-topk 1",
+            )
+        if backend not in PAGED_TREE_BACKENDS and paged and not chains:
             raise NotServed(
                 "page_size",
                 server_args.page_size,
                 f"attention backend {backend!r} drafts several paths with pages of one token only",
-                "use --page-size 1, or flashinfer, fa3 or triton",
+                f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}",
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

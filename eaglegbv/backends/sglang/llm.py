@@ -19,6 +19,7 @@ from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
+from eaglegbv.graphs import GraphMode
 from eaglegbv.loading import named_dtype, named_folder, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
@@ -45,6 +46,17 @@ LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
     }
 )
 """What the local engine's :class:`eaglegbv.llm.LLM` has besides, and why there is none here."""
+
+UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "kv_bytes": "give it mem_fraction_static, or kv_slots",
+        "check_slots": "it checks its pools by variables of its own",
+        "draft_quantization": "it holds the weights, see its speculative_draft_model_quantization",
+    }
+)
+"""What of :class:`EngineConfig` SGLang has no use for, and what to do instead. ``calibrate`` is for
+plans that the engine chooses, which SGLang does not run.
+"""
 
 
 class SGLangLLM(TextGenerator):
@@ -241,20 +253,40 @@ def _check_priority(priority: int) -> None:
         raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
 
 
+def _check_sizes(sizes: EngineConfig) -> None:
+    """Refuse what would be ignored."""
+    default = EngineConfig()
+    for name, reason in UNUSED_SIZES.items():
+        value, expected = getattr(sizes, name), getattr(default, name)
+        if value != expected:
+            raise InvalidArgument(name, value, f"{expected} with SGLang: {reason}")
+    if sizes.cuda_graphs is GraphMode.EAGER:
+        expected = "'auto', 'on' or 'off' with SGLang: 'eager' is for the local engine's graphs"
+        raise InvalidArgument("cuda_graphs", str(sizes.cuda_graphs), expected)
+
+
 def _engine_arguments(
     sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> dict[str, object]:
+    _check_sizes(sizes)
     arguments: dict[str, object] = {
         "max_running_requests": sizes.max_batch,
         "max_total_tokens": sizes.kv_slots,
         "random_seed": sizes.seed % 2**31,
         "log_level": "warning",
+        "disable_radix_cache": not sizes.prefix_cache,
+        "disable_cuda_graph": sizes.cuda_graphs is GraphMode.OFF,
     }
+    if sizes.prefill_tokens != EngineConfig().prefill_tokens:
+        arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
         wanted = named_dtype(dtype)
         if wanted not in TORCH_TO_SGLANG:
             raise InvalidArgument("dtype", str(dtype), one_of(TORCH_TO_SGLANG.values()))
         arguments["dtype"] = TORCH_TO_SGLANG[wanted]
     if device is not None:
-        arguments["device"] = torch.device(device).type
+        place = torch.device(device)
+        arguments["device"] = place.type
+        if place.index is not None:
+            arguments["base_gpu_id"] = place.index
     return arguments

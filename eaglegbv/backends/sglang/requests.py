@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 class RequestBook:
     """Our records of the requests alive; those SGLang has dropped are forgotten with them."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, *, replica: int | None = None) -> None:
         """Open it.
 
         Args:
             plan: How all requests speculate.
             seed: Seed of the requests that name none.
+            replica: Which data-parallel replica serves them, if there are several: each counts
+                requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
-        self._seed = seed
+        self._seed = seed if replica is None else request_seed(seed, replica)
         self._seen = 0
         self._opened = 0
         self._records: WeakKeyDictionary[Req, Request] = WeakKeyDictionary()

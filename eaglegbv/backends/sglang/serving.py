@@ -1,9 +1,11 @@
 """``eaglegbv serve``: the command that starts SGLang's OpenAI-compatible server."""
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eaglegbv.backends.sglang.engine import server_arguments
 from eaglegbv.backends.sglang.settings import Settings
@@ -47,7 +49,7 @@ def launch(
     Raises:
         DrafterMismatch: The head does not fit the target.
     """
-    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    named = server_arguments(model, drafter, paths=paths, depth=depth, **_hub_options(others))
     return Launch([*_command(named), *others], settings.to_environment())
 
 
@@ -58,10 +60,18 @@ def launch_eagle(
 
     Its trees keep the ``paths * depth`` most likely nodes of those that top-k ``paths`` expands.
     """
-    named = server_arguments(model, drafter, paths=paths, depth=depth)
+    named = server_arguments(model, drafter, paths=paths, depth=depth, **_hub_options(others))
     named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
     named["speculative_num_draft_tokens"] = paths * depth + 1
     return Launch([*_command(named), *others], {})
+
+
+def _hub_options(others: Sequence[str]) -> dict[str, Any]:
+    """Return those of SGLang's arguments that say how the target's configuration is read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--revision")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return vars(parser.parse_known_args(others)[0])
 
 
 def _command(named: Mapping[str, object]) -> list[str]:

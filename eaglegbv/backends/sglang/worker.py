@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
@@ -40,7 +41,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             draft_width=settings.draft_width,
             draft_temperature=settings.draft_temperature,
         )
-        self._book = RequestBook(plan, settings.seed)
+        self._book = RequestBook(plan, settings.seed, replica=get_parallel().dp_rank)
         self._referee = _referee(settings.verifier, self._book, self._draft_worker)
         self._draft_worker.configure(settings, self._book, self._redraw)
         sampler = self.target_worker.model_runner.sampler
