@@ -120,9 +120,13 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             vocab = len(self.hot_token_id)
         width = min(self._settings.draft_width, vocab)
         self._root_laws = torch.zeros((slots, 2, width), dtype=torch.float64, device=self.device)
-        # CUDA graphs are captured for batches of as many rows at most.
+        # CUDA graphs are captured for batches of as many rows at most, rounded up to a multiple of
+        # ranks, or of twice as many where two batches overlap.
         self._inputs = RoundInputs.allocate(
-            slots, paths=self.topk, length=self.speculative_num_steps, device=self.device
+            slots + 2 * self.server_args.tp_size,
+            paths=self.topk,
+            length=self.speculative_num_steps,
+            device=self.device,
         )
 
     def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
