@@ -16,17 +16,13 @@ from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.block_rule import longest_passed
 from eaglegbv.verifiers.correction import Residual, draw_residual
+from eaglegbv.verifiers.debts import Debts, Layers
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    Layers,
-    ModifiedNode,
-    StatefulUniforms,
-    StatefulVerdict,
-)
+from eaglegbv.verifiers.modified_target import ModifiedNode
 from eaglegbv.verifiers.multiplicity import draw_multiplicity
 from eaglegbv.verifiers.picking import pick
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 
 

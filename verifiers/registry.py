@@ -17,12 +17,12 @@ from eaglegbv.verifiers.host_resolution import (
     MaxFlowResolutionVerifier,
     RaceResolutionVerifier,
 )
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.spechub import SpecHubVerifier
 from eaglegbv.verifiers.specinfer import SpecInferVerifier
 from eaglegbv.verifiers.spectr import SpecTrVerifier
 from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 from eaglegbv.verifiers.tokenwise import TokenVerifier
 from eaglegbv.verifiers.traversal import TraversalVerifier

@@ -4,13 +4,9 @@ from typing import ClassVar
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.debts import Debts
 from eaglegbv.verifiers.greedy_rule import verify_greedily
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    StatefulUniforms,
-    StatefulVerdict,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict, StatefulVerifier
 
 
 class SpecTrGbvVerifier(StatefulVerifier):
