@@ -18,6 +18,7 @@ from torch import Tensor
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick
+from eaglegbv.ranking import most_likely_first
 from eaglegbv.tree import DraftTree, Law
 
 LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
@@ -157,7 +158,7 @@ class SampledTrees(DeviceTrees):
         places, there = [], []
         popular: Sequence[Tensor] = ()
         if self._law is Law.GREEDY:
-            popular = _by_popularity(laws)[:, : paths - 1].unbind(1)
+            popular = most_likely_first(laws.ids, laws.probs)[:, : paths - 1].unbind(1)
         for path in range(paths):
             there.append((left > 0).any(dim=1))
             if path < len(popular):
@@ -179,13 +180,6 @@ class SampledTrees(DeviceTrees):
             alive = self._paths.alive & (self._confidence >= self._min_confidence)
             self._paths = self._paths._replace(alive=alive)
         return Frontier(grown.token_ids, None)
-
-
-def _by_popularity(laws: DraftLaws) -> Tensor:
-    """Return the places of ``laws`` ``[batch, width]``, most likely first, ties by token id."""
-    by_id = laws.ids.argsort(dim=1)
-    by_probability = laws.probs.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-    return by_id.gather(1, by_probability)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,23 @@ def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
 
 
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
-    """Return where ``tokens`` ``[..., ]`` stand in the support ``ids`` ``[..., width]``, int64."""
+    """Return the places ``[...]`` int64 of tokens in the supports of laws, 0 for those outside.
+
+    Args:
+        tokens: ``[...]`` int64.
+        ids: ``[..., width]`` int64.
+        draft: ``[..., width]`` float64, 0 at padding entries.
+    """
     found = (ids == tokens.unsqueeze(-1)) & (draft > 0)
     return first_place(found)
+
+
+def places_of_tokens(tree: DraftTree, ids: Tensor, draft: Tensor) -> Tensor:
+    """Return the place of each node's token in its parent's law, ``[batch, nodes]`` int64.
+
+    Args:
+        tree: The draft trees.
+        ids: ``[batch, nodes, width]`` int64, the support of each node's law.
+        draft: ``[batch, nodes, width]`` float64, its probabilities.
+    """
+    return place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))

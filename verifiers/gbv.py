@@ -15,6 +15,7 @@ from eaglegbv.verifiers.drafted_path import (
     length_of,
     nodes_along,
     place_of,
+    places_of_tokens,
     rows_at,
 )
 from eaglegbv.verifiers.figures import NodeFigures
@@ -60,9 +61,9 @@ def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
 
 def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
     """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
-    ids, draft = (rows_at(table, tree.parents) for table in (tree.draft_ids, tree.draft_probs))
-    at = place_of(tree.token_ids, ids, draft).unsqueeze(2)
-    return target_of_tokens(tree, target) / draft.gather(2, at).squeeze(2)
+    places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
+    at = tree.parents * tree.width + places
+    return target_of_tokens(tree, target) / tree.draft_probs.flatten(1).gather(1, at)
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

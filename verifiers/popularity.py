@@ -6,9 +6,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.ranking import most_likely_first
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import place_of, rows_at
+from eaglegbv.verifiers.drafted_path import places_of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,10 @@ class PopularTree:
     @classmethod
     def of(cls, tree: DraftTree, target: TargetLaw) -> Self:
         """Sort the laws of all nodes."""
-        by_id = tree.draft_ids.argsort(dim=2)
-        by_draft = (-tree.draft_probs).gather(2, by_id).sort(dim=2, stable=True).indices
-        order = by_id.gather(2, by_draft)
+        order = most_likely_first(tree.draft_ids, tree.draft_probs)
         ids, draft = tree.draft_ids.gather(2, order), tree.draft_probs.gather(2, order)
         probs = target.probs_at(ids) * (draft > 0)
-        places = place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))
-        return cls(tree, ids, draft, probs, places)
+        return cls(tree, ids, draft, probs, places_of_tokens(tree, ids, draft))
 
     def first_places(self, count: Tensor) -> Tensor:
         """Return ``[batch, nodes, width]`` bool: the ``count`` ``[batch, nodes]`` most likely."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import place_of, rows_at
+from eaglegbv.verifiers.drafted_path import places_of_tokens, rows_at
 
 
 @dataclass(slots=True)
@@ -38,11 +38,6 @@ class RemainingLaws:
         """Start with p and q themselves."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
         beside = (1 - probs.sum(dim=2)).clamp(min=0)
-        places = place_of(
-            tree.token_ids,
-            rows_at(tree.draft_ids, tree.parents),
-            rows_at(tree.draft_probs, tree.parents),
-        )
         return cls(
             ids=tree.draft_ids,
             probs=probs,
@@ -50,7 +45,7 @@ class RemainingLaws:
             beside=beside,
             scale=torch.ones_like(beside),
             draft=tree.draft_probs,
-            places=places,
+            places=places_of_tokens(tree, tree.draft_ids, tree.draft_probs),
         )
 
     @property
