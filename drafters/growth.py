@@ -14,7 +14,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
 from eaglegbv.drafters.tree_choice import start_trees, support
-from eaglegbv.params import SamplingParams
+from eaglegbv.params import HOTTEST, SamplingParams
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.transfer import fetch
 from eaglegbv.tree import DraftTree, Law
@@ -196,8 +196,11 @@ def laws_of(
 
 
 def draft_temperature(params: SamplingParams, plan: Plan) -> float:
-    """Return the temperature of a request's draft laws."""
-    return min(100.0, params.temperature * plan.draft_temperature)
+    """Return the temperature of a request's draft laws: the plan's multiple of the request's own.
+
+    It is capped at :data:`eaglegbv.params.HOTTEST`, beyond which no parameters are accepted.
+    """
+    return min(HOTTEST, params.temperature * plan.draft_temperature)
 
 
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
