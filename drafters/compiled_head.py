@@ -27,7 +27,7 @@ from eaglegbv.compiling import (
 from eaglegbv.drafters.drawing import Drawing, Drawn, Followed, draw
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.eagle_layers import Attend
-from eaglegbv.drafters.head_forward import Follow, HeadForward, PathRows
+from eaglegbv.drafters.head_forward import FollowPaths, HeadForward, PathRows
 from eaglegbv.drafters.head_rows import (
     Above,
     Drafted,
@@ -207,14 +207,14 @@ class CompiledHeadForward(_CompiledReading):
         with in_use(self._products):
             return self._compiled.logits(hidden)
 
-    def along(self, paths: Sequence[PathRows]) -> Follow:
+    def along(self, paths: Sequence[PathRows]) -> FollowPaths:
         """See :meth:`HeadForward.along`."""
         first, *others = paths
         if others or self.attention.pool.keys.device.type != "cpu":
             return super().along(paths)
         return self._along_alone(self._compiled.follow.lone, first)
 
-    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> Follow:
+    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> FollowPaths:
         """See :meth:`along`; for a lone path all that its rows need is settled beforehand."""
         keys = path_keys(path.context, path.slots, self.attention.pool, layer=0)
         positions = path.positions.split(1)

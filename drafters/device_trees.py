@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick
+from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick_places
 from eaglegbv.ranking import most_likely_first
 from eaglegbv.tree import DraftTree, Law
 
@@ -166,7 +166,7 @@ class SampledTrees(DeviceTrees):
             else:
                 # ``greedy`` draws once, by its first number; ``wor`` by one after the other.
                 number = self._numbers[0][:, 0 if self._law is Law.GREEDY else path]
-                place = pick(left, number)
+                place = pick_places(left, number)
             places.append(place)
             left = left.scatter(1, place.unsqueeze(1), 0.0)
         return torch.stack(places, dim=1), torch.stack(there, dim=1)

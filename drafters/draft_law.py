@@ -57,13 +57,13 @@ def _most_likely(logits: Tensor, width: int) -> Tensor:
     return torch.from_numpy(places)
 
 
-def pick(probs: NDArray[np.float64], uniform: float) -> int:
+def pick_index(probs: NDArray[np.float64], uniform: float) -> int:
     """Return the index ``uniform`` in [0, 1) selects by inverse CDF; never one of probability 0."""
-    return pick_many(probs, np.array([uniform]))[0]
+    return pick_indices(probs, np.array([uniform]))[0]
 
 
-def pick_many(probs: NDArray[np.float64], uniforms: NDArray[np.float64]) -> list[int]:
-    """Return the index that each of ``uniforms`` selects, as :func:`pick` does."""
+def pick_indices(probs: NDArray[np.float64], uniforms: NDArray[np.float64]) -> list[int]:
+    """Return the index that each of ``uniforms`` selects, as :func:`pick_index` does."""
     cumulative = probs.cumsum()
     indices: list[int] = cumulative.searchsorted(uniforms * cumulative[-1], side="right").tolist()
     if max(indices) < len(probs):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from eaglegbv.drafters.draft_law import draft_laws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.path_growth import pick
+from eaglegbv.drafters.path_growth import pick_places
 from eaglegbv.warp import WarpSettings
 
 _COLD = 1e-30
@@ -63,4 +63,4 @@ def draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
     )
     ids = head.draft_to_target
     laws = draft_laws(logits, settings, width=logits.shape[1], draft_to_target=ids)
-    return Drawn(ids.take(pick(laws.probs, drawing.uniforms)), laws.probs)
+    return Drawn(ids.take(pick_places(laws.probs, drawing.uniforms)), laws.probs)

@@ -23,7 +23,7 @@ from eaglegbv.warp import WarpSettings
 Laws = Callable[[Tensor, list[int]], DraftLaws]
 """From logits ``[rows, draft_vocab]``, and each request's number of rows, to what a level needs."""
 
-Follow = Callable[[Sequence[GrowingTree], Sequence[Sequence[int]], list[int]], Tensor]
+FollowNodes = Callable[[Sequence[GrowingTree], Sequence[Sequence[int]], list[int]], Tensor]
 """From the trees, the nodes each goes on from, and the rows of their parents among the last logits,
 to the logits ``[nodes, draft_vocab]`` of what follows those nodes."""
 
@@ -94,7 +94,7 @@ def draft_trees(
     law: Law,
     draft_to_target: Tensor,
     logits: Tensor,
-    follow: Follow,
+    follow: FollowNodes,
 ) -> DraftTree:
     """Draft one tree per request.
 
@@ -139,7 +139,7 @@ def recalled_laws(
 
 
 def grow_trees(
-    trees: Sequence[GrowingTree], depth: int, logits: Tensor, laws: Laws, follow: Follow
+    trees: Sequence[GrowingTree], depth: int, logits: Tensor, laws: Laws, follow: FollowNodes
 ) -> None:
     """Grow every tree to ``depth``, or until none goes on.
 
@@ -198,7 +198,7 @@ def laws_of(
 def draft_temperature(params: SamplingParams, plan: Plan) -> float:
     """Return the temperature of a request's draft laws: the plan's multiple of the request's own.
 
-    It is capped at :data:`eaglegbv.params.HOTTEST`, beyond which no parameters are accepted.
+    Capped at :data:`eaglegbv.params.HOTTEST`, the highest that :class:`SamplingParams` accepts.
     """
     return min(HOTTEST, params.temperature * plan.draft_temperature)
 

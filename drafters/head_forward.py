@@ -58,7 +58,7 @@ class PathRows(NamedTuple):
         return Segment(token, positions[level:], self.context, self.slots[: level + 1], positions)
 
 
-class Follow(Protocol):
+class FollowPaths(Protocol):
     """Runs the next row of every path on the head's own output, and draws what follows."""
 
     def __call__(self, level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
@@ -125,7 +125,7 @@ class HeadForward:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
         return self._head.logits(hidden)
 
-    def along(self, paths: Sequence[PathRows]) -> Follow:
+    def along(self, paths: Sequence[PathRows]) -> FollowPaths:
         """Return a function that runs the rows of ``paths``, one row of each at a time."""
 
         def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:

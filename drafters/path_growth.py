@@ -80,7 +80,7 @@ def grow_paths(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Gr
     batch, count = uniforms.shape
     at = paths.leader.unsqueeze(2).expand(-1, -1, ids.shape[1])
     ids, probs = (x.view(batch, count, -1).gather(1, at) for x in (ids, probs))
-    return extended(paths, pick(probs, uniforms), ids, probs)
+    return extended(paths, pick_places(probs, uniforms), ids, probs)
 
 
 @lru_cache(maxsize=8)
@@ -137,7 +137,7 @@ def extended(paths: Paths, places: Tensor, ids: Tensor, probs: Tensor) -> Grown:
     return Grown(after, tokens, leads, chances, ids, probs)
 
 
-def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
+def pick_places(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the places that ``uniforms`` ``[...]`` select in ``probs`` ``[..., width]``.
 
     By inverse CDF; never a place of probability 0, whatever the rounding of a parallel sum, unless

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.drafters.draft_law import pick, pick_many
+from eaglegbv.drafters.draft_law import pick_index, pick_indices
 from eaglegbv.drafters.tree_builder import GrowingTree, GrownTree
 
 
@@ -114,7 +114,7 @@ class IidTree(SampledTree):
         new: list[int] = []
         for parent, paths in ending.items():
             children: dict[int, int] = {}
-            chosen = pick_many(self._draft_probs[parent], uniforms[paths])
+            chosen = pick_indices(self._draft_probs[parent], uniforms[paths])
             for k, token in zip(paths, self._draft_ids[parent, chosen].tolist(), strict=True):
                 if token not in children:
                     children[token] = self._add(parent, token)
@@ -171,7 +171,7 @@ class WorTree(BranchingTree):
         left = self._draft_probs[node].copy()
         drawn: list[int] = []
         while len(drawn) < self._fork(node) and left.any():
-            drawn.append(pick(left, next(numbers)))
+            drawn.append(pick_index(left, next(numbers)))
             left[drawn[-1]] = 0
         return drawn
 
@@ -187,7 +187,7 @@ class GreedyTree(BranchingTree):
         kept = self._popular(node)[: self._fork(node) - 1]
         rest = self._draft_probs[node].copy()
         rest[kept] = 0
-        return [*kept, pick(rest, next(numbers))] if rest.any() else kept
+        return [*kept, pick_index(rest, next(numbers))] if rest.any() else kept
 
 
 class HubTree(BranchingTree):
@@ -216,9 +216,9 @@ class HubTree(BranchingTree):
     def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
         probs = self._draft_probs[node]
         hub = self._popular(node)[0]
-        first = pick(probs, next(numbers))
+        first = pick_index(probs, next(numbers))
         if first != hub:
             return [first, hub]
         rest = probs.copy()
         rest[hub] = 0
-        return [hub, pick(rest, next(numbers))] if rest.any() else [hub]
+        return [hub, pick_index(rest, next(numbers))] if rest.any() else [hub]
