@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import Checkpoint
-from eaglegbv.drafters.formats.base import Contents, FormatName
+from eaglegbv.drafters.formats.base import Contents
 from eaglegbv.drafters.formats.names import EMBEDDING
 from eaglegbv.drafters.formats.registry import find_format
 from eaglegbv.drafters.formats.writing import write_head
@@ -56,7 +56,7 @@ def export_head(
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
     kind.check_holds(checkpoint.config)
     tensors = dict(checkpoint.named.tensors)
-    if kind.name is FormatName.SPECULATORS and EMBEDDING not in tensors:
+    if kind.carries_embedding and EMBEDDING not in tensors:
         if target is None:
             expected = f"the target's, which {kind.name} heads carry; name the target"
             raise DrafterMismatch(EMBEDDING, None, expected)

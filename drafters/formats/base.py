@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.layers import Numbering
-from eaglegbv.drafters.formats.names import LAYER
+from eaglegbv.drafters.formats.names import LAYER, NamedTensors
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.errors import DrafterMismatch
 
@@ -59,6 +59,15 @@ class Contents:
     verifier_architectures: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionVariants:
+    """How the attention of a head departs from Llama's; see :class:`EagleHeadConfig`."""
+
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+
 class Format(ABC):
     """A format.
 
@@ -67,6 +76,7 @@ class Format(ABC):
         engine: Who writes and reads it, for messages.
         numbering: How its layer ids count.
         eagle3_layer: What the names of an EAGLE-3 head's layer begin with.
+        carries_embedding: Whether its heads include the token embedding.
         variants: Settings of :class:`EagleHeadConfig` it can express when they are true.
     """
 
@@ -74,11 +84,25 @@ class Format(ABC):
     engine: ClassVar[str]
     numbering: ClassVar[Numbering]
     eagle3_layer: ClassVar[str]
+    carries_embedding: ClassVar[bool] = False
     variants: ClassVar[Mapping[Arch, frozenset[str]]]
 
     @abstractmethod
     def sections(self, stored: Mapping[str, Any]) -> Sections:
         """Find the parts of a config.json."""
+
+    @abstractmethod
+    def attention(self, layer: Section, named: NamedTensors) -> AttentionVariants:
+        """Read the variants of attention from the layer's section and the tensors' names."""
+
+    @abstractmethod
+    def assumptions(self, head: Section, config: EagleHeadConfig) -> list[str]:
+        """Say how a head was read where this format's files leave that open.
+
+        Args:
+            head: The head's section.
+            config: What was read.
+        """
 
     @abstractmethod
     def config(self, contents: Contents) -> dict[str, Any]:

@@ -48,6 +48,15 @@ class NamedTensors:
     layer_prefix: str
     left_aside: Mapping[str, str]
 
+    @property
+    def has_attention_norm(self) -> bool:
+        """Whether queries or keys have a norm."""
+        return any(f"layer.self_attn.{part}_norm.weight" in self.tensors for part in "qk")
+
+    def has_attention_bias(self, parts: str) -> bool:
+        """Return whether one of the projections ``parts``, of "qkvo", has a bias."""
+        return any(f"layer.self_attn.{part}_proj.bias" in self.tensors for part in parts)
+
     def without(self, name: str, reason: str) -> "NamedTensors":
         """Return these without one, which is left aside."""
         return NamedTensors(
