@@ -201,7 +201,7 @@ class _Trainer:
     def loss(self, step: int, spent: float) -> Tensor:
         """Mean over depths, weighted by the decay."""
         config = self.config
-        seed = config.schedule.seed * 1_000_003 + step
+        seed = config.schedule.step_seed(step)
         run = self.runs.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         total, weight = torch.zeros((), device=run.token_ids.device), 1.0

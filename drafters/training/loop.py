@@ -16,6 +16,8 @@ from eaglegbv.errors import InvalidArgument
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+_SEED_STRIDE = 1_000_003
+"""A prime beyond the number of steps of any run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,13 @@ class Schedule:
                 raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
+
+    def step_seed(self, step: int) -> int:
+        """Return the seed of what step number ``step`` draws.
+
+        Runs whose seeds are neighbours must not share draws, as they would with ``seed + step``.
+        """
+        return self.seed * _SEED_STRIDE + step
 
     def progress(self, step: int, seconds: float) -> float:
         """Return the spent fraction of the budget; 1 and above is the end."""
@@ -135,7 +144,7 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
         journal = _Journal(lines, bar, task.tokens_per_step)
         while (spent := schedule.progress(progress.step, progress.seconds)) < 1:
             began = time.monotonic()
-            torch.manual_seed(schedule.seed * 1_000_003 + progress.step)
+            torch.manual_seed(schedule.step_seed(progress.step))
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
             bar.update()

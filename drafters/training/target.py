@@ -259,7 +259,7 @@ class _Batches:
         weights = self.final if spent >= 1 - config.final_phase else self.early
         # Documents are at least a few tokens long, so this many fill a row.
         shape = (config.batch, config.window // 8)
-        documents = draw_documents(weights, shape, config.schedule.seed * 1_000_003 + step)
+        documents = draw_documents(weights, shape, config.schedule.step_seed(step))
         rows = pack(self.corpus, documents, config.window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
         weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real
