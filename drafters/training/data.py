@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from eaglegbv.errors import InvalidArgument
 
 HELD_OUT_ONE_IN = 50
+_SHORT_DOCUMENT = 8
+"""Tokens that documents have on average at the very least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,11 @@ def pack(corpus: Corpus, documents: Tensor, window: int) -> PackedRows:
     )
 
 
+def documents_to_fill(window: int) -> int:
+    """Return how many documents to draw for a row of ``window`` tokens, enough to fill it."""
+    return max(1, window // _SHORT_DOCUMENT)
+
+
 def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
     """Put every document into a row, whole: long ones first, each into the first row with room.
 
@@ -185,8 +192,7 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
         rows[row].append(document)
         free[row] -= lengths[document]
     used = [own for own in rows if own]
-    # Texts are at least a few tokens long, so this many fill a row.
-    number = max(map(len, used)) + window // 8
+    number = max(map(len, used)) + documents_to_fill(window)
     generator = torch.Generator().manual_seed(seed)
     filled = torch.randint(len(lengths), (len(used), number), generator=generator)
     for documents, own in zip(filled, used, strict=True):

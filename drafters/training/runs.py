@@ -10,7 +10,13 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eaglegbv.drafters.training.data import Corpus, draw_documents, fill_rows, pack
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    documents_to_fill,
+    draw_documents,
+    fill_rows,
+    pack,
+)
 from eaglegbv.drafters.training.unroll import TargetRun
 from eaglegbv.errors import InvalidArgument
 
@@ -81,8 +87,7 @@ class FreshRuns(Runs):
 
     def draw(self, seed: int) -> TargetRun:
         """Draw texts and run the target over them."""
-        # Texts are at least a few tokens long, so this many fill a row.
-        shape = (self.batch, max(1, self.target.window // 8))
+        shape = self.batch, documents_to_fill(self.target.window)
         return self.target.run(self.corpus, draw_documents(self.weights, shape, seed))
 
 

@@ -15,6 +15,7 @@ from eaglegbv.drafters.training.data import (
     Corpus,
     Row,
     build_corpus,
+    documents_to_fill,
     draw_documents,
     find_files,
     mixture_weights,
@@ -257,8 +258,7 @@ class _Batches:
     def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
         config = self.config
         weights = self.final if spent >= 1 - config.final_phase else self.early
-        # Documents are at least a few tokens long, so this many fill a row.
-        shape = (config.batch, config.window // 8)
+        shape = config.batch, documents_to_fill(config.window)
         documents = draw_documents(weights, shape, config.schedule.step_seed(step))
         rows = pack(self.corpus, documents, config.window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
