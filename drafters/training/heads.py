@@ -13,7 +13,7 @@ from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.report import TrainingReport
 from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns, Runs
 from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.unroll import (
@@ -160,19 +160,15 @@ def train_eagle(
     saved = _loaded(config.out, model)
     with torch.no_grad():
         final = trainer.evaluate(saved)
-    report = TrainingReport(
+    report = TrainingReport.of(
+        task,
+        progress,
+        final,
         title=f"{config.arch.upper()} head",
         command=command,
-        config=_identity(config) | {"data": [str(p) for p in config.data]},
-        parameters=sum(p.numel() for p in head.parameters()),
-        data=texts.training.token_counts(),
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.step * task.tokens_per_step,
-        seconds=round(progress.seconds, 1),
-        held_out=final.values,
-        device=device_name(device),
-        versions=versions(),
+        data=config.data,
+        corpus=texts.training,
+        device=device,
     )
     report.save(config.out)
     return report

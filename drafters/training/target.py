@@ -23,7 +23,7 @@ from eaglegbv.drafters.training.data import (
     read_rows,
 )
 from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.report import TrainingReport
 from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
@@ -147,19 +147,15 @@ def train_target(
     saved.to(device)  # type: ignore[arg-type]
     with torch.no_grad():
         final = _evaluate(saved, held_out, config)
-    report = TrainingReport(
+    report = TrainingReport.of(
+        task,
+        progress,
+        final,
         title="target",
         command=command,
-        config=_identity(config) | {"data": [str(p) for p in config.data]},
-        parameters=sum(p.numel() for p in model.parameters()),
-        data=training.token_counts(),
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.step * task.tokens_per_step,
-        seconds=round(progress.seconds, 1),
-        held_out=final.values,
-        device=device_name(device),
-        versions=versions(),
+        data=config.data,
+        corpus=training,
+        device=device,
     )
     report.save(config.out)
     return report
