@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,36 +23,11 @@ from eaglegbv.drafters.training.data import (
     read_rows,
 )
 from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Schedule, Task, optimise
+from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, MIXTURE, OTHER_SHARE
 from eaglegbv.drafters.training.report import TrainingReport
 from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
-# Shares of the tokens: mostly human-written instructions, some dialogue, arithmetic and prose.
-MIXTURE: Mapping[str, float] = {
-    "dolly15k": 0.46,
-    "instruct_1100": 0.005,
-    "self_instruct_seed175": 0.005,
-    "gsm8k_train": 0.10,
-    "mbpp_train": 0.01,
-    "topical_chat": 0.16,
-    "sgd_dialogues": 0.12,
-    "books": 0.12,
-    "tinyshakespeare": 0.02,
-}
-# The end of training: short instructions and their answers.
-FINAL_MIXTURE: Mapping[str, float] = {
-    "dolly15k": 0.65,
-    "instruct_1100": 0.02,
-    "self_instruct_seed175": 0.01,
-    "gsm8k_train": 0.08,
-    "mbpp_train": 0.01,
-    "topical_chat": 0.14,
-    "sgd_dialogues": 0.08,
-    "books": 0.0,
-    "tinyshakespeare": 0.0,
-}
-# A source neither mixture names.
-OTHER_SHARE = 0.1
 TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
 
 

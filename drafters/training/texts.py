@@ -15,8 +15,8 @@ from eaglegbv.drafters.training.data import (
     mixture_weights,
     read_rows,
 )
+from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.drafters.training.samples import regenerate
-from eaglegbv.drafters.training.target import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.errors import InvalidArgument
 
 
