@@ -83,8 +83,8 @@ class TrainingReport:
             tokens=progress.step * task.tokens_per_step,
             seconds=round(progress.seconds, 1),
             held_out=held_out.values,
-            device=device_name(device),
-            versions=versions(),
+            device=_device_name(device),
+            versions=_versions(),
         )
 
     def save(self, folder: Path) -> None:
@@ -108,14 +108,14 @@ class TrainingReport:
         )
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Return a name for ``device`` that a reader can place."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Return the versions of Python and the libraries that shape a run."""
     return {
         "Python": platform.python_version(),
