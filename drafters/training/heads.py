@@ -25,6 +25,11 @@ from eaglegbv.drafters.training.unroll import (
 )
 from eaglegbv.errors import InvalidArgument
 
+_NOT_IDENTITY = frozenset(
+    {"data", "device", "initial", "out", "samples", "seed", "target", "validation_prompts"}
+)
+"""Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleTrainingConfig:
@@ -32,8 +37,9 @@ class EagleTrainingConfig:
 
     Attributes:
         arch: Which head.
-        target: Folder of the target.
-        data: JSON-lines files, or folders of them.
+        texts: Which target, and which texts to train and measure on. Rows are packed with whole
+            texts to ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts
+            acceptance is measured on, at most.
         out: Folder to write.
         intermediate: Width of the head's feed-forward layer; None is the target's.
         draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is all.
@@ -42,28 +48,19 @@ class EagleTrainingConfig:
         anchors: Positions of a row that are unrolled.
         loss: What is lowered.
         feature_weight: Weight of EAGLE-1's feature regression.
-        regenerate: Prompts the target answers itself before training; 0 trains on the data's own
-            answers.
-        samples: File the target's answers are kept in, shared by runs; None is one in ``out``.
-        max_new_tokens: Longest answer of the target.
-        generation_batch: Prompts answered together.
-        window: Tokens of a row, packed with whole texts, and of a text at most.
         batch: Rows of a step.
-        held_out: Held-out texts to measure acceptance on, at most.
-        rows_per_source: Rows read of each file at most.
         keep_runs: Run the target once over its answers and keep what a head learns from in memory,
             instead of running it at every step.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
-        initial: Folder of a head of the same sizes to go on from, but for a narrower feed-forward
-            layer perhaps; None starts from random weights.
-        validate: Held-out prompts that acceptance is measured on by a real verifier.
+        initial: Folder of a trained head to start from. It must have the same sizes, except that
+            its feed-forward layer may be narrower. None starts from random weights.
+        validation_prompts: Held-out prompts on which a real verifier measures acceptance.
     """
 
     arch: Arch
-    target: Path
-    data: tuple[Path, ...]
+    texts: TextSettings
     out: Path
     intermediate: int | None = None
     draft_vocab: int | None = None
@@ -72,42 +69,18 @@ class EagleTrainingConfig:
     anchors: int = 48
     loss: Loss = Loss.MIX
     feature_weight: float = 0.1
-    regenerate: int = 0
-    samples: Path | None = None
-    max_new_tokens: int = 128
-    generation_batch: int = 64
-    window: int = 256
     batch: int = 16
-    held_out: int = 256
-    rows_per_source: int = 20_000
     keep_runs: bool = False
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
     initial: Path | None = None
-    validate: int = 16
-
-    @property
-    def texts(self) -> TextSettings:
-        """Which texts to train and measure on."""
-        return TextSettings(
-            target=self.target,
-            data=self.data,
-            regenerate=self.regenerate,
-            samples=self.samples or self.out / "samples.pt",
-            max_new_tokens=self.max_new_tokens,
-            generation_batch=self.generation_batch,
-            window=self.window,
-            held_out=self.held_out,
-            rows_per_source=self.rows_per_source,
-            seed=self.schedule.seed,
-        )
+    validation_prompts: int = 16
 
     def __post_init__(self) -> None:
-        _ = self.texts  # raises where its settings do not fit
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
-        if self.keep_runs and not self.regenerate:
+        if self.keep_runs and not self.texts.regenerate:
             expected = "only with regenerate, the target's own answers: the data's are a mixture"
             raise InvalidArgument("keep_runs", self.keep_runs, expected)
 
@@ -129,7 +102,8 @@ def train_eagle(
         config: Settings.
         command: Command line, for the report.
         resume: Go on from the checkpoint in ``config.out``, if there is one.
-        validate: Measures the head on ``config.validate`` held-out prompts, at every evaluation.
+        validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
+            prompts.
 
     Raises:
         InvalidArgument: No data, or a checkpoint of another run.
@@ -137,7 +111,7 @@ def train_eagle(
     """
     device = torch.device(config.device)
     dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
     config.out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +126,7 @@ def train_eagle(
         module=head,
         loss=trainer.loss,
         evaluate=lambda: trainer.evaluate(head),
-        tokens_per_step=config.batch * config.window,
+        tokens_per_step=config.batch * config.texts.window,
         identity=_identity(config),
     )
     progress = optimise(task, config.schedule, config.out, resume=resume)
@@ -166,7 +140,7 @@ def train_eagle(
         final,
         title=f"{config.arch.upper()} head",
         command=command,
-        data=config.data,
+        data=config.texts.data,
         corpus=texts.training,
         device=device,
     )
@@ -188,11 +162,11 @@ class _Trainer:
         self.config = config
         self.head = head
         device = torch.device(config.device)
-        self.target = FrozenTarget(model, head.config.feature_layers, config.window)
+        self.target = FrozenTarget(model, head.config.feature_layers, config.texts.window)
         self.runs = _runs(config, self.target, texts, device)
         self.held_out = texts.held_out.to(device)
         self.validate = validate
-        self.prompts = _prompts(texts.held_out, config.validate)
+        self.prompts = _prompts(texts.held_out, config.validation_prompts)
 
     def loss(self, step: int, spent: float) -> Tensor:
         """Mean over depths, weighted by the decay."""
@@ -212,7 +186,7 @@ class _Trainer:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         meter = AcceptanceMeter(self.config.depths)
         # By length, so that a batch is padded little, and evenly over all lengths.
-        every = max(1, len(self.held_out.lengths) // self.config.held_out)
+        every = max(1, len(self.held_out.lengths) // self.config.texts.held_out)
         order = self.held_out.lengths.argsort()[::every]
         for documents in torch.split(order, self.config.batch):
             run = self.target.run(self.held_out, documents.unsqueeze(1))
@@ -355,5 +329,7 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
 
 
 def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    left_out = {"data", "out", "samples", "target", "device", "initial", "validate"}
-    return {name: value for name, value in asdict(config).items() if name not in left_out}
+    """Return the settings that a resumed run must share, those of its texts among them."""
+    settings = asdict(config)
+    settings |= settings.pop("texts")
+    return {name: value for name, value in settings.items() if name not in _NOT_IDENTITY}
