@@ -44,8 +44,8 @@ class SparseLaws:
 
     Attributes:
         ids: ``[batch, layers, width]`` int64.
-        probs: ``[batch, layers, width]`` float64; padding entries are 0. All 0 where there is no
-            layer, or where the paths of its own step would have ended.
+        probs: ``[batch, layers, width]`` float64; padding entries are 0. All are 0 where there is
+            no layer, or where the paths of the layer's own step would have ended.
     """
 
     ids: Tensor
@@ -53,22 +53,22 @@ class SparseLaws:
 
 
 class LayerLaws(Protocol):
-    """Where the draft laws of layers come from."""
+    """The draft laws of layers, recalled along a path."""
 
     def after(self, tokens: Tensor) -> SparseLaws:
         """Return the law of every layer's own step after ``tokens``.
 
-        Asked for once at every depth, from the root on, each time by one token more.
+        Called once per depth, from the root down, each time with one token more.
 
         Args:
             tokens: ``[batch, depth]`` int64, the tokens entered below the root so far; depth is 0
-                at the root. They mean nothing for requests whose path has ended before.
+                at the root. They are meaningless for requests whose path has already ended.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Debts:
-    """What a verification needs to know of earlier steps."""
+    """What a verification needs to know about earlier steps."""
 
     layers: Layers
     laws: LayerLaws

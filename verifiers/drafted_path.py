@@ -15,7 +15,7 @@ from eaglegbv.verifiers.correction import Residual, probs_along
 
 @dataclass(frozen=True, slots=True)
 class DraftedPath:
-    """A path x_1 ... x_n, n <= length, and for each step the laws its next token has.
+    """A path x_1 ... x_n, n <= length, and the laws of the next token at each step.
 
     Step i (counted from 0) goes from the node at depth i to the node at depth i + 1. Entries past a
     path's end repeat its last node and carry no meaning.
@@ -27,7 +27,7 @@ class DraftedPath:
             the vocabulary in its order.
         draft: ``[batch, length, width]`` float64, the law the path was selected from.
         target: ``[batch, length, width]`` float64, p at ``ids``.
-        chosen: ``[batch, length]`` int64, where in the support the path's own token stands.
+        chosen: ``[batch, length]`` int64, the place of the path's own token in the support.
     """
 
     nodes: Tensor
@@ -61,7 +61,8 @@ class DraftedPath:
     def ratios(self) -> Tensor:
         """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
 
-        A law b of a selection may round to 0 at the token selected: 1 if p is positive there.
+        Where the law b of a selection rounds to 0 at the selected token, return 1 if p is positive
+        there, else 0.
         """
         at = self.chosen.unsqueeze(2)
         draft = self.draft.gather(2, at).squeeze(2)

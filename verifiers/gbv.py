@@ -26,7 +26,7 @@ from eaglegbv.verifiers.transport import RankedLaws, power_step
 
 
 class GbvVerifier(Verifier):
-    """Verify the lexicographically largest path of p/q ratios with the law of being the largest."""
+    """Verify the path of lexicographically largest p/q ratios, with the law of being that path."""
 
     name: ClassVar[str] = "gbv"
     source: ClassVar[str] = "Thomas & Pal 2026 (2602.16961), Algorithm 1, with block verification"
@@ -70,8 +70,8 @@ def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
     """Replace q along the best of K paths by the law that being the best gives it.
 
     ``Pr(best path starts with x^i) = (S + q)^K - S^K``, with q the joint draft law of x^i and S
-    the probability that one path ranks below x^i. Conditional laws are quotients of two such, which
-    only depend on ``S / (S + q)``, so nothing underflows.
+    the probability that one path ranks below x^i. Conditional laws are quotients of two such terms.
+    They only depend on ``S / (S + q)``, so nothing underflows.
 
     Args:
         path: The best path, over ranked ids.

@@ -1,4 +1,4 @@
-"""Greedy block verification: more accepted in one step, paid back in the next."""
+"""Greedy block verification: a step accepts more, and the next ones pay it back."""
 
 from typing import ClassVar
 

@@ -60,7 +60,7 @@ class ModifiedNode:
         Args:
             target: The target's own laws.
             nodes: ``[batch]`` int64.
-            layers: The layers that come to the nodes.
+            layers: The layers that reach the nodes.
             laws: Their draft laws there; a layer without a law ends.
             ids: ``[batch, width]`` int64.
         """
@@ -107,7 +107,7 @@ class ModifiedNode:
         at = ranks.unsqueeze(2)
         b = self.plan.law.gather(2, at).squeeze(2)
         b = torch.where(ids.gather(2, at).squeeze(2) == tokens.unsqueeze(1), b, 0.0)
-        # A layer whose law cannot produce the token has no more effect.
+        # A layer whose law cannot produce the token has no further effect.
         lasts = self.active & (self.layers.remaining > 1) & (b > 0)
         factor = self.ranked.target.gather(2, at).squeeze(2) / b
         turn = (self.active.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
@@ -144,7 +144,7 @@ def _in_force(layers: Layers, laws: SparseLaws) -> Layers:
 
 
 def _mass(own: RankedLaws, plan: Transport, rho: Tensor) -> Tensor:
-    """Return ``sum (rho M - b)+``, ``[batch, 1]``: on the support of b, and beside it."""
+    """Return ``sum (rho M - b)+``, ``[batch, 1]``: on the support of b and off it."""
     inside = (rho * own.target - plan.law).clamp(min=0).sum(dim=1, keepdim=True)
     beside = (1 - own.target.sum(dim=1, keepdim=True)).clamp(min=0)
     return inside + rho * beside

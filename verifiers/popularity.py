@@ -1,4 +1,4 @@
-"""Draft laws in order of popularity, for the laws that fix a node's most likely children."""
+"""Draft laws sorted by probability, for those that fix a node's most likely children."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -21,7 +21,7 @@ class PopularTree:
         ids: ``[batch, nodes, width]`` int64.
         draft: ``[batch, nodes, width]`` float64, q.
         target: ``[batch, nodes, width]`` float64, p at ``ids``.
-        places: ``[batch, nodes]`` int64, where each node's token stands among its parent's ids.
+        places: ``[batch, nodes]`` int64, the place of each node's token among its parent's ids.
     """
 
     tree: DraftTree
@@ -50,7 +50,7 @@ class PopularTree:
 
 
 def tail_law(draft: Tensor, kept: Tensor) -> Tensor:
-    """Return q restricted to the tokens off ``kept``, normalised; all 0 if none has mass."""
+    """Return q restricted to the tokens outside ``kept``, normalised; all 0 if none has mass."""
     rest = draft.masked_fill(kept, 0.0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(rest == total, (total > 0) & (rest > 0), rest / total).to(draft.dtype)

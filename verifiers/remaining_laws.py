@@ -13,7 +13,7 @@ from eaglegbv.verifiers.drafted_path import places_of_tokens, rows_at
 
 @dataclass(slots=True)
 class RemainingLaws:
-    """What is left of p at each node, on the support of its draft law and beside it, and of q.
+    """What is left of p at each node, on the support of its draft law and off it, and of q.
 
     Attributes:
         ids: ``[batch, nodes, width]`` int64.
@@ -22,7 +22,7 @@ class RemainingLaws:
         beside: ``[batch, nodes]`` float64, the mass left off the support.
         scale: ``[batch, nodes]`` float64, what is left of a token off the support, over its p.
         draft: ``[batch, nodes, width]`` float64, q given the tokens lost.
-        places: ``[batch, nodes]`` int64, where each node's token stands in its parent's ids.
+        places: ``[batch, nodes]`` int64, the place of each node's token in its parent's ids.
     """
 
     ids: Tensor

@@ -12,8 +12,8 @@ from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict, State
 class SpecTrGbvVerifier(StatefulVerifier):
     """Select as otbv does, for the modified target, and verify by the greedy block rule.
 
-    The paper's promises kept by a rule that is lossless over any number of steps: the acceptance
-    rule of the authors' implementation is not target-preserving for two and more paths.
+    This rule keeps the paper's promises and is lossless over any number of steps. The acceptance
+    rule of the authors' implementation does not preserve the target with two or more paths.
     """
 
     name: ClassVar[str] = "spectr_gbv"

@@ -41,8 +41,8 @@ class StatefulUniforms:
 
     Attributes:
         plain: Those every verification uses.
-        entering: ``[batch, length, layers]`` float64: number (d, j) moves the j-th of the layers in
-            force at a node of depth d to the child entered.
+        entering: ``[batch, length, layers]`` float64: at a node of depth d, number (d, j) moves the
+            j-th of the layers in force to the child entered.
         leaving: ``[batch, layers + 1]`` float64: likewise after the step's last token; the number
             after those of the layers in force belongs to the new layer.
     """
@@ -95,9 +95,9 @@ class StatefulVerdict:
 
     Attributes:
         verdict: The tokens.
-        layers: The debts after the last of them: those handed in, and in the last column the one
+        layers: The debts after the last of them: those passed in, and in the last column the one
             of this step; ``remaining`` is 0 where there is none.
-        figures: Says what the verification went by, beside p and q; works it out when asked.
+        figures: Computes the numbers, beside p and q, by which the verification decided.
     """
 
     verdict: Verdict
@@ -106,7 +106,7 @@ class StatefulVerdict:
 
 
 class StatefulVerifier(Rule):
-    """A rule whose steps are lossless in a row only: each needs the debts of the ones before."""
+    """A rule whose steps are lossless only in sequence: each needs the debts of those before."""
 
     @abstractmethod
     def verify(
@@ -115,7 +115,8 @@ class StatefulVerifier(Rule):
         """Judge the drafts of a batch, given the debts of earlier steps.
 
         ``tree.length`` must be the length the paths were drawn to, even if all ended earlier: it
-        says how long a debt lasts. A tree of a root alone yields a token of the modified target.
+        determines how long a debt lasts. A tree of a root alone yields a token of the modified
+        target.
 
         Raises:
             LawMismatch: The tree's law is not among :attr:`laws`.
