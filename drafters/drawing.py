@@ -14,7 +14,7 @@ _COLD = 1e-30
 
 
 class Drawing(NamedTuple):
-    """How a token is drawn after each row.
+    """How the token after each row is drawn.
 
     Attributes:
         temperature: ``[rows]`` float32, of the draft laws; 0 takes the most likely token.
@@ -42,7 +42,7 @@ class Followed(NamedTuple):
 
     Attributes:
         hidden: ``[rows, hidden]``.
-        drawn: Of each row.
+        drawn: The tokens drawn after the rows.
     """
 
     hidden: Tensor
@@ -53,7 +53,7 @@ def draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
     """Draw a token after each row of results ``hidden`` ``[rows, hidden]``."""
     logits = head.logits(hidden)
     settings = WarpSettings(
-        # Near 0 only the most likely token keeps any probability: 0 needs no case of its own.
+        # Near 0 only the most likely token keeps any probability, so 0 needs no separate case.
         temperature=drawing.temperature.clamp(min=_COLD),
         greedy=None,
         top_k=None,

@@ -37,13 +37,13 @@ def export_head(
     """Write a checkpoint into ``folder`` in another format; tensors keep every bit.
 
     Layer ids are written the way the format counts. A checkpoint that names no layers leaves them
-    to the default, which is the same in all engines. Tensors that are known and not needed are not
+    to the default, which is the same in all engines. Known tensors that are not needed are not
     written.
 
     Args:
-        checkpoint: What is exported.
+        checkpoint: The head to export.
         format_name: One of :class:`FormatName`.
-        folder: Where to; must not exist or be empty.
+        folder: Destination; it must be empty or not exist.
         target: Needed where the format wants the embedding and the checkpoint has none; its name
             is written where the format has a place for it.
 

@@ -1,4 +1,4 @@
-"""What a format is: how it lays out config.json and names tensors, and what it cannot say."""
+"""The interface of formats: the layout of config.json, names of tensors, and their limits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from eaglegbv.errors import DrafterMismatch
 
 
 class FormatName(StrEnum):
-    """Whose format."""
+    """Whose format it is."""
 
     EAGLE = "eagle"
     SGLANG = "sglang"
@@ -26,11 +26,11 @@ class FormatName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Where a config.json says what.
+    """The two parts of a config.json.
 
     Attributes:
         layer: The decoder layer's sizes and rotary settings, in Llama's keys.
-        head: What else there is to an EAGLE head.
+        head: The other settings of an EAGLE head.
     """
 
     layer: Section
@@ -39,14 +39,14 @@ class Sections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is written into a config.json, beyond the head's own configuration.
+    """What a config.json is written from.
 
     Attributes:
-        config: The head's.
-        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file is to leave
-            them to the default.
+        config: The head's configuration.
+        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them
+            to the default.
         dtype: Type of the tensors.
-        passed_on: Keys that mean nothing here and something to other engines.
+        passed_on: Keys that only other engines use.
         verifier: Name or path of the target, where it is known.
         verifier_architectures: Its class names.
     """
@@ -74,7 +74,7 @@ class Format(ABC):
     Attributes:
         name: Its name.
         engine: Who writes and reads it, for messages.
-        numbering: How its layer ids count.
+        numbering: What its layer ids number.
         eagle3_layer: What the names of an EAGLE-3 head's layer begin with.
         carries_embedding: Whether its heads include the token embedding.
         variants: Settings of :class:`EagleHeadConfig` it can express when they are true.

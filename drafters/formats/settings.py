@@ -43,10 +43,10 @@ class Settings:
     """What a config.json says of a head.
 
     Attributes:
-        config: The head's configuration. The layer numbers of an EAGLE-3 head stand in for those
-            that follow from :attr:`layers` and the target; their number is right.
+        config: The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of
+            the right count; the true ones follow from :attr:`layers` and the target.
         layers: EAGLE-3: the layer ids of the file.
-        passed_on: Keys that mean nothing here and something to other engines.
+        passed_on: Keys that only other engines use.
         verifier: Name of the target, where the file names one.
         remarks: What was assumed, and what other engines would do otherwise.
     """
@@ -64,7 +64,7 @@ def read_settings(
     """Read a config.json.
 
     Raises:
-        DrafterMismatch: A key is missing, of a wrong type, or asks for what no head here does; the
+        DrafterMismatch: A key is missing, of a wrong type, or asks for something unsupported; the
             message names it.
     """
     sections = kind.sections(stored)
@@ -117,7 +117,7 @@ def _check_supported(sections: Sections) -> None:
 
 
 def _llama(layer: Section) -> LlamaConfig:
-    """Let transformers read the keys of a decoder layer, which fills in its defaults."""
+    """Let transformers read the keys of a decoder layer and fill in its defaults."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         layer.integer(key)
     for key in ("num_key_value_heads", "head_dim"):
@@ -215,7 +215,7 @@ def _norm_variants(head: Section, named: NamedTensors) -> _NormVariants:
 def _disagreements(
     sections: Sections, config: EagleHeadConfig, named: NamedTensors
 ) -> list[Remark]:
-    """Collect what this file would make other engines do."""
+    """Return remarks on what other engines would make of this file."""
     texts = []
     if config.arch is Arch.EAGLE1 and config.fc_bias:
         texts.append("fc has a bias, which vLLM would not load")

@@ -20,7 +20,7 @@ from eaglegbv.errors import InvalidArgument
 
 HELD_OUT_ONE_IN = 50
 _SHORT_DOCUMENT = 8
-"""Tokens that documents have on average at the very least."""
+"""A number of tokens that documents exceed on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
     Args:
         lengths: ``[documents]`` int64, none above ``window``.
         window: Tokens of a row.
-        seed: Seed of what rows are filled up with.
+        seed: Seed of the documents that rows are filled up with.
 
     Returns:
-        ``[rows, number]`` int64, documents for :func:`pack`: in every row some of its own, and then
-        any others, of which those at its end are cut.
+        ``[rows, number]`` int64, documents for :func:`pack`: in every row its own ones, then random
+        others, which are cut at the row's end.
     """
     free = torch.full_like(lengths, window)
     rows: list[list[int]] = [[] for _ in lengths]

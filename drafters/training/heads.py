@@ -86,7 +86,7 @@ class EagleTrainingConfig:
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
-"""Measures a head on prompts with a real verifier: from both to results by name."""
+"""Measures a head on prompts with a real verifier; returns results by name."""
 
 
 def train_eagle(
@@ -101,7 +101,7 @@ def train_eagle(
     Args:
         config: Settings.
         command: Command line, for the report.
-        resume: Go on from the checkpoint in ``config.out``, if there is one.
+        resume: Continue from the checkpoint in ``config.out``, if there is one.
         validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
             prompts.
 
@@ -169,7 +169,7 @@ class _Trainer:
         self.prompts = _prompts(texts.held_out, config.validation_prompts)
 
     def loss(self, step: int, spent: float) -> Tensor:
-        """Mean over depths, weighted by the decay."""
+        """Return the mean over depths, weighted by the decay."""
         config = self.config
         seed = config.schedule.step_seed(step)
         run = self.runs.draw(seed)
@@ -199,7 +199,7 @@ class _Trainer:
         values[name] = found.block_efficiency
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
-        # The estimate chooses the weights to keep: a few prompts say less, and noisily.
+        # The estimate chooses the weights to keep, as results on a few prompts are noisy.
         return Evaluation(-found.block_efficiency, values)
 
 
@@ -256,7 +256,7 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
 def _drafted_tokens(
     config: EagleTrainingConfig, initial: EagleHead | None, training: Corpus, vocab: int
 ) -> Tensor:
-    """Return the draft vocabulary: an initial head's, where no other size is asked for."""
+    """Return the draft vocabulary: the initial head's, unless another size is asked for."""
     if config.arch is Arch.EAGLE1:
         return torch.arange(vocab)
     if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
@@ -265,10 +265,10 @@ def _drafted_tokens(
 
 
 def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
-    """Give ``head`` the weights of ``initial``; of its output layer those of the shared tokens.
+    """Give ``head`` the weights of ``initial``, and in its output layer those of shared tokens.
 
-    Features may come from other layers: a head goes on to a target that has grown. Its feed-forward
-    layer may be wider, and then computes the same at first: what is new writes nothing yet.
+    Features may come from other layers, as when the target has grown. The feed-forward layer may be
+    wider; it computes the same at first, as its new part writes nothing yet.
 
     Raises:
         InvalidArgument: The heads are of different kinds or sizes.

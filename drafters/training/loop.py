@@ -92,7 +92,7 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; all that a checkpoint holds beside weights and optimiser."""
+    """The state of a run: all that a checkpoint holds beside weights and optimiser."""
 
     step: int = 0
     seconds: float = 0.0
@@ -125,9 +125,9 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     """Train ``task.module``, leaving the weights of the best evaluation in it.
 
     ``folder`` receives ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume``
-    the run goes on from the checkpoint, if there is one. Every step reseeds torch's generator with
-    the seed and its own number, and the batch depends on the step alone, so there is no generator
-    state to lose.
+    the run continues from the checkpoint, if there is one. Every step reseeds torch's generator
+    with the seed and its own number, and the batch depends on the step alone, so there is no
+    generator state to lose.
 
     Raises:
         InvalidArgument: The checkpoint belongs to another run.
@@ -209,7 +209,7 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class _Journal:
-    """What a run tells: the progress bar, and the log of JSON lines."""
+    """The output of a run: the progress bar, and the log of JSON lines."""
 
     lines: TextIO
     bar: "tqdm[Any]"
@@ -220,7 +220,7 @@ class _Journal:
             raise FloatingPointError(f"loss {loss} at step {progress.step}")
         bar = self.bar
         tokens = self.tokens_per_step * (bar.n - bar.initial)
-        # The budget may be minutes: the number of steps is an estimate.
+        # The budget may be in minutes, so the number of steps is an estimate.
         bar.total = round(progress.step / spent)
         bar.set_postfix_str(f"loss {loss:.3f}, {tokens / bar.format_dict['elapsed']:,.0f} tokens/s")
         entry = {
@@ -241,7 +241,7 @@ class _Journal:
 
 
 def _drop_lines_after(log: Path, step: int) -> None:
-    """Forget what was logged after the checkpoint: those steps are run again."""
+    """Drop what was logged after the checkpoint, as those steps are run again."""
     if not log.exists():
         return
     kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]

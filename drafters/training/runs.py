@@ -1,4 +1,4 @@
-"""What a head is trained on: the target's runs over texts, made as needed or kept in memory."""
+"""What a head is trained on: runs of the target over texts, made as needed or kept in memory."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class FrozenTarget:
     def run(self, corpus: Corpus, documents: Tensor) -> TargetRun:
         """Run the target over ``documents`` ``[rows, number]``, each row's laid end to end.
 
-        Rows are cut at the window; none is longer than the longest needs.
+        Rows are cut at the window, and are no longer than the longest one needs.
         """
         window = min(self.window, int(corpus.lengths[documents].sum(dim=1).max()))
         rows = pack(corpus, documents, window)
@@ -71,7 +71,7 @@ class Runs(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FreshRuns(Runs):
-    """Texts drawn anew for every batch, and the target run over them.
+    """The target's runs over texts that are drawn anew for every batch.
 
     Attributes:
         target: The target.

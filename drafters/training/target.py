@@ -205,7 +205,7 @@ def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
 
 
 def _add_dropout(model: LlamaForCausalLM, probability: float) -> None:
-    """Drop what each block adds to the residual stream; transformers' Llama has no such option."""
+    """Apply dropout to what each block adds to the residual stream; Llama has no such option."""
 
     def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return functional.dropout(output, probability, module.training)
@@ -223,7 +223,7 @@ class _Batches:
         self.config = config
         self.early = mixture_weights(corpus, MIXTURE, OTHER_SHARE, config.window)
         self.final = mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.final_max_tokens)
-        # Compiled, the vocabulary-wide float32 copies are never written out.
+        # Compiled code never writes out the vocabulary-wide float32 copies.
         self.token_losses = torch.compile(_token_losses) if config.compile else _token_losses
 
     def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
@@ -245,9 +245,9 @@ def _token_losses(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig) -> Evaluation:
-    """Perplexity of the assistant's tokens, each document alone, by source and over all.
+    """Return the perplexity of the assistant's tokens, by source and overall.
 
-    The score is the mean log-perplexity under the final mixture.
+    Each document is run alone. The score is the mean log-perplexity under the final mixture.
     """
     nll = torch.zeros(len(corpus.sources), dtype=torch.float64, device=corpus.lengths.device)
     count = torch.zeros_like(nll)
