@@ -1,4 +1,4 @@
-"""What every drafter is: it watches what the target commits, and proposes draft trees."""
+"""The interface of drafters: they watch what the target commits, and propose draft trees."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
 
 
 def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
-    """Return a drafter's memory of a request, begun where there is none."""
+    """Return a drafter's memory of a request; ``begin`` makes it where there is none."""
     state = request.draft_states.get(kind)
     if not isinstance(state, kind):
         request.draft_states[kind] = state = begin()
@@ -27,7 +27,7 @@ def own_state(request: Request, kind: type[StateKind], begin: Callable[[], State
 def own_snapshots(
     snapshots: Sequence[DraftSnapshot], kind: type[SnapshotKind]
 ) -> list[SnapshotKind]:
-    """Return ``snapshots`` as a drafter's own kind.
+    """Return ``snapshots``, checked to be of a drafter's own kind.
 
     Raises:
         TypeError: One belongs to another drafter.
@@ -41,42 +41,42 @@ def own_snapshots(
 class Drafter(ABC):
     """Proposes a draft tree for each request.
 
-    The life of a request, seen from here: ``observe`` after parts of its prompt and after every
-    commit, ``draft`` once per decoding step, ``forget`` at its end. Between the commit and the next
-    draft the accepted tokens are run again on the target's true features.
+    For each request, ``observe`` is called after parts of its prompt and after every commit,
+    ``draft`` once per decoding step, and ``forget`` at its end. Between a commit and the next draft
+    the accepted tokens are run again on the target's true features.
 
-    A request may be pre-empted: it is forgotten, and observed from its text's start again, in other
-    slots. And texts that begin alike may share slots: when a drafter first meets a request, the
-    rows of its first ``request.shared`` positions are in its pool already, unless they are
-    ``request.skipped``. So nothing but ``request.slots`` says where rows are, and it may change
+    A request may be pre-empted: it is forgotten, and later observed again from the start of its
+    text, in other slots. Texts that begin alike may share slots: when a drafter first meets a
+    request, the rows of its first ``request.shared`` positions are already in its pool, unless they
+    are ``request.skipped``. So only ``request.slots`` says where rows are, and it may change
     between steps.
     """
 
     laws: ClassVar[frozenset[Law]]
     skips: ClassVar[bool] = False
-    """Whether it may begin behind positions that it has not run; see :meth:`skip`."""
+    """Whether it may start after positions that it has not run; see :meth:`skip`."""
 
     @property
     def quantization(self) -> Quantization:
-        """How its weights are held; not ``auto``."""
+        """How its weights are stored; never ``auto``."""
         return Quantization.NONE
 
     @property
     def graph_counts(self) -> Mapping[str, int]:
-        """Drafts by whether a recording was replayed, or why not; empty where none is made."""
+        """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
         return {}
 
     @abstractmethod
     def observe(self, request: Request, features: Tensor) -> None:
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.
 
-        They belong to the last ``tokens`` positions of ``request.slots``. Not called where the
-        target has no features, for a drafter that reads tokens alone.
+        They belong to the last ``tokens`` positions of ``request.slots``. It is not called where
+        the target has no features; the drafter then reads tokens alone.
         """
 
     @abstractmethod
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Run what was observed and not yet run; ``draft`` does it too."""
+        """Run what was observed but not yet run; ``draft`` does so too."""
 
     @abstractmethod
     def draft(
@@ -91,17 +91,17 @@ class Drafter(ABC):
             requests: Requests with at least one committed token each.
             plan: Paths, depth, width and draft temperature, shared by all of them.
             law: How children arise; one of :attr:`laws`.
-            tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots to write to freely.
+            tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots it may overwrite.
         """
 
     @abstractmethod
     def forget(self, request: Request) -> None:
-        """Drop what is remembered about a request that ended or is pre-empted."""
+        """Drop all memory of a request that ended or is pre-empted."""
 
     def shareable(self, request: Request) -> int:  # noqa: ARG002
-        """Return for how many leading positions the rows in the drafter's pool are final.
+        """Return how many leading positions have final rows in the drafter's pool.
 
-        Texts that begin alike, the next token included, may share their slots. 0 is always right.
+        Texts that begin alike, the next token included, may share their slots. 0 is always safe.
         """
         return 0
 
@@ -113,29 +113,29 @@ class Drafter(ABC):
         return request.context - self.shareable(request)
 
     def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027
-        """Forget what has not been run yet but the last ``keep`` positions, 1 or more.
+        """Drop pending positions except the last ``keep`` (at least 1).
 
-        These it keeps by themselves, and nothing of other requests that came with them.
-        Where more was missed, a drafter that :attr:`skips` begins anew there, as if the text did,
-        and sets ``request.skipped``: what it drafts then may be worse, is as lawful, and is read
-        sooner. Not for verifiers that recall laws.
+        Those are copied so that they do not keep their batch alive. If positions were lost, a
+        drafter that :attr:`skips` restarts there as if the text began there, and sets
+        ``request.skipped``. Its drafts may be worse but stay lossless, and are ready sooner. Not
+        for verifiers that recall laws.
         """
 
 
 class Recaller(ABC):
-    """Says what an earlier step would have drawn after other tokens.
+    """Recalls the laws from which an earlier step would have drawn after other tokens.
 
-    Rules that keep state over steps need the laws of the *very step* that a debt comes from. They
-    are not the current ones: by now the drafter knows true features where that step went on from
-    its own, and its draft temperature may be another.
+    Rules that keep state over steps need the laws of the *very step* that a debt comes from. Those
+    are not the current ones: by now the drafter knows true features where that step continued from
+    its own output, and its draft temperature may have changed.
     """
 
     @abstractmethod
     def snapshot(self, request: Request) -> DraftSnapshot:
-        """Remember the tree last drafted for ``request``, standing at its root.
+        """Return a snapshot at the root of the tree last drafted for ``request``.
 
-        To be called before the next ``catch_up``. It holds no KV slots, and stays valid when the
-        request is forgotten and its text read again.
+        Call this before the next ``catch_up``. A snapshot holds no KV slots, and stays valid when
+        the request is forgotten and its text read again.
         """
 
     @abstractmethod
@@ -146,14 +146,14 @@ class Recaller(ABC):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Return each snapshot moved on to the place after one more token.
+        """Return the snapshots advanced by one token each.
 
         Args:
-            requests: The request of each snapshot; one may stand there several times.
+            requests: The request of each snapshot; a request may occur several times.
             snapshots: From :meth:`snapshot`, or from this method.
-            tokens: ``[snapshots]`` int64, what to go on by, drafted or not.
-            slots: ``[snapshots]`` int64, a KV slot for each, to stay the drafter's while the
-                snapshots returned are in use.
+            tokens: ``[snapshots]`` int64, the next tokens, drafted or not.
+            slots: ``[snapshots]`` int64, a KV slot for each, reserved for the drafter while the
+                returned snapshots are in use.
         """
 
     @abstractmethod

@@ -2,8 +2,8 @@
 
     root --> draw --> token --> head --> draw --> token --> ...     no tree is grown on the host
 
-The host settles beforehand what the levels need of it: slots, positions and random numbers. The
-result is what a grown tree of one path would hold, from the same numbers.
+The host prepares in advance what the levels need from it: slots, positions and random numbers. The
+result equals a grown tree of one path, drawn with the same numbers.
 """
 
 from collections.abc import Sequence
@@ -47,10 +47,10 @@ def draft_chains(
         plan: The plan they share.
         law: How children arise.
         forward: Forwards of the head.
-        roots: What they go on from.
+        roots: What the drafts continue.
     """
     drawings = _drawings(requests, plan, law)
-    last = plan.depth - 1  # the last token of a path is read by no row
+    last = plan.depth - 1  # no row reads the last token of a path
     slots = zip(roots.contexts, roots.tree_slots, strict=True)
     paths = [PathRows.of(context, own[:last]) for context, own in slots]
     follow = forward.along(paths)
@@ -67,7 +67,7 @@ def draft_chains(
 
 
 def _drawings(requests: Sequence[Request], plan: Plan, law: Law) -> list[Drawing]:
-    """Return how the tokens of every level are drawn; ``fixed`` takes the most likely ones."""
+    """Return how the tokens of each level are drawn; ``fixed`` takes the most likely ones."""
     batch, depth = len(requests), plan.depth
     if law is Law.FIXED:
         return [Drawing(torch.zeros(batch), torch.zeros(batch, dtype=torch.float64))] * depth
@@ -92,10 +92,10 @@ def _tree(
         law: How they arose.
         roots: Token ids of the roots.
         tokens: The paths.
-        probs: ``[requests, draft_vocab]`` float64 each, what the tokens of each level were drawn
-            from; none for ``fixed``.
+        probs: ``[requests, draft_vocab]`` float64 each, the laws from which the tokens of each
+            level were drawn; none for ``fixed``.
         every_id: ``[requests, depth + 1, draft_vocab]`` int64, the tokens of every node's law.
-        drafts_all: Whether those are the target's, all of them, in their order.
+        drafts_all: Whether those are all tokens of the target, in its order.
     """
     batch, depth = tokens.shape
     shape = _shape(batch, depth)
@@ -129,13 +129,13 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _shape(batch: int, depth: int) -> _Shape:
-    """Return the shape of paths of ``depth`` tokens, shared: nobody may write to it."""
+    """Return the shape of paths of ``depth`` tokens. It is shared, so nobody may write to it."""
     nodes = torch.arange(depth + 1).repeat(batch, 1)
     return _Shape(
         parents=pad(nodes[:, :-1], (1, 0)),
         depth=nodes,
         num_nodes=torch.full((batch,), depth + 1),
-        # Not a view: graphs are made for the strides of a tensor of its own.
+        # Not a view, as graphs are made for the strides of a tensor that is not one.
         path_nodes=torch.arange(1, depth + 1).repeat(batch, 1, 1),
         path_lengths=torch.full((batch, 1), depth),
     )

@@ -1,8 +1,8 @@
 """Strict loading and saving of heads, in any format of :mod:`eaglegbv.drafters.formats`.
 
-What a checkpoint is follows from its tensors, never from the ``architectures`` string, which is the
-same for most. Every tensor expected must be there, and every tensor there must be used or be one of
-the few known to be left aside; a head that loads in part drafts noise without a word.
+The tensors decide what a checkpoint is, never the ``architectures`` string, which is the same for
+most. Every expected tensor must be there, and every tensor there must be used or be one of the few
+that are known to be unneeded: a head that loads only in part silently drafts noise.
 """
 
 import logging
@@ -46,17 +46,17 @@ _ROUNDING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A head as it lies in a folder, checked against its own configuration.
+    """A head as stored in a folder, checked against its own configuration.
 
     Attributes:
         folder: The folder.
         files: Its files with weights.
-        format: Whose format it is in.
-        architectures: What config.json says there, for reports.
+        format: Its format.
+        architectures: The ``architectures`` of config.json, for reports.
         config: The head's configuration; see :class:`Settings` for its layer numbers.
         layers: EAGLE-3: the layer ids of the file.
         named: The tensors.
-        passed_on: Keys of config.json that mean nothing here and something to other engines.
+        passed_on: Keys of config.json that only other engines use.
         verifier: Name of the target, where config.json names one.
         remarks: What was assumed, and what other engines would do otherwise.
     """
@@ -83,12 +83,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A checkpoint beside the target it is for.
+    """A checkpoint checked against its target.
 
     Attributes:
         config: The head's configuration, its layer numbers resolved.
-        layers: EAGLE-3: the target layers whose inputs it reads, and why these.
-        remarks: Those of the checkpoint and what the target adds.
+        layers: EAGLE-3: the target layers whose inputs it reads, and why.
+        remarks: The checkpoint's, and those that the target adds.
     """
 
     config: EagleHeadConfig
@@ -161,7 +161,7 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
 
 
 def read_head_config(path: Path, target_config: PreTrainedConfig) -> EagleHeadConfig:
-    """Return what the head at ``path`` is; its weights are looked at and not loaded.
+    """Return the configuration of the head at ``path``; its weights are inspected but not loaded.
 
     Raises:
         DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
@@ -183,7 +183,7 @@ def load_head(
     Args:
         path: The folder.
         target_config: The target's configuration.
-        target_embedding: ``[vocab, hidden]``, shared with a head that has none of its own.
+        target_embedding: ``[vocab, hidden]``, shared with a head that carries none.
         target_lm_head: ``[vocab, hidden]``, shared with an EAGLE-1 head.
         dtype: Type of the head's weights.
         device: Device of the head's weights.
@@ -206,7 +206,7 @@ def load_head(
 def save_head(head: EagleHead, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Save ``head`` in the EAGLE repository's format, its weights in type ``dtype``.
 
-    The embedding is saved only where it is not as wide as the target's.
+    The embedding is saved only where its width differs from the target's.
     """
     config = head.config
     tensors = {
@@ -234,7 +234,7 @@ def _blank(
 
 
 def _without_idle_bias(config: EagleHeadConfig, named: NamedTensors) -> NamedTensors:
-    """Leave aside a bias of zeros, which EAGLE-1 heads without one carry for SGLang."""
+    """Drop a bias of zeros, which EAGLE-1 heads without a bias carry for SGLang."""
     bias = named.tensors.get(FC_BIAS)
     if bias is None or config.fc_bias or config.arch is Arch.EAGLE3 or bool(bias.any()):
         return named
@@ -242,7 +242,7 @@ def _without_idle_bias(config: EagleHeadConfig, named: NamedTensors) -> NamedTen
 
 
 def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:
-    """Raise unless the tensors are those of a head of this configuration, and no others."""
+    """Raise unless the tensors are exactly those of a head of this configuration."""
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
         head = _blank(config, table, table, None)
@@ -258,7 +258,7 @@ def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:
 
 
 def _check_vocabulary(config: EagleHeadConfig, named: NamedTensors) -> list[Remark]:
-    """Raise unless the tensors about the draft vocabulary fit the target's and each other."""
+    """Raise unless the draft vocabulary's tensors fit the target's vocabulary and each other."""
     size, full = config.draft_vocab_size, config.draft_vocab_size == config.vocab_size
     if full and OFFSETS not in named.tensors and MEMBERS not in named.tensors:
         return []
@@ -293,7 +293,7 @@ def _check(
 
 
 def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head's own embedding, or the target's where that is the same."""
+    """Return the head's own embedding, or the target's where both are the same."""
     own = checkpoint.named.tensors.get(EMBEDDING)
     if own is None:
         return target_embedding
@@ -313,7 +313,7 @@ def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dt
 
 
 def _distance(own: Tensor, other: Tensor) -> float:
-    """Return the distance of two tables relative to the second, without whole float32 copies."""
+    """Return the distance of two tables relative to the second, without copying them whole."""
     if own.dtype == other.dtype and torch.equal(own, other.cpu()):
         return 0.0
     difference = norm = 0.0

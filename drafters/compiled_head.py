@@ -1,8 +1,8 @@
 """Forwards of an EAGLE head, compiled.
 
-The operations of a tiny head's forward take longer to launch than to compute, and compiled code
-launches faster, most of all where a lone request drafts, whose attention is part of the graph. On a
-device, where the loop over a draft's levels is recorded, generated code has fewer kernels to run.
+The operations of a tiny head's forward take longer to launch than to compute. Compiled code
+launches faster, most of all for a lone request, whose attention is part of the graph. On a device,
+where the loop over a draft's levels is recorded, generated code has fewer kernels to run.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from eaglegbv.compiling import (
 from eaglegbv.drafters.drawing import Drawing, Drawn, Followed, draw
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.eagle_layers import Attend
-from eaglegbv.drafters.head_forward import Follow, HeadForward, PathRows
+from eaglegbv.drafters.head_forward import FollowPaths, HeadForward, PathRows
 from eaglegbv.drafters.head_rows import (
     Above,
     Drafted,
@@ -44,8 +44,8 @@ from eaglegbv.products import in_use
 from eaglegbv.quantization import Quantization
 
 _WARM_UP_KEYS = 11
-"""Keys before the rows that graphs are made from, one slot many times: enough for the numbers of
-rows and of keys to differ."""
+"""Keys before the rows that graphs are made from, one slot repeated: enough for the numbers of rows
+and of keys to differ."""
 
 
 class _Graphs(Generic[Above, Result]):
@@ -74,9 +74,9 @@ class _Compiled(NamedTuple):
 
 
 class _CompiledReading(HeadForward, ABC):
-    """A head over a one-layer pool, whose forwards on true features are compiled when it is made.
+    """A head over a one-layer pool, whose forwards on true features are compiled at construction.
 
-    Drafting is for subclasses to compile.
+    Subclasses compile its drafting.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class _CompiledReading(HeadForward, ABC):
         quantization: Quantization,
         compile_backend: str,
     ) -> None:
-        """Take a head on its last device and in its last dtype, and compile its forwards.
+        """Take a head on its final device and in its final dtype, and compile its forwards.
 
         Args:
             head: See :class:`HeadForward`.
@@ -109,11 +109,11 @@ class _CompiledReading(HeadForward, ABC):
 
     @abstractmethod
     def _compile(self, backend: str) -> None:
-        """Compile what drafts; graphs are made when it is first called."""
+        """Compile the drafting forwards; graphs are made when they are first called."""
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Make the graphs, for one row and for any number, and for tensors of inference mode."""
+        """Make the graphs for one row and for any number, from tensors of inference mode."""
         like = self._head.embedding
         for segments in self._examples():
             rows = sum(segment.num_new for segment in segments)
@@ -140,11 +140,11 @@ class _CompiledReading(HeadForward, ABC):
     def _graph_rows(
         self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
     ) -> Rows:
-        # Graphs are made for tensors of inference mode, and these may have been made outside it.
+        # Graphs are made for tensors of inference mode; these may have been made outside it.
         return self._rows(token_ids.clone(), positions.clone(), segments)
 
     def _examples(self) -> Iterator[list[Segment]]:
-        """Yield rows to make graphs from: one, a few of one request, and of two."""
+        """Yield rows to make graphs from: one, a few of one request, and a few of two requests."""
         context = torch.zeros(_WARM_UP_KEYS, dtype=torch.int64)
         for lengths in ((1,), (3,), (3, 1)):
             new = torch.arange(sum(lengths)).split(lengths)
@@ -154,7 +154,7 @@ class _CompiledReading(HeadForward, ABC):
 class CompiledLevels(_CompiledReading):
     """A head that drafts level by level, for a loop that is recorded.
 
-    What it cannot draft by such a loop runs as it is.
+    Other drafts run uncompiled.
     """
 
     def _compile(self, backend: str) -> None:
@@ -187,7 +187,7 @@ class CompiledLevels(_CompiledReading):
 
 
 class CompiledHeadForward(_CompiledReading):
-    """A head that drafts trees which grow on the host."""
+    """A head that drafts trees grown on the host."""
 
     def _compile(self, backend: str) -> None:
         head = self._head
@@ -207,15 +207,15 @@ class CompiledHeadForward(_CompiledReading):
         with in_use(self._products):
             return self._compiled.logits(hidden)
 
-    def along(self, paths: Sequence[PathRows]) -> Follow:
+    def along(self, paths: Sequence[PathRows]) -> FollowPaths:
         """See :meth:`HeadForward.along`."""
         first, *others = paths
         if others or self.attention.pool.keys.device.type != "cpu":
             return super().along(paths)
         return self._along_alone(self._compiled.follow.lone, first)
 
-    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> Follow:
-        """See :meth:`along`; for a lone path all that its rows need is settled beforehand."""
+    def _along_alone(self, graph: Callable[..., Followed], path: PathRows) -> FollowPaths:
+        """See :meth:`along`; all that the rows of a lone path need is prepared in advance."""
         keys = path_keys(path.context, path.slots, self.attention.pool, layer=0)
         positions = path.positions.split(1)
         angles = self._rotations(len(path.context) + len(path.slots))
@@ -264,5 +264,5 @@ def _attend_nothing(q: Tensor, *_: Tensor) -> Tensor:
 
 
 def _single(rows: Rows | LevelRows | Tensor, *_: object) -> bool:
-    """Return whether a forward is of one row: graphs take a size of 1 to be fixed."""
+    """Return whether a forward is of one row; graphs treat a size of 1 as a constant."""
     return (rows if isinstance(rows, Tensor) else rows.token_ids).shape[0] == 1

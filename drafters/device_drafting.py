@@ -1,8 +1,8 @@
 """A head's whole draft loop on the device, for fixed sizes: recorded once and replayed.
 
 The host loads a step's numbers (roots, features, contexts, random numbers, settings), and takes the
-trees as they are: padded, on the device, not looked at. One recording serves a plan, a law, a
-number of requests (a power of two, those that are missing padded), and the kind of warping.
+trees as they are: padded, on the device, without reading them. One recording serves a plan, a law,
+a number of requests (padded to a power of two), and a kind of warping.
 """
 
 from collections import Counter
@@ -37,17 +37,17 @@ REPLAYED = "replayed"
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a recording is made for.
+    """The settings a recording is made for.
 
     Attributes:
-        requests: Requests, padded.
+        requests: Number of requests, padded.
         plan: Their plan.
         law: How children arise.
         greedy: Whether any warping has temperature 0.
-        limit: What no top-k limit exceeds: a power of two, or all candidates of a row but one; None
+        limit: A bound on top-k limits: a power of two, or all candidates of a row but one; None
             where nothing is limited.
-        top_p: Whether any warping has one.
-        min_p: Whether any warping has one.
+        top_p: Whether any warping uses top-p.
+        min_p: Whether any warping uses min-p.
     """
 
     requests: int
@@ -77,10 +77,10 @@ class _Kind:
 
 
 class DeviceDrafting:
-    """Drafts of a head by recordings.
+    """Drafts of a head by replayed recordings.
 
     Attributes:
-        counts: Drafts by what became of them: ``replayed``, or why they grew on the host.
+        counts: Drafts by outcome: ``replayed``, or the reason why they grew on the host.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class DeviceDrafting:
 
         Args:
             head: The head.
-            forward: Its forwards, over a pool the last slot of which nobody owns.
+            forward: Its forwards, over a pool whose last slot nobody owns.
             recorder: Makes work repeatable.
             max_context: Most positions of a text.
-            compile_backend: Compile the growth of drawn trees by this backend of ``torch.compile``
-                now; None runs it as it is.
+            compile_backend: A backend of ``torch.compile``, which compiles the growth of drawn
+                trees now; None runs it uncompiled.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -121,13 +121,13 @@ class DeviceDrafting:
         law: Law,
         roots: Roots,
     ) -> DraftTree | None:
-        """Draft one tree per request; None where that has to be done on the host.
+        """Draft one tree per request; return None where that has to be done on the host.
 
         Args:
             requests: The requests.
             plan: The plan they share.
             law: How children arise.
-            roots: What they go on from.
+            roots: What the drafts continue.
         """
         padded = 1 << (len(requests) - 1).bit_length()
         branches = plan.fixed_beam if law is Law.FIXED else plan.paths
@@ -155,10 +155,10 @@ class DeviceDrafting:
         law: Law,
         roots: Roots,
     ) -> DraftTree | None:
-        """Draft; None where the texts are too long.
+        """Draft one tree per request; return None where the texts are too long.
 
         Raises:
-            NotRecordable: Drafts of this kind are not, as it turned out now or before.
+            NotRecordable: Drafts of this kind cannot be recorded, as was found now or before.
         """
         params = [draft_params(request.params, plan) for request in requests]
         params += params[-1:] * (padded - len(requests))
@@ -181,8 +181,8 @@ class DeviceDrafting:
                 raise
             self._recorded[kind] = drafting
         trees = DraftTree(law, *drafting.replay())
-        # Trees of another plan in this step would be drawn over these. A lone row is not to keep
-        # the strides of a buffer it was cut from: graphs are made for strides, too.
+        # Trees of another plan in this step would overwrite these. A lone row must not keep the
+        # strides of the buffer it was cut from, as graphs are made for strides too.
         kept = torch.contiguous_format
         return trees.mapped(lambda tensor: tensor[: len(requests)].clone(memory_format=kept))
 
@@ -235,12 +235,12 @@ class _Drafting:
             )
 
     def holds(self, contexts: Sequence[Tensor]) -> bool:
-        """Whether attention can list the keys of all rows that go on from ``contexts``."""
+        """Return whether attention can list the keys of all rows that continue ``contexts``."""
         attention = self._attention
         if attention is None or attention.most_keys is None:
             return True
         requests, levels, rows = attention.slots.shape
-        missing = requests - len(contexts)  # of a key each
+        missing = requests - len(contexts)  # with one key each
         keys = missing + sum(len(context) for context in contexts)
         return keys + requests * levels * rows <= attention.most_keys
 
@@ -271,7 +271,7 @@ class _Drafting:
             self._attention.plan(contexts, slots.view(shape))
 
     def work(self) -> tuple[Tensor, ...]:
-        """Draft; return the tensors of the trees in order."""
+        """Draft, and return the tensors of the trees in order."""
         kind, head, rows = self._kind, self._head, self._rows
         trees = start_device_trees(
             kind.plan, kind.law, self._roots, self._uniforms, grow=self._grow
@@ -281,7 +281,7 @@ class _Drafting:
         hidden = self._hidden.unsqueeze(1)
         chains: Tensor | None = None
         for level in range(kind.plan.depth - 1):
-            if level == 0:  # all go on from the root
+            if level == 0:  # all rows continue the root
                 hidden = hidden.repeat_interleave(rows, dim=1)
             elif frontier.parents is not None:
                 above = frontier.parents.unsqueeze(2)
@@ -295,7 +295,10 @@ class _Drafting:
         return tuple(tree.tensors.values())
 
     def _chains(self, above: Tensor | None, frontier: Frontier) -> Tensor | None:
-        """Return the branches of each row's path, given those of the level above; None of own."""
+        """Return the branches of each row's path, given those of the level above.
+
+        None means that each row continues the branch of its own number.
+        """
         if frontier.parents is None:
             return None
         own = torch.arange(self._rows, device=frontier.parents.device)
@@ -306,7 +309,7 @@ class _Drafting:
         return torch.cat((above.gather(1, parents), own), dim=2)
 
     def _rotations(self) -> list[Rotation]:
-        """Return the angles of each level's rows: as many operations as for one level."""
+        """Return the angles of each level's rows, in as many operations as for one level."""
         count, device = self._kind.plan.depth - 1, self._contexts.device
         levels = torch.arange(count, device=device).view(-1, 1, 1)
         positions = (self._contexts.unsqueeze(1) + levels).expand(-1, -1, self._rows)
@@ -316,7 +319,7 @@ class _Drafting:
 
     def _step(self, level: int, rows: LevelRows, hidden: Tensor, chains: Tensor | None) -> Drafted:
         attention = self._attention
-        assert attention is not None  # there is a level to go on to
+        assert attention is not None  # this level exists
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention.attend(level, q, k, v, chains)
@@ -324,7 +327,7 @@ class _Drafting:
         return self._forward.level(rows, hidden.flatten(0, 1), attend)
 
     def _laws(self, logits: Tensor, rows: int) -> DraftLaws:
-        """Return the laws of ``rows`` rows a request."""
+        """Return the laws of ``rows`` rows per request."""
         ids, width = self._head.draft_to_target, self._width
         if self._kind.law is Law.FIXED:
             return log_laws(logits, width=width, draft_to_target=ids)
@@ -345,7 +348,7 @@ class _Drafting:
 
 
 def _limit(limits: frozenset[int], candidates: int) -> int | None:
-    """Return one limit for all, so that not every mixture of them is recorded on its own."""
+    """Return one bound for all limits, so that one recording serves many mixtures of them."""
     largest = max((limit for limit in limits if limit < candidates), default=None)
     if largest is None:
         return None

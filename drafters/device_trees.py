@@ -1,10 +1,10 @@
 """Draft trees grown on the device, level by level, in tensors of fixed sizes.
 
-What :mod:`eaglegbv.drafters.sampled_trees` and :mod:`eaglegbv.drafters.tree_builder` do on the host
-for one request, with the same numbers and in the same order, is done here for a batch, and nothing
-is read on the host: paths that end go on as rows without meaning, and nodes that are not there are
-padding. Every path of a sampled tree keeps a row of its own, also where several share a node; the
-first of them says what the node's law is.
+:mod:`eaglegbv.drafters.sampled_trees` and :mod:`eaglegbv.drafters.tree_builder` grow trees on the
+host for one request. This module does the same for a batch, with the same numbers and in the same
+order, and reads nothing on the host: paths that have ended continue as meaningless rows, and
+missing nodes are padding. Every path of a sampled tree keeps its own row, even where several share
+a node; the first of them determines the node's law.
 """
 
 import math
@@ -17,24 +17,25 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick
+from eaglegbv.drafters.path_growth import Grow, Grown, Paths, extended, grow_paths, pick_places
+from eaglegbv.ranking import most_likely_first
 from eaglegbv.tree import DraftTree, Law
 
 LAWS = frozenset({Law.IID, Law.WOR, Law.GREEDY, Law.FIXED})
-"""Laws of the trees that grow here; of ``fixed`` ones those without a shape."""
+"""Laws of the trees that grow here; trees of law ``fixed`` must have no given shape."""
 
 _LOWEST = -1e300
-"""Ranks candidates of probability 0, and broken ones, behind all others that exist."""
+"""Score of candidates of probability 0 or NaN, which ranks them after all others that exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What the drafter goes on from: a fixed number of rows a request, some without meaning.
+    """What the drafter continues: a fixed number of rows per request, some of them meaningless.
 
     Attributes:
         token_ids: ``[batch, rows]`` int64.
-        parents: ``[batch, rows]`` int64, the row each goes on from, of the frontier before; None
-            where that is the row of its own number.
+        parents: ``[batch, rows]`` int64, the row of the previous frontier that each continues;
+            None where each continues the row of its own number.
     """
 
     token_ids: Tensor
@@ -49,7 +50,7 @@ class DeviceTrees(ABC):
 
     @abstractmethod
     def begin(self, laws: DraftLaws) -> Frontier:
-        """Give the roots children; ``laws`` ``[batch, width]`` say what follows them."""
+        """Give the roots children, by the laws of what follows them, ``[batch, width]``."""
 
     @abstractmethod
     def grow(self, laws: DraftLaws) -> Frontier:
@@ -70,7 +71,7 @@ def start_device_trees(
         law: How children arise, one of :data:`LAWS`.
         roots: Token ids.
         uniforms: ``[batch, paths, depth]`` float64, each request's numbers; not read for ``fixed``.
-        grow: :func:`grow_paths`, or that compiled; not called for ``fixed``.
+        grow: :func:`grow_paths`, compiled or not; not called for ``fixed``.
     """
     if law is Law.FIXED:
         return BeamTrees(plan, roots)
@@ -80,7 +81,7 @@ def start_device_trees(
 class SampledTrees(DeviceTrees):
     """Trees of drawn tokens: laws ``iid``, ``wor`` and ``greedy``.
 
-    What a level adds is kept, and put into the trees when all have been drawn.
+    What each level adds is kept, and assembled into trees when all levels have been drawn.
     """
 
     def __init__(self, plan: Plan, law: Law, roots: Tensor, uniforms: Tensor, grow: Grow) -> None:
@@ -88,7 +89,7 @@ class SampledTrees(DeviceTrees):
         batch, paths, depth = uniforms.shape
         self.rows = paths
         self._law = law
-        # A level's numbers stand side by side, with the strides of a tensor of their own.
+        # Each level's numbers are contiguous, as graphs are made for strides.
         levels = uniforms.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
         self._numbers = levels.unbind(0)
         self._min_confidence = plan.min_confidence
@@ -113,7 +114,7 @@ class SampledTrees(DeviceTrees):
         """See :meth:`DeviceTrees.grow`."""
         paths = self._paths
         numbers = self._numbers[len(self._grown)]
-        if self._law is not Law.IID:  # paths that go on take the numbers in order
+        if self._law is not Law.IID:  # paths that are alive take the numbers in order
             numbers = numbers.gather(1, (paths.alive.cumsum(1) - 1).clamp(min=0))
         return self._extend(self._grow(paths, laws.ids, laws.probs, numbers))
 
@@ -122,7 +123,7 @@ class SampledTrees(DeviceTrees):
         above = [paths for paths, _ in self._grown]
         grown = [own for _, own in self._grown]
         after = [own.paths for own in grown]
-        # One node more than there may be: what is written there is thrown away.
+        # One node more than there can be: what is written there is discarded.
         spare, rows = self._most, torch.cat([paths.node for paths in above], dim=1)
         going = torch.cat([paths.alive for paths in above], dim=1)
         leading = torch.cat([own.leads for own in grown], dim=1)
@@ -152,20 +153,20 @@ class SampledTrees(DeviceTrees):
         return room.scatter_(1, index, values)[:, : self._most]
 
     def _distinct(self, laws: DraftLaws) -> tuple[Tensor, Tensor]:
-        """Return the places ``[batch, paths]`` of a root's different children, and which exist."""
+        """Return the places ``[batch, paths]`` of the roots' distinct children, and which exist."""
         left, paths = laws.probs, self.rows
         places, there = [], []
         popular: Sequence[Tensor] = ()
         if self._law is Law.GREEDY:
-            popular = _by_popularity(laws)[:, : paths - 1].unbind(1)
+            popular = most_likely_first(laws.ids, laws.probs)[:, : paths - 1].unbind(1)
         for path in range(paths):
             there.append((left > 0).any(dim=1))
             if path < len(popular):
                 place = popular[path]
             else:
-                # ``greedy`` draws once, by its first number; ``wor`` by one after the other.
+                # ``greedy`` draws once, with its first number; ``wor`` uses one after another.
                 number = self._numbers[0][:, 0 if self._law is Law.GREEDY else path]
-                place = pick(left, number)
+                place = pick_places(left, number)
             places.append(place)
             left = left.scatter(1, place.unsqueeze(1), 0.0)
         return torch.stack(places, dim=1), torch.stack(there, dim=1)
@@ -179,13 +180,6 @@ class SampledTrees(DeviceTrees):
             alive = self._paths.alive & (self._confidence >= self._min_confidence)
             self._paths = self._paths._replace(alive=alive)
         return Frontier(grown.token_ids, None)
-
-
-def _by_popularity(laws: DraftLaws) -> Tensor:
-    """Return the places of ``laws`` ``[batch, width]``, most likely first, ties by token id."""
-    by_id = laws.ids.argsort(dim=1)
-    by_probability = laws.probs.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-    return by_id.gather(1, by_probability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +202,7 @@ class _Candidates:
 
     @property
     def keys(self) -> Tensor:
-        """What they are ranked by: the best first, those that are not real last."""
+        """What they are ranked by, the largest first; those that are not real come last."""
         known = self.scores.nan_to_num(nan=_LOWEST, neginf=_LOWEST)
         return torch.where(self.real, known, -torch.inf)
 
@@ -241,7 +235,7 @@ class BeamTrees(DeviceTrees):
         zero = torch.zeros_like(root)
         scores = torch.zeros_like(root, dtype=torch.float64)
         self._all = _Candidates(root, zero, zero, scores, torch.ones_like(root, dtype=torch.bool))
-        # The frontier: candidates, and which of them go on.
+        # The frontier: candidates, and whether each goes on.
         self._nodes = zero
         self._goes_on = self._all.real
         self._level = 0
@@ -277,13 +271,13 @@ class BeamTrees(DeviceTrees):
         return Frontier(new.token_ids.gather(1, best), best // width)
 
     def finish(self) -> DraftTree:
-        """Keep the best; parents come before children, and there is a path for every leaf."""
+        """Keep the best nodes, parents before children, with a path for every leaf."""
         everything = self._all
         batch = everything.token_ids.shape[0]
         found = _Candidates(*(x[:, 1:] for x in _columns(everything)))
         best = 1 + found.best(self._budget)
         real = everything.real.gather(1, best)
-        # Those that are not there go last; a stable sort leaves the others in the order found.
+        # Those that do not exist go last; a stable sort leaves the others in the order found.
         best = best.gather(1, (~real).to(torch.uint8).sort(dim=1, stable=True).indices)
         kept = torch.nn.functional.pad(best, (1, 0))
         real = everything.real.gather(1, kept)

@@ -15,10 +15,10 @@ class DraftLaws:
     """Laws of the next drafted token, one per row.
 
     Attributes:
-        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in an order that a row
-            alone decides, or the whole draft vocabulary in its own.
+        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in an order that
+            depends on the row alone, or the whole draft vocabulary in its order.
         probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
-            handed to the verifier.
+            passed to the verifier.
     """
 
     ids: Tensor
@@ -45,9 +45,9 @@ def draft_laws(
 
 
 def _most_likely(logits: Tensor, width: int) -> Tensor:
-    """Return the places ``[rows, width]`` of each row's largest, NaN above all.
+    """Return the places ``[rows, width]`` of each row's largest logits; NaN counts as largest.
 
-    On a CPU a partition takes a third of what PyTorch's ranking of a short list does.
+    On a CPU a partition takes a third of the time of PyTorch's top-k.
     """
     if logits.device.type != "cpu":
         return logits.topk(width, dim=1).indices
@@ -57,18 +57,18 @@ def _most_likely(logits: Tensor, width: int) -> Tensor:
     return torch.from_numpy(places)
 
 
-def pick(probs: NDArray[np.float64], uniform: float) -> int:
+def pick_index(probs: NDArray[np.float64], uniform: float) -> int:
     """Return the index ``uniform`` in [0, 1) selects by inverse CDF; never one of probability 0."""
-    return pick_many(probs, np.array([uniform]))[0]
+    return pick_indices(probs, np.array([uniform]))[0]
 
 
-def pick_many(probs: NDArray[np.float64], uniforms: NDArray[np.float64]) -> list[int]:
-    """Return the index that each of ``uniforms`` selects, as :func:`pick` does."""
+def pick_indices(probs: NDArray[np.float64], uniforms: NDArray[np.float64]) -> list[int]:
+    """Return the index that each of ``uniforms`` selects, as :func:`pick_index` does."""
     cumulative = probs.cumsum()
     indices: list[int] = cumulative.searchsorted(uniforms * cumulative[-1], side="right").tolist()
     if max(indices) < len(probs):
         return indices
-    # Rounding can push u * total onto the total itself: stay on the last positive entry.
+    # Rounding can push u * total up to the total itself: take the last positive entry.
     last = int(np.flatnonzero(probs)[-1])
     return [min(index, last) for index in indices]
 

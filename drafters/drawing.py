@@ -6,7 +6,7 @@ from torch import Tensor
 
 from eaglegbv.drafters.draft_law import draft_laws
 from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.path_growth import pick
+from eaglegbv.drafters.path_growth import pick_places
 from eaglegbv.warp import WarpSettings
 
 _COLD = 1e-30
@@ -14,7 +14,7 @@ _COLD = 1e-30
 
 
 class Drawing(NamedTuple):
-    """How a token is drawn after each row.
+    """How the token after each row is drawn.
 
     Attributes:
         temperature: ``[rows]`` float32, of the draft laws; 0 takes the most likely token.
@@ -42,7 +42,7 @@ class Followed(NamedTuple):
 
     Attributes:
         hidden: ``[rows, hidden]``.
-        drawn: Of each row.
+        drawn: The tokens drawn after the rows.
     """
 
     hidden: Tensor
@@ -53,7 +53,7 @@ def draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
     """Draw a token after each row of results ``hidden`` ``[rows, hidden]``."""
     logits = head.logits(hidden)
     settings = WarpSettings(
-        # Near 0 only the most likely token keeps any probability: 0 needs no case of its own.
+        # Near 0 only the most likely token keeps any probability, so 0 needs no separate case.
         temperature=drawing.temperature.clamp(min=_COLD),
         greedy=None,
         top_k=None,
@@ -63,4 +63,4 @@ def draw(head: EagleHead, hidden: Tensor, drawing: Drawing) -> Drawn:
     )
     ids = head.draft_to_target
     laws = draft_laws(logits, settings, width=logits.shape[1], draft_to_target=ids)
-    return Drawn(ids.take(pick(laws.probs, drawing.uniforms)), laws.probs)
+    return Drawn(ids.take(pick_places(laws.probs, drawing.uniforms)), laws.probs)

@@ -57,8 +57,8 @@ class EagleState(DraftState):
 
     Attributes:
         context: Positions whose true features have been run so far, or were skipped.
-        pending: ``[tokens, feature_size]`` each: true features of the positions that follow, not
-            run yet, as they came. While a request decodes plainly they are many.
+        pending: ``[tokens, feature_size]`` each: true features of the following positions, not run
+            yet, in the parts in which they came. A request that decodes without drafts has many.
         hidden: ``[hidden]``, the head's output at the last true position; the root's children are
             drawn from its logits.
     """
@@ -74,9 +74,9 @@ class EagleState(DraftState):
 
 @dataclass(frozen=True, slots=True)
 class EagleSnapshot(RowSnapshot):
-    """A step's root and the tokens that the head has gone on by since, on its own features.
+    """A step's root and the tokens that the head has appended since, on its own features.
 
-    Its context is what lies below the root, which was run on true features and still is.
+    Its context is the positions before the root, which have been run on true features.
 
     Attributes:
         hidden: ``[hidden]``, the head's output at the last row.
@@ -107,11 +107,11 @@ class EagleDrafter(RecallingDrafter):
             head: The head, sharing the target's embedding.
             attention: Paged attention over a one-layer pool, whose slots are numbered like the
                 target's. With ``graphs`` the pool has one more, which padding writes to.
-            quantization: Of the head's weights.
+            quantization: Quantization of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
-            compile_backend: Compile the head's forwards with this backend of ``torch.compile`` now;
-                None runs them as they are. Where the loop is recorded, other drafts are not
+            compile_backend: A backend of ``torch.compile``, which compiles the head's forwards now;
+                None runs them uncompiled. Where the loop is recorded, other drafts are not
                 compiled.
 
         Raises:
@@ -168,17 +168,17 @@ class EagleDrafter(RecallingDrafter):
 
     @torch.inference_mode()
     def skip(self, request: Request, *, keep: int) -> None:
-        """Begin the head's text ``keep`` positions before its end; see :meth:`Drafter.skip`."""
+        """Keep only the last ``keep`` pending positions; see :meth:`Drafter.skip`."""
         state = self._state(request)
         behind = self.behind(request)
         parts: list[Tensor] = []
         missing = min(keep, behind)
         while missing:
             part = state.pending.pop()
-            # Most are single rows: to slice each would take longer than all the rest.
+            # Most parts are single rows: slicing each would take longer than all the rest.
             parts.append(part if len(part) <= missing else part[-missing:])
             missing -= len(parts[-1])
-        # A copy: views would keep alive all that came with them.
+        # A copy, as views would keep their whole batch alive.
         state.pending = [torch.cat(parts[::-1])] if parts else []
         if behind > keep:
             request.skipped = state.context = request.context - keep
@@ -242,15 +242,15 @@ class EagleDrafter(RecallingDrafter):
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`.
 
         Raises:
-            RuntimeError: The head skipped the text's beginning, and would not find the same laws
-                again once the text is read anew.
+            RuntimeError: The head skipped the text's beginning, and would find other laws once
+                the text is read again.
         """
         if request.skipped:
             raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")
         return EagleSnapshot(
             context=self._state(request).context,
             rows=request.slots[:0],
-            # A row of a whole batch's output, which it would keep alive.
+            # A copy, as the row would keep the output of its whole batch alive.
             hidden=self._root_hidden(request).clone(),
             settings=LawSettings.of(request, self.head.config.draft_vocab_size),
         )
@@ -263,7 +263,7 @@ class EagleDrafter(RecallingDrafter):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row of the head each; see :meth:`RecallingDrafter.advance`."""
+        """Run one more row of the head for each; see :meth:`RecallingDrafter.advance`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         segments = next_rows(requests, own, tokens, slots)
         hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
@@ -274,7 +274,7 @@ class EagleDrafter(RecallingDrafter):
 
     @torch.inference_mode()
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        """Return the laws of the snapshots' steps; see :meth:`RecallingDrafter.laws_at`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
         return recalled_laws(logits, [s.settings for s in own], self.head.draft_to_target)

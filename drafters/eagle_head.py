@@ -69,14 +69,14 @@ class EagleHead(nn.Module, ABC):
     ) -> list[PackedProduct]:
         """Make products of a draft's few rows fast; see :mod:`eaglegbv.joining`.
 
-        Call it once, on the head's last device and in its last dtype; it is not trained afterwards.
+        Call it once, on the head's final device and in its final dtype; do not train it afterwards.
 
         Args:
-            quantization: Of the weights; not ``auto``.
-            generated: Whether they will be generated instead of packed.
+            quantization: Quantization of the weights; not ``auto``.
+            generated: Whether the products will be generated instead of packed.
 
         Returns:
-            What was packed: a compiled head calls these back by number.
+            The packed products, which a compiled head calls back by number.
         """
         return prepare(self, self._run_once, quantization, generated=self if generated else None)
 
@@ -106,7 +106,7 @@ class EagleHead(nn.Module, ABC):
 
 
 class Eagle1Head(EagleHead):
-    """EAGLE-1 and EAGLE-2: the recurrent state lives in the space the target's output layer reads.
+    """EAGLE-1 and EAGLE-2: the recurrent state is in the space the target's output layer reads.
 
     ``x = fc(cat(embedding, hidden)); x += attention(x); x += mlp(norm(x))``, without a norm before
     attention; logits are the target's own output layer on ``x``.
@@ -159,7 +159,7 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3: features of three target layers, an output layer of its own.
+    """EAGLE-3: features of three target layers, and its own output layer.
 
     ``x = hidden + attention(cat(norm(embedding), norm(hidden))); x += mlp(norm(x))``; logits are
     ``lm_head(norm(x))``, the recurrent state is ``x`` before that norm. Variants: features normed

@@ -1,4 +1,4 @@
-"""What the decoder layer of an EAGLE head is made of: attention, feed-forward layer, norms."""
+"""The parts of an EAGLE head's decoder layer: attention, feed-forward layer, norms."""
 
 from collections.abc import Callable
 
@@ -66,7 +66,7 @@ class NormEach(nn.ModuleList):
         super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Norm ``features`` ``[..., width]``, a layer's at a time."""
+        """Norm ``features`` ``[..., width]``, those of each layer separately."""
         parts = features.chunk(len(self), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import Checkpoint
-from eaglegbv.drafters.formats.base import Contents, FormatName
+from eaglegbv.drafters.formats.base import Contents
 from eaglegbv.drafters.formats.names import EMBEDDING
 from eaglegbv.drafters.formats.registry import find_format
 from eaglegbv.drafters.formats.writing import write_head
@@ -37,13 +37,13 @@ def export_head(
     """Write a checkpoint into ``folder`` in another format; tensors keep every bit.
 
     Layer ids are written the way the format counts. A checkpoint that names no layers leaves them
-    to the default, which is the same in all engines. Tensors that are known and not needed are not
+    to the default, which is the same in all engines. Known tensors that are not needed are not
     written.
 
     Args:
-        checkpoint: What is exported.
+        checkpoint: The head to export.
         format_name: One of :class:`FormatName`.
-        folder: Where to; must not exist or be empty.
+        folder: Destination; it must be empty or not exist.
         target: Needed where the format wants the embedding and the checkpoint has none; its name
             is written where the format has a place for it.
 
@@ -56,7 +56,7 @@ def export_head(
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
     kind.check_holds(checkpoint.config)
     tensors = dict(checkpoint.named.tensors)
-    if kind.name is FormatName.SPECULATORS and EMBEDDING not in tensors:
+    if kind.carries_embedding and EMBEDDING not in tensors:
         if target is None:
             expected = f"the target's, which {kind.name} heads carry; name the target"
             raise DrafterMismatch(EMBEDDING, None, expected)

@@ -1,4 +1,4 @@
-"""Growing the draft trees of a batch level by level: laws, children, and a forward of the new."""
+"""Growing the draft trees of a batch level by level: laws, children, a forward of new nodes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
 from eaglegbv.drafters.tree_choice import start_trees, support
-from eaglegbv.params import SamplingParams
+from eaglegbv.params import HOTTEST, SamplingParams
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.transfer import fetch
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.warp import WarpSettings
 
 Laws = Callable[[Tensor, list[int]], DraftLaws]
-"""From logits ``[rows, draft_vocab]``, and each request's number of rows, to what a level needs."""
+"""Takes logits ``[rows, draft_vocab]`` and each request's number of rows; returns their laws."""
 
-Follow = Callable[[Sequence[GrowingTree], Sequence[Sequence[int]], list[int]], Tensor]
-"""From the trees, the nodes each goes on from, and the rows of their parents among the last logits,
-to the logits ``[nodes, draft_vocab]`` of what follows those nodes."""
+FollowNodes = Callable[[Sequence[GrowingTree], Sequence[Sequence[int]], list[int]], Tensor]
+"""Takes the trees, the new nodes of each, and the rows of their parents among the last logits;
+returns the logits ``[nodes, draft_vocab]`` of what follows the new nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the drafts of some requests go on from.
+    """What the drafts of some requests continue.
 
     Attributes:
         contexts: For each request ``[rows]`` int64, the slots of its true rows.
         hidden: ``[requests, hidden]``, the drafter's output at the last of them.
-        tree_slots: For each request KV slots to write to freely.
+        tree_slots: For each request, KV slots it may overwrite.
     """
 
     contexts: Sequence[Tensor]
@@ -57,17 +57,17 @@ class LawSettings:
 
     @classmethod
     def of(cls, request: Request, vocab: int) -> Self:
-        """Return those of a request's steps, of ``vocab`` tokens that can be drafted."""
+        """Return the settings of a request's steps; ``vocab`` tokens can be drafted."""
         return cls(draft_params(request.params, request.plan), request.plan.law_width(vocab))
 
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot(DraftSnapshot):
-    """A step of a drafter with KV rows: its root, and the tokens gone on by since.
+    """A step of a drafter with KV rows: its root, and the tokens appended since.
 
     Attributes:
-        context: Positions whose rows stand in the request's own slots.
-        rows: ``[tokens]`` int64, KV slots of the rows since.
+        context: Positions whose rows are in the request's own slots.
+        rows: ``[tokens]`` int64, KV slots of the rows appended since.
         settings: The step's draft settings.
     """
 
@@ -79,7 +79,7 @@ class RowSnapshot(DraftSnapshot):
 def next_rows(
     requests: Sequence[Request], snapshots: Sequence[RowSnapshot], tokens: Tensor, slots: Tensor
 ) -> list[Segment]:
-    """Return the segments that go on by one token each, for :meth:`RecallingDrafter.advance`."""
+    """Return segments that append one token each, for :meth:`RecallingDrafter.advance`."""
     return [
         Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
         for request, s, token, slot in zip(
@@ -94,7 +94,7 @@ def draft_trees(
     law: Law,
     draft_to_target: Tensor,
     logits: Tensor,
-    follow: Follow,
+    follow: FollowNodes,
 ) -> DraftTree:
     """Draft one tree per request.
 
@@ -122,7 +122,7 @@ def recalled_laws(
 
     Args:
         logits: ``[rows, draft_vocab]``.
-        settings: Those of each row's step.
+        settings: The settings of each row's step.
         draft_to_target: ``[draft_vocab]`` int64.
     """
     widest = max(s.width for s in settings)
@@ -139,9 +139,9 @@ def recalled_laws(
 
 
 def grow_trees(
-    trees: Sequence[GrowingTree], depth: int, logits: Tensor, laws: Laws, follow: Follow
+    trees: Sequence[GrowingTree], depth: int, logits: Tensor, laws: Laws, follow: FollowNodes
 ) -> None:
-    """Grow every tree to ``depth``, or until none goes on.
+    """Grow every tree to ``depth``, or until no tree grows.
 
     Args:
         trees: The trees, one per request.
@@ -196,8 +196,11 @@ def laws_of(
 
 
 def draft_temperature(params: SamplingParams, plan: Plan) -> float:
-    """Return the temperature of a request's draft laws."""
-    return min(100.0, params.temperature * plan.draft_temperature)
+    """Return the temperature of a request's draft laws: the plan's multiple of the request's own.
+
+    Capped at :data:`eaglegbv.params.HOTTEST`, the highest that :class:`SamplingParams` accepts.
+    """
+    return min(HOTTEST, params.temperature * plan.draft_temperature)
 
 
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
@@ -211,10 +214,10 @@ def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
 
 
 class DraftedRows:
-    """The drafted rows of one request: their slots, and who sees whom."""
+    """The drafted rows of one request: their slots, and which rows each one sees."""
 
     def __init__(self, context: Tensor, slots: Tensor) -> None:
-        """Start with no row.
+        """Start without rows.
 
         Args:
             context: ``[c]`` int64, slots of what every row sees, positions 0 ... c - 1.

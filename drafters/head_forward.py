@@ -34,7 +34,7 @@ the compiler treats sizes that coincide while tracing as always equal."""
 
 
 class PathRows(NamedTuple):
-    """The rows of a path, run one after another: what is known of them before tokens are drawn.
+    """The rows of a path, run one after another: what is known before tokens are drawn.
 
     Attributes:
         context: ``[c]`` int64, one or more, slots of what every row sees.
@@ -58,14 +58,14 @@ class PathRows(NamedTuple):
         return Segment(token, positions[level:], self.context, self.slots[: level + 1], positions)
 
 
-class Follow(Protocol):
+class FollowPaths(Protocol):
     """Runs the next row of every path on the head's own output, and draws what follows."""
 
     def __call__(self, level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
         """Run a row of each.
 
         Args:
-            level: Which row of the paths, counted from 0; all before have run.
+            level: Which row of the paths, counted from 0; all earlier ones have run.
             token_ids: ``[paths]`` int64, the tokens the rows read.
             hidden: ``[paths, hidden]``, contiguous.
             drawing: How a token is drawn after each.
@@ -77,7 +77,7 @@ class HeadForward:
 
     Attributes:
         attention: Paged attention over the pool.
-        drafts_all: Whether draft tokens are the target's, all of them, in their order.
+        drafts_all: Whether the draft tokens are all of the target's, in its order.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class HeadForward:
         quantization: Quantization,
         generated: bool = False,
     ) -> None:
-        """Take a head on its last device and in its last dtype.
+        """Take a head on its final device and in its final dtype.
 
         Args:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
-            quantization: Of its weights; not ``auto``.
+            quantization: Quantization of its weights; not ``auto``.
             generated: Whether its products will be generated instead of packed.
         """
         self._products = head.prepare_products(quantization, generated=generated)
@@ -106,11 +106,11 @@ class HeadForward:
         self.drafts_all = torch.equal(head.draft_to_target, every)
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
-        """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
+        """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
         return self._run(step_rows, segments, hidden)
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
-        """Run rows on the target's ``features`` ``[rows, F]``, contiguous; return the next."""
+        """Run rows on ``features`` ``[rows, F]``, contiguous; return the next hidden states."""
         return self._run(read_rows, segments, features)
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
@@ -118,14 +118,14 @@ class HeadForward:
         return self._run(go_on_rows, segments, hidden)
 
     def level(self, rows: LevelRows, hidden: Tensor, attend: Attend) -> Drafted:
-        """Run rows on the head's own output ``[rows, hidden]``, by an attention of the caller's."""
+        """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""
         return go_on_rows(self._head, attend, rows, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
         return self._head.logits(hidden)
 
-    def along(self, paths: Sequence[PathRows]) -> Follow:
+    def along(self, paths: Sequence[PathRows]) -> FollowPaths:
         """Return a function that runs the rows of ``paths``, one row of each at a time."""
 
         def follow(level: int, token_ids: Tensor, hidden: Tensor, drawing: Drawing) -> Followed:
@@ -150,7 +150,7 @@ class HeadForward:
 
     @torch.inference_mode()
     def every_id(self, batch: int, nodes: int) -> Tensor:
-        """Return ``[batch, nodes, draft_vocab]`` int64, the ids of laws that have all tokens.
+        """Return ``[batch, nodes, draft_vocab]`` int64, the ids of laws over all draft tokens.
 
         It is made once and shared, so nobody may write to it.
         """

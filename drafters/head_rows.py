@@ -29,7 +29,7 @@ class FollowInput(NamedTuple):
 
     Attributes:
         hidden: ``[rows, hidden]``.
-        drawing: Of each row.
+        drawing: How the token after each row is drawn.
     """
 
     hidden: Tensor
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     Attributes:
         token_ids: ``[rows]`` int64.
         positions: ``[rows]`` int64.
-        angles: Those of positions 0, 1, ...
+        angles: The angles of positions 0, 1, ...
     """
 
     token_ids: Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class LevelRows(NamedTuple):
-    """Rows of one level of a draft loop, whose angles all levels were computed with.
+    """Rows of one level of a draft loop; angles are computed for all levels at once.
 
     Attributes:
         token_ids: ``[rows]`` int64.
@@ -71,11 +71,11 @@ Result = TypeVar("Result")
 Above = TypeVar("Above", Tensor, FollowInput)
 
 Forward = Callable[[EagleHead, Attend, Rows, Above], Result]
-"""A forward of a head over rows, by an attention, with the states that the rows continue."""
+"""A forward of a head over rows, given its attention and the states that the rows continue."""
 
 
 def step_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Tensor:
-    """Run rows on ``hidden`` ``[rows, hidden]``; return the next, likewise."""
+    """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
     embedded = functional.embedding(rows.token_ids, head.embedding)
     return head.step(embedded, hidden, rows.rotation, attend)
 

@@ -122,7 +122,7 @@ def _embedding(checkpoint: Checkpoint) -> str:
 
 
 def _layers_alone(checkpoint: Checkpoint) -> FeatureLayers | None:
-    """Return the layers the file alone tells of."""
+    """Return the layers that the file alone determines."""
     return None if checkpoint.layers is None else checkpoint.layers.resolve(None)
 
 

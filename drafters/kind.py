@@ -1,4 +1,4 @@
-"""What kind of drafter a folder holds: by its tensors, for configurations name no kind."""
+"""The kind of drafter in a folder, told by its tensors, as configurations do not name it."""
 
 from collections.abc import Collection
 from enum import StrEnum
@@ -16,7 +16,7 @@ class Kind(StrEnum):
     LANGUAGE_MODEL = "language model"
     """A whole transformers model with the target's tokenizer."""
     TABLE = "table"
-    """Laws by the last tokens."""
+    """A table of laws, looked up by the last tokens."""
 
 
 def kind_of(folder: Path) -> Kind:
@@ -31,7 +31,10 @@ def kind_of(folder: Path) -> Kind:
 
 
 def _is_head(names: Collection[str]) -> bool:
-    """Tell by what only a head has: the layer that fuses features, or a nameless decoder layer."""
+    """Return whether ``names`` are a head's.
+
+    Only a head fuses features, maps vocabularies, or names its layer without ``model.``.
+    """
     plain = {name.removeprefix("model.") for name in names}
     if plain & {"fc.weight", "d2t", "t2d"}:
         return True

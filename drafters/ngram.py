@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where they stood before in the same text.
+"""Prompt lookup: drafts are what followed earlier occurrences of the text's last few tokens.
 
 The drafts are a function of the text alone, so their law is ``fixed`` (one-hot), whatever is found.
 """
@@ -18,18 +18,18 @@ from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftTree, Law
 
 _LOOK_BACK = 64
-"""Places of an n-gram that are looked at, the latest."""
+"""How many of the latest places of an n-gram are looked at."""
 
 LONGEST_MATCH = 16
-"""Tokens that are compared at most to say how much of a text's end stood somewhere before."""
+"""Most tokens that are compared to find how much of a text's end occurred before."""
 
 
 @dataclass(slots=True)
 class NgramState(DraftState):
-    """Where the n-grams of a text stand.
+    """The places of a text's n-grams.
 
     Attributes:
-        text: The tokens that are indexed: a request's whole text is not copied at every step.
+        text: The indexed tokens, kept so that a request's text is not copied at every step.
         places: For each n-gram the positions of the tokens that followed it, in order.
     """
 
@@ -57,10 +57,10 @@ class NgramDrafter(Drafter):
         self._sizes = range(longest, shortest - 1, -1)
 
     def observe(self, request: Request, features: Tensor) -> None:
-        """Look at nothing."""
+        """Do nothing: only tokens are read."""
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Index what is new of the texts."""
+        """Index the new tokens of the texts."""
         for request in requests:
             self._index(request)
 
@@ -81,7 +81,8 @@ class NgramDrafter(Drafter):
     ) -> DraftTree:
         """Propose one tree per request: the trie of up to K continuations, each of L tokens.
 
-        The longest n-gram's come first, and of one n-gram the latest; see :meth:`Drafter.draft`.
+        Continuations of longer n-grams come first, and later ones among those of one n-gram; see
+        :meth:`Drafter.draft`.
 
         Raises:
             InvalidArgument: ``law`` is not ``fixed``.
@@ -92,9 +93,9 @@ class NgramDrafter(Drafter):
         return stack_trees(trees, law, paths=plan.paths, length=plan.depth)
 
     def matched(self, request: Request) -> int:
-        """Return how many of the text's last tokens stood before where the first draft looks.
+        """Return how many of the text's last tokens also precede the place of the first draft.
 
-        0 where nothing is found, at most :data:`LONGEST_MATCH`.
+        That is 0 where nothing is found, and at most :data:`LONGEST_MATCH`.
         """
         state = self._index(request)
         text, place = state.text, next(self._places(state), None)
@@ -124,23 +125,23 @@ class NgramDrafter(Drafter):
         return fixed_tree(token_ids, parents, depth)
 
     def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
-        """Yield ``length`` tokens from each place that the text's end was found at."""
+        """Yield ``length`` tokens from each place where the text's end occurred before."""
         state = self._index(request)
         text = state.text
         for place in self._places(state):
-            # What was found may reach the text's end: from there it repeats itself.
+            # A continuation may reach the text's end; from there it repeats itself.
             period = len(text) - place
             yield tuple(text[place + i % period] for i in range(length))
 
     def _places(self, state: NgramState) -> Iterator[int]:
-        """Yield where tokens stand that followed what the text ends with, the best first."""
+        """Yield the places just after earlier occurrences of the text's end, the best first."""
         for size in self._sizes:
             if size <= len(state.text):
                 places = state.places.get(tuple(state.text[-size:]), [])
                 yield from reversed(places[-_LOOK_BACK:])
 
     def _index(self, request: Request) -> NgramState:
-        """Note what followed every n-gram of the text; of its last one nothing has yet."""
+        """Note what followed every n-gram of the text; nothing has followed the last one yet."""
         state = own_state(request, NgramState, NgramState)
         known, text = len(state.text), state.text
         text += request.tokens_from(known)

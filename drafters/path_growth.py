@@ -1,7 +1,7 @@
-"""One more level of drawn paths, as a function of tensors: what a recorded loop does most.
+"""One more level of drawn paths as a function of tensors: most of the work of a recorded loop.
 
-Nothing here depends on a plan but by the sizes of tensors, so that compiled it serves all of them.
-Some forty small kernels are then a handful.
+Plans affect only the sizes of tensors here, so one compiled function serves all of them. Compiling
+fuses some forty small kernels into a handful.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compiled_by_kind, m
 from eaglegbv.first_place import first_place
 
 _LAST = 1 << 40
-"""Stands behind all that new nodes are put in order by."""
+"""Sorts after every real key."""
 
 
 class Paths(NamedTuple):
-    """Where the paths of a batch of trees stand.
+    """The ends of the paths of a batch of trees.
 
     Attributes:
         node: ``[batch, paths]`` int64, the last node of each.
-        leader: ``[batch, paths]`` int64, the first path that stands there.
+        leader: ``[batch, paths]`` int64, the first path that ends at the same node.
         alive: ``[batch, paths]`` bool, False where a path has ended.
         nodes: ``[batch]`` int64, nodes of each tree.
     """
@@ -45,8 +45,8 @@ class Grown(NamedTuple):
     """What a level adds to the paths of a batch of trees.
 
     Attributes:
-        paths: Where they stand now; all that were alive still are.
-        token_ids: ``[batch, paths]`` int64, the tokens they go on by.
+        paths: Their new ends; all that were alive still are.
+        token_ids: ``[batch, paths]`` int64, the tokens they are extended by.
         leads: ``[batch, paths]`` bool, True where a path is the first at a new node.
         chances: ``[batch, paths]`` float64, the tokens' probabilities.
         ids: ``[batch, paths, width]`` int64, the tokens of the laws they were drawn from.
@@ -65,29 +65,29 @@ Grow: TypeAlias = Callable[[Paths, Tensor, Tensor, Tensor], Grown]
 """See :func:`grow_paths`."""
 
 _SIZES = (1, 1), (1, 3), (7, 1), (7, 3)
-"""Trees and paths that graphs are made from, which take a size of 1 to be fixed."""
+"""Numbers of trees and paths to make graphs from, which treat a size of 1 as a constant."""
 
 
 def grow_paths(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
     """Extend paths by tokens drawn from the laws of their leaders.
 
     Args:
-        paths: Where they stand.
+        paths: Their ends.
         ids: ``[batch * paths, width]`` int64, the tokens of each path's law.
         probs: ``[batch * paths, width]`` float64, their probabilities.
-        uniforms: ``[batch, paths]`` float64 in [0, 1), by which they are drawn.
+        uniforms: ``[batch, paths]`` float64 in [0, 1), the numbers that draw the tokens.
     """
     batch, count = uniforms.shape
     at = paths.leader.unsqueeze(2).expand(-1, -1, ids.shape[1])
     ids, probs = (x.view(batch, count, -1).gather(1, at) for x in (ids, probs))
-    return extended(paths, pick(probs, uniforms), ids, probs)
+    return extended(paths, pick_places(probs, uniforms), ids, probs)
 
 
 @lru_cache(maxsize=8)
 def growth(backend: str | None, device: torch.device) -> Grow:
     """Return :func:`grow_paths`, compiled now by a backend of ``torch.compile`` unless it is None.
 
-    Once for all engines.
+    It is compiled once for all engines.
 
     Raises:
         InvalidArgument: There is no such backend.
@@ -98,9 +98,9 @@ def growth(backend: str | None, device: torch.device) -> Grow:
     compiled = compiled_by_kind(grow_paths, backend, None)
 
     def grow(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
-        if ids.shape[1] == 1:  # nothing is drawn, and it would take graphs of its own
+        if ids.shape[1] == 1:  # nothing is drawn, and separate graphs would be needed
             return grow_paths(paths, ids, probs, uniforms)
-        if not (ids.is_inference() and ids.is_contiguous()):  # a whole vocabulary, for all rows
+        if not (ids.is_inference() and ids.is_contiguous()):  # a vocabulary shared by all rows
             ids = ids.clone(memory_format=torch.contiguous_format)
         found: Grown = compiled(paths, ids, probs, uniforms)
         return found
@@ -116,7 +116,7 @@ def growth(backend: str | None, device: torch.device) -> Grow:
 
 
 def extended(paths: Paths, places: Tensor, ids: Tensor, probs: Tensor) -> Grown:
-    """Extend those that are alive by the tokens at ``places`` ``[batch, paths]`` of their laws."""
+    """Extend paths that are alive by the tokens at ``places`` ``[batch, paths]`` of their laws."""
     at = places.unsqueeze(2)
     tokens, chances = (x.gather(2, at).squeeze(2) for x in (ids, probs))
     alive, parent, number = paths.alive, paths.node, paths.node.shape[1]
@@ -137,7 +137,7 @@ def extended(paths: Paths, places: Tensor, ids: Tensor, probs: Tensor) -> Grown:
     return Grown(after, tokens, leads, chances, ids, probs)
 
 
-def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
+def pick_places(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the places that ``uniforms`` ``[...]`` select in ``probs`` ``[..., width]``.
 
     By inverse CDF; never a place of probability 0, whatever the rounding of a parallel sum, unless

@@ -16,8 +16,8 @@ from eaglegbv.drafters.eagle_head_config import EagleHeadConfig
 class Rotation:
     """Rotary angles, for the half-split layout of Llama.
 
-    Without equality, and so without a hash of its fields: PyTorch before 2.13 asks for the hash of
-    what is called, while it traces.
+    It has no equality, and so no hash of its fields, because PyTorch before 2.13 hashes what is
+    called while it traces.
 
     Attributes:
         cos: ``[..., 1, head_dim]``, the cosines, twice.
@@ -50,8 +50,7 @@ class RotaryEmbedding(nn.Module):
             head_dim=config.head_dim,
             rope_parameters=dict(config.rope_parameters),
         )
-        # A head may be built on the meta device to be filled from a file, which has no
-        # frequencies.
+        # A head may be built on the meta device and filled from a file, which has no frequencies.
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(llama)
         self.register_buffer("frequencies", rotary.inv_freq, persistent=False)

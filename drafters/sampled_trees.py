@@ -1,8 +1,8 @@
 """Trees whose tokens are drawn from the laws they carry: one class per draft law.
 
-A tree of K paths of length L has a matrix of uniform numbers ``[K, L]`` of its own request and
-step, column d for the children of the nodes of depth d. Which number a draw uses is settled by what
-was drawn before, never by its own outcome, and none is used twice.
+A tree of K paths of length L has its own matrix of uniform numbers ``[K, L]``, by its request and
+step; column d draws the children of nodes of depth d. Which number a draw uses depends on what was
+drawn before, never on its own outcome, and none is used twice.
 """
 
 from abc import abstractmethod
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.drafters.draft_law import pick, pick_many
+from eaglegbv.drafters.draft_law import pick_index, pick_indices
 from eaglegbv.drafters.tree_builder import GrowingTree, GrownTree
 
 
@@ -32,8 +32,8 @@ class SampledTree(GrowingTree):
             root: Token id of the root.
             uniforms: ``[paths, length]`` float64 in [0, 1).
             width: Size of the draft laws' support.
-            min_confidence: A path ends where its confidence falls below this. That is settled by
-                the tokens down to there, before the next is drawn.
+            min_confidence: A path ends where its confidence falls below this, which depends on the
+                tokens down to there, before the next is drawn.
         """
         super().__init__(root)
         self._min_confidence = min_confidence
@@ -46,7 +46,7 @@ class SampledTree(GrowingTree):
 
     @property
     def max_paths(self) -> int:
-        """Most paths: as many as numbers were given for."""
+        """Most paths: one for each row of numbers."""
         return len(self._uniforms)
 
     def grow(
@@ -87,11 +87,11 @@ class SampledTree(GrowingTree):
 
 
 class IidTree(SampledTree):
-    """Law ``iid``: the trie of K paths drawn independently, each with a row of numbers of its own.
+    """Law ``iid``: the trie of K paths drawn independently, each with its own row of numbers.
 
-    Paths with the same prefix share a node and its law, and go on drawing independently. None is
-    dropped or cut for a token that has been drawn, which would change the law the tokens follow:
-    a path only stops before a token.
+    Paths with the same prefix share a node and its law, and continue to draw independently. None
+    is dropped or cut because of a drawn token, as that would change the law of the tokens: a
+    path only stops before a token.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class IidTree(SampledTree):
         new: list[int] = []
         for parent, paths in ending.items():
             children: dict[int, int] = {}
-            chosen = pick_many(self._draft_probs[parent], uniforms[paths])
+            chosen = pick_indices(self._draft_probs[parent], uniforms[paths])
             for k, token in zip(paths, self._draft_ids[parent, chosen].tolist(), strict=True):
                 if token not in children:
                     children[token] = self._add(parent, token)
@@ -154,7 +154,7 @@ class BranchingTree(SampledTree):
     def _popular(self, node: int) -> list[int]:
         """Return the places of a node's possible tokens: most likely first, ties by token id.
 
-        The order in which verifiers look for the tokens that were not drawn at random.
+        Verifiers use this order to find the tokens that were not drawn at random.
         """
         probs = self._draft_probs[node]
         order = np.lexsort((self._draft_ids[node], -probs))
@@ -162,16 +162,17 @@ class BranchingTree(SampledTree):
 
 
 class WorTree(BranchingTree):
-    """Law ``wor``: the root's K children are drawn without replacement; each goes on as one path.
+    """Law ``wor``: the root's K children are drawn without replacement; each continues as one path.
 
-    So K paths with different first tokens, fewer where the root's law has a smaller support.
+    This gives K paths with different first tokens, fewer where the root's law has a smaller
+    support.
     """
 
     def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
         left = self._draft_probs[node].copy()
         drawn: list[int] = []
         while len(drawn) < self._fork(node) and left.any():
-            drawn.append(pick(left, next(numbers)))
+            drawn.append(pick_index(left, next(numbers)))
             left[drawn[-1]] = 0
         return drawn
 
@@ -179,26 +180,27 @@ class WorTree(BranchingTree):
 class GreedyTree(BranchingTree):
     """Law ``greedy``: the root's K - 1 most likely tokens, and one drawn from the rest of its law.
 
-    Each goes on as one path whose tokens are drawn from their whole laws: ``greedy`` with one
-    child, none of them fixed. A root's law with a support of K - 1 or less gives it all.
+    Each continues as one path whose tokens are drawn from their whole laws, which is ``greedy``
+    with one child and none fixed. If the root's law has a support of K - 1 tokens or fewer, all of
+    them are children.
     """
 
     def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
         kept = self._popular(node)[: self._fork(node) - 1]
         rest = self._draft_probs[node].copy()
         rest[kept] = 0
-        return [*kept, pick(rest, next(numbers))] if rest.any() else kept
+        return [*kept, pick_index(rest, next(numbers))] if rest.any() else kept
 
 
 class HubTree(BranchingTree):
-    """Law ``hub``: pairs below the ``K // 2`` most likely nodes of each level, so K nodes a level.
+    """Law ``hub``: pairs below the ``K // 2`` most likely nodes of each level, so K a level.
 
     A pair is a token drawn from the law and the hub, its most likely token; or, where the hub
     itself was drawn, the hub and a token drawn from the rest, if there is any (SpecHub,
-    arXiv 2411.05289). Nodes are ranked by the product of draft probabilities along their path. That
-    looks at siblings too, but only at what was drawn before a node's own children are: whichever
-    nodes go on, their children are such pairs, which is all that a rule asks for that decides at
-    one node after the other from the root down. K is at least 2; an odd K does as K - 1.
+    arXiv 2411.05289). Nodes are ranked by the product of draft probabilities along their path. The
+    ranking looks at siblings too, but only at what was drawn before a node's own children. So
+    whichever nodes go on, their children are such pairs, and a rule that decides node by node from
+    the root down needs no more. K is at least 2; an odd K counts as K - 1.
     """
 
     @property
@@ -216,9 +218,9 @@ class HubTree(BranchingTree):
     def _draw(self, node: int, numbers: Iterator[float]) -> list[int]:
         probs = self._draft_probs[node]
         hub = self._popular(node)[0]
-        first = pick(probs, next(numbers))
+        first = pick_index(probs, next(numbers))
         if first != hub:
             return [first, hub]
         rest = probs.copy()
         rest[hub] = 0
-        return [hub, pick(rest, next(numbers))] if rest.any() else [hub]
+        return [hub, pick_index(rest, next(numbers))] if rest.any() else [hub]

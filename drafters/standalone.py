@@ -1,4 +1,4 @@
-"""A small language model as a drafter, with the target's tokenizer and a KV pool of its own.
+"""A small language model as a drafter, with the target's tokenizer and its own KV pool.
 
 It reads tokens, so its row at position t reads x_t and predicts x_{t+1}. With x_0 ... x_c known the
 root of the tree is x_c, which the target has not read yet and neither has the model:
@@ -8,9 +8,9 @@ root of the tree is x_c, which the target has not read yet and neither has the m
                           |         depth 1     depth 2
     predicts              | depth 1 depth 2     depth 3
 
-The model's pool is numbered like the target's: rows of committed tokens stand in their slots, those
-of the root and of drafted nodes in scratch slots. What is committed of them is run again at its own
-slot, together with the next root: one forward all the same.
+The model's pool is numbered like the target's: rows of committed tokens are in their own slots,
+those of the root and of drafted nodes in scratch slots. Nodes that are committed are run again at
+their own slots, in the same forward as the next root.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Scores(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Scores packed segments over a paged KV pool of its own; a target does."""
+    """A model that scores packed segments over its own paged KV pool, as targets do."""
 
     vocab_size: int
     device: torch.device
@@ -61,7 +61,7 @@ class StandaloneState(DraftState):
     """The model's memory of one request.
 
     Attributes:
-        context: Committed tokens whose rows stand in their own slots.
+        context: Committed tokens whose rows are in their own slots.
         logits: ``[vocab]``, of what follows the root of the last tree; None before the first.
     """
 
@@ -71,10 +71,10 @@ class StandaloneState(DraftState):
 
 @dataclass(frozen=True, slots=True)
 class StandaloneSnapshot(RowSnapshot):
-    """A step's root and the tokens gone on by since.
+    """A step's root and the tokens appended since.
 
-    Its context includes the root, which was committed since, and run at its own slot before the
-    next tree was drawn.
+    Its context includes the root, which has since been committed, and was run at its own slot
+    before the next tree was drawn.
 
     Attributes:
         logits: ``[vocab]``, of what follows.
@@ -93,14 +93,15 @@ class StandaloneDrafter(RecallingDrafter):
 
         Args:
             model: The model; its slots are numbered like the target's.
-            vocab_size: The target's number of tokens. Of two tables padded differently the model
-                drafts what both have; a token that it has no row for it reads as its last one.
+            vocab_size: The target's number of tokens. If the two tables are padded differently,
+                the model drafts the tokens that both have, and reads a token without a row as its
+                last one.
         """
         self.model = model
         self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
 
     def observe(self, request: Request, features: Tensor) -> None:
-        """Look at nothing: the request's tokens and slots say all."""
+        """Do nothing: the request's tokens and slots are all that is needed."""
 
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
@@ -117,7 +118,7 @@ class StandaloneDrafter(RecallingDrafter):
         if not behind:
             return
         segments = [self._committed(request, request.slots) for request in behind]
-        # A forward gives logits of a row at least.
+        # A forward returns the logits of at least one row.
         self._run(segments, torch.zeros(1, dtype=torch.int64))
         for request in behind:
             _state(request).context = request.context
@@ -160,7 +161,7 @@ class StandaloneDrafter(RecallingDrafter):
         return StandaloneSnapshot(
             context=state.context + 1,
             rows=request.slots[:0],
-            # A row of a whole batch's output, which it would keep alive.
+            # A copy, as the row would keep the output of its whole batch alive.
             logits=state.logits.clone(),
             settings=LawSettings.of(request, len(self._ids)),
         )
@@ -173,7 +174,7 @@ class StandaloneDrafter(RecallingDrafter):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row each; see :meth:`RecallingDrafter.advance`."""
+        """Run one more row for each; see :meth:`RecallingDrafter.advance`."""
         own = own_snapshots(snapshots, StandaloneSnapshot)
         logits = self._run(next_rows(requests, own, tokens, slots), None)
         return [
@@ -182,7 +183,7 @@ class StandaloneDrafter(RecallingDrafter):
         ]
 
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        """Return the laws of the snapshots' steps; see :meth:`RecallingDrafter.laws_at`."""
         own = own_snapshots(snapshots, StandaloneSnapshot)
         logits = torch.stack([s.logits for s in own])
         return recalled_laws(logits, [s.settings for s in own], self._ids)

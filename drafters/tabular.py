@@ -1,7 +1,7 @@
 """A drafter that looks its laws up in a table, by the last few tokens.
 
-A table of order 1 is a bigram model: the yardstick that any head must beat, for it knows nothing
-but the last token. Its file has the names of its columns: ``ids`` and ``log_probs``.
+A table of order 1 is a bigram model: the yardstick that any head must beat, as it knows nothing but
+the last token. The tensors in its file are called ``ids`` and ``log_probs``.
 """
 
 import json
@@ -33,16 +33,16 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Laws of the next token by state: the last ``order`` tokens, the latest counting least.
+    """Laws of the next token by state: the last ``order`` tokens, the latest least significant.
 
-    In a text shorter than ``order`` token ``vocab_size`` stands for what is missing.
+    In a text shorter than ``order``, token ``vocab_size`` stands for each missing one.
 
     Attributes:
         vocab_size: Number of tokens, V.
         order: Tokens of a state.
         ids: ``[(V + 1) ** order, width]`` int64.
         log_probs: ``[(V + 1) ** order, width]`` float32, logarithms of probabilities or of weights;
-            of padding, and of ids not listed, -inf.
+            -inf at padding. Ids that are not listed count as -inf.
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class Table:
                 raise DrafterMismatch(name, list(tensor.shape), f"{states} rows of one width")
         if not bool(((self.ids >= 0) & (self.ids < self.vocab_size)).all()):
             raise DrafterMismatch("ids", int(self.ids.max()), f"ids in [0, {self.vocab_size})")
-        # A row without any token has no law; NaN has none either.
+        # Rows without any token, or with NaN, have no law.
         if not bool(self.log_probs.amax(dim=1).isfinite().all()):
             raise DrafterMismatch("log_probs", "no finite entry", "a finite entry in every row")
 
@@ -72,7 +72,7 @@ class Table:
         device = self.log_probs.device
         rows = torch.tensor(states, dtype=torch.int64, device=device)
         dense = torch.full((len(states), self.vocab_size), -torch.inf, device=device)
-        # The largest, for padding may name an id that is listed.
+        # The largest, as padding may repeat an id that is listed.
         return dense.scatter_reduce(1, self.ids[rows], self.log_probs[rows], "amax")
 
     def state(self, tokens: Sequence[int]) -> int:
@@ -133,12 +133,12 @@ class TabularDrafter(RecallingDrafter):
     laws: ClassVar[frozenset[Law]] = GROWN_LAWS
 
     def __init__(self, table: Table) -> None:
-        """Take over a table."""
+        """Wrap a table."""
         self.table = table
         self._ids = torch.arange(table.vocab_size, device=table.log_probs.device)
 
     def observe(self, request: Request, features: Tensor) -> None:
-        """Look at nothing."""
+        """Do nothing: only tokens are read."""
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Do nothing: there is nothing to run."""
@@ -197,7 +197,7 @@ class TabularDrafter(RecallingDrafter):
         ]
 
     def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return what would have been drawn from; see :meth:`RecallingDrafter.laws_at`."""
+        """Return the laws of the snapshots' steps; see :meth:`RecallingDrafter.laws_at`."""
         own = own_snapshots(snapshots, TabularSnapshot)
         logits = self.table.logits([self.table.state(s.tokens) for s in own])
         return recalled_laws(logits, [s.settings for s in own], self._ids)

@@ -24,7 +24,7 @@ class GrownTree:
         paths: Nodes of each path below the root.
         draft_ids: ``[nodes, width]`` int64.
         draft_probs: ``[nodes, width]`` float64.
-        forks: Nodes that several paths leave; None where nobody counted.
+        forks: Nodes that several paths leave; None where they are not counted.
     """
 
     token_ids: list[int]
@@ -37,7 +37,7 @@ class GrownTree:
 
 
 class GrowingTree(ABC):
-    """A tree in the making. Its nodes are numbered in the order found, the root first."""
+    """A growing tree. Its nodes are numbered in the order found, the root first."""
 
     def __init__(self, root: int) -> None:
         """Start from the root, a token id."""
@@ -58,8 +58,8 @@ class GrowingTree(ABC):
 
         Args:
             frontier: Nodes of the deepest level.
-            ids: ``[frontier, width]``, candidates for each one's children.
-            values: ``[frontier, width]``, what the law says of them.
+            ids: ``[frontier, width]``, candidates for the children of each.
+            values: ``[frontier, width]``, their probabilities, or log-probabilities for ``fixed``.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class BestFirstTree(GrowingTree):
 
     def _rank(self, candidate: int) -> tuple[float, int]:
         score = self._scores[candidate]
-        # A broken head's NaN compares with nothing and would tear children from their parents.
+        # NaN from a broken head compares with nothing, and would part children from their parents.
         return math.inf if math.isnan(score) else -score, candidate
 
     def finish(self) -> GrownTree:
@@ -141,12 +141,12 @@ class BestFirstTree(GrowingTree):
 
 
 class StaticTree(GrowingTree):
-    """A tree whose shape is settled beforehand: EAGLE-1's (arXiv 2401.15077, section 3.2).
+    """A tree whose shape is given in advance: EAGLE-1's (arXiv 2401.15077, section 3.2).
 
     A node of the shape is named by the ranks of the children that lead to it: (1, 0) is the most
-    likely child of the root's second most likely one. What lies below a node is left out where the
-    vocabulary has no child of its rank, or where the product of the probabilities down to it is
-    below ``min_confidence``.
+    likely child of the root's second most likely one. A node whose rank the vocabulary does not
+    have is left out, with all below it. So is all below a node where the product of probabilities
+    down to it is less than ``min_confidence``.
     """
 
     def __init__(self, root: int, shape: Shape, *, min_confidence: float = 0.0) -> None:
@@ -161,7 +161,7 @@ class StaticTree(GrowingTree):
 
     @property
     def max_paths(self) -> int:
-        """A path for every leaf, or for its nearest ancestor that is there."""
+        """A path for every leaf, or for its nearest ancestor that exists."""
         return len(self._shape)
 
     def grow(

@@ -2,7 +2,7 @@
 
 A verifier with state works on padded columns, one for each earlier step that still has a debt, and
 asks for the draft laws of those steps along the path it selects
-(:mod:`eaglegbv.verifiers.modified_target`). Here requests' debts become those columns, the drafter
+(:mod:`eaglegbv.verifiers.stateful`). Here requests' debts become those columns, the drafter
 is led along the path, and what is left becomes the requests' debts again:
 
     step 1   root x_3  commits x_4      |  debt A: snapshot at x_3, 3 tokens left of depth 5
@@ -23,15 +23,10 @@ from eaglegbv.request import Debt, DraftSnapshot, Request
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.debts import Debts, Layers, SparseLaws
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.inputs import TOLERANCE, Fault
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    Layers,
-    SparseLaws,
-    StatefulUniforms,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import msgspec
 from eaglegbv.checks import require_integer, require_number
 from eaglegbv.errors import InvalidArgument
 
+HOTTEST = 100.0
+"""The highest temperature of a law, a request's or a draft's."""
 _COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
 """Logits divided by less overflow."""
 
@@ -18,7 +20,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature, top-k, top-p and min-p (see :mod:`eaglegbv.warp`).
 
     Attributes:
-        temperature: Divides the logits; at least 1e-37. 0 means greedy decoding.
+        temperature: Divides the logits; at least 1e-37, at most 100. 0 means greedy decoding.
         top_p: Keep the smallest set of most likely tokens whose mass reaches ``top_p``.
         top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all, as do 0 and -1.
         min_p: Drop tokens less likely than ``min_p`` times the most likely one.
@@ -66,9 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
 
     def _check_ranges(self) -> None:
-        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_number("temperature", self.temperature, 0.0, HOTTEST)
         if 0 < self.temperature < _COLDEST:
-            expected = f"0, or a number in [{_COLDEST:g}, 100]"
+            expected = f"0, or a number in [{_COLDEST:g}, {HOTTEST:g}]"
             raise InvalidArgument("temperature", self.temperature, expected)
         require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         require_number("min_p", self.min_p, 0.0, 1.0)

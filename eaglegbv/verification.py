@@ -24,8 +24,8 @@ from eaglegbv.verifiers.checked import CheckedVerifier, checked_verifier
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
 from eaglegbv.verifiers.inputs import find_faults
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.registry import make_any_verifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 
 

@@ -1,4 +1,4 @@
-"""What every verifier is: a pure function of (draft tree, target law, uniforms)."""
+"""The interface of verifiers: pure functions of (draft tree, target law, uniforms)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class VerifyUniforms:
 
     @classmethod
     def of_numbers(cls, numbers: Tensor, *, paths: int, length: int) -> Self:
-        """Share out ``numbers`` ``[batch, 3 * paths * length + 1]``, in the order of the fields."""
+        """Split ``numbers`` ``[batch, 3 * paths * length + 1]`` in the order of the fields."""
         selection, acceptance, correction = numbers.split_with_sizes(_counts(paths, length), dim=1)
         return cls(
             selection=selection.view(len(numbers), length, paths, 2),
@@ -67,7 +67,7 @@ class VerifyUniforms:
 
 
 def _counts(paths: int, length: int) -> tuple[int, int, int]:
-    """Return how many numbers each purpose asks for."""
+    """Return how many numbers each purpose needs."""
     return 2 * paths * length, paths * length, 1
 
 
@@ -89,7 +89,7 @@ class Verdict:
 
 
 class Rule(ABC):
-    """What every verification rule says about itself.
+    """The facts that every verification rule states about itself.
 
     A rule is lossless for the draft laws it names: the committed text follows the target's law
     exactly, whatever the drafter proposed.
@@ -124,8 +124,8 @@ class Verifier(Rule):
     """
 
     one_graph: ClassVar[bool] = False
-    """Whether all that :meth:`judge` does with independent paths is one graph of tensor operations,
-    the same for all sizes: neither values nor sizes choose among operations, or count them."""
+    """Whether :meth:`judge` runs one graph of tensor operations on independent paths of any size:
+    neither values nor sizes decide which operations run, or how often."""
 
     def verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
         """Judge the drafts of a batch; a tree of a root alone yields a sample of its target law.
@@ -152,9 +152,9 @@ class Verifier(Rule):
         target: TargetLaw,  # noqa: ARG002
         uniforms: VerifyUniforms,  # noqa: ARG002
     ) -> NodeFigures:
-        """Return what :meth:`judge` goes by on the same arguments, beside p and q.
+        """Return the numbers, beside p and q, by which :meth:`judge` decides.
 
-        Nothing for most rules; a rule that weighs prefixes shows its weights.
+        Most rules have none; a rule that weighs prefixes returns its weights.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""What a batched verification costs, against one pass over the same logits."""
+"""The cost of a batched verification, compared with one pass over the same logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def measure(
     """Time a verifier of iid trees, alternating with the ``logsumexp`` it is compared with.
 
     Args:
-        verifier: A stateless verifier's name; of one that takes a single path, ``workload.paths``
-            must be 1.
+        verifier: Name of a stateless verifier. For one that takes a single path,
+            ``workload.paths`` must be 1.
         workload: Sizes of the batch.
         seed: Seed of laws, drafts and uniforms.
         repeats: Runs of each, after one that is not counted.

@@ -11,7 +11,7 @@ from eaglegbv.verifiers.figures import NodeFigures
 
 
 class BlockVerifier(Verifier):
-    """Test every prefix of the path against the mass the residual must leave, keep the longest."""
+    """Test every prefix of the path against the mass its residual needs; keep the longest."""
 
     name: ClassVar[str] = "block"
     source: ClassVar[str] = "Sun et al., Block Verification, ICLR 2025 (2403.10444), Algorithm 2"

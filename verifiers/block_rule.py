@@ -35,7 +35,9 @@ def verify_block(path: DraftedPath, target: TargetLaw, uniforms: VerifyUniforms)
 
 
 def block_figures(tree: DraftTree, path: DraftedPath) -> NodeFigures:
-    """Return what :func:`verify_block` goes by: b of the path's nodes and their siblings, w and h.
+    """Return the numbers :func:`verify_block` decides by.
+
+    They are b at the path's nodes and their siblings, and w and h along the path.
 
     Args:
         tree: The trees that ``path`` was selected from.
@@ -52,12 +54,12 @@ def block_figures(tree: DraftTree, path: DraftedPath) -> NodeFigures:
 def prefix_weights(ratios: Tensor) -> Tensor:
     """Return ``w_0 = 1, w_i = min(1, w_{i-1} p/q)``, ``[batch, length + 1]``: Pr(tau >= i | x^i).
 
-    That is the product R_i of the ratios so far over the largest of R_0 = 1, R_1, ..., R_i.
+    That is R_i, the product of the ratios so far, over the largest of R_0 = 1, R_1, ..., R_i.
 
     Args:
         ratios: ``[batch, length]`` float64.
     """
-    # A ratio beyond the largest number counts as that: infinite ones leave no differences.
+    # Infinite ratios count as the largest number: differences of their logarithms would be NaN.
     logs = ratios.log().clamp_(max=_LARGEST).cumsum(dim=1)
     logs = torch.nn.functional.pad(logs, (1, 0))
     return (logs - logs.cummax(dim=1).values).exp_()
@@ -66,7 +68,7 @@ def prefix_weights(ratios: Tensor) -> Tensor:
 def acceptance_chances(path: DraftedPath, weights: Tensor) -> Tensor:
     """Return ``[batch, length]`` float64: the chance h_i of the test at depths 1 ... length.
 
-    ``R = sum max(w p - q, 0) = w - sum_S min(w p, q)`` needs the support S of q only;
+    ``R = sum max(w p - q, 0) = w - sum_S min(w p, q)`` needs only the support S of q;
     ``h = R / (R + 1 - w)``, 1 where w is 1, and w itself at a path's end.
     """
     inner = weights[:, 1:-1]

@@ -11,7 +11,7 @@ from eaglegbv.first_place import first_place
 
 _BLOCK = 512
 _LARGE = 8192
-"""From here on two levels are the faster."""
+"""Entries from which two levels are faster."""
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _block_sums(weights: Tensor) -> Tensor:
     """Return ``[rows, blocks]``: the sums over blocks of ``weights`` ``[rows, entries]``."""
     rows, entries = weights.shape
-    blocks, rest = entries // _BLOCK, entries % _BLOCK  # which the compiler takes, unlike divmod
+    blocks, rest = entries // _BLOCK, entries % _BLOCK  # compilable, unlike divmod
     whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(dim=2)
     if rest == 0:
         return whole
@@ -56,7 +56,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 def _cumulative(weights: Tensor) -> Tensor:
     """Return the cumulative sums of ``weights`` ``[rows, entries]``; 0 at entries of weight zero.
 
-    Parallel scans may round so that the sum steps there.
+    Parallel scans may round so that a sum changes there.
     """
     return weights.cumsum(dim=1).mul_(weights.sign())
 
@@ -64,7 +64,8 @@ def _cumulative(weights: Tensor) -> Tensor:
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """Return the first entry of ``cumulative`` ``[rows, entries]`` that exceeds ``threshold``.
 
-    The one of the total where rounding has put the threshold (at least 0) up to it or above.
+    Where rounding has lifted the threshold (at least 0) to the total or above, return the first
+    entry that reaches the total.
     """
     total = cumulative.amax(dim=1)
     least = torch.minimum(torch.nextafter(threshold, total), total)

@@ -1,10 +1,9 @@
-"""A verifier with the check of what it is given: one piece of work, which may be compiled.
+"""A verifier with the check of its inputs: one piece of work, which may be compiled.
 
 The operations on a few trees take longer to launch than to compute. One graph serves every plan and
-batch: its sizes are symbols. Only, PyTorch takes sizes of 0 and 1 for fixed. So there are graphs of
-their own for a single tree and for single paths, which are less work anyway, and of these for laws
-over the whole vocabulary, where no token is looked up; and trees are padded where laws between a
-path's ends would be none or one (and laws, where they have one token):
+batch, as its sizes are symbols. But PyTorch treats sizes 0 and 1 as constants, so a single tree and
+single paths get separate graphs. Single paths over the whole vocabulary get another, which looks up
+no tokens. Shorter paths and one-token laws are padded to the smallest size a graph takes:
 
     of length 1         root -- a        root -- a -- a -- a    as past any path's end
 """
@@ -28,14 +27,14 @@ from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
 _LENGTH, _FORKS, _LEAST_WIDTH = 3, 2, 2
-"""Least sizes that a graph takes; smaller ones are padded to these."""
+"""Smallest sizes that a graph takes; smaller ones are padded to these."""
 
 
 class Checked(NamedTuple):
-    """What a verifier says, and whether what it was given is sound.
+    """A verdict, and whether the verifier's inputs are sound.
 
     Attributes:
-        verdict: Means nothing where there are faults.
+        verdict: Meaningless where there are faults.
         faults: ``[batch]`` int64, see :class:`eaglegbv.verifiers.inputs.Fault`.
     """
 
@@ -44,10 +43,10 @@ class Checked(NamedTuple):
 
 
 class CheckedVerifier:
-    """Verifies batches of trees; those of independent paths by a compiled graph, if wanted.
+    """Verifies batches of trees, those of independent paths by compiled graphs if wanted.
 
     Attributes:
-        verifier: Who judges.
+        verifier: The verifier that judges.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class CheckedVerifier:
         """Take a verifier.
 
         Args:
-            verifier: Who judges.
-            compile_backend: Compile this work by this backend of ``torch.compile`` now, if the
-                verifier is ``one_graph``; None runs it as it is.
-            vocab: Tokens of the targets whose trees it compiles for.
-            device: Where these are.
+            verifier: The verifier that judges.
+            compile_backend: A backend of ``torch.compile``, which compiles this work now if the
+                verifier is ``one_graph``; None runs it uncompiled.
+            vocab: Vocabulary size of the targets to compile for.
+            device: Device of the trees to compile for.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -83,7 +82,7 @@ class CheckedVerifier:
         compiled = self._compiled
         if compiled is None or tree.law is not Law.IID:
             return self._verify(tree, target, uniforms)
-        # Nobody counts the forks of trees that were drawn on a device.
+        # The forks of trees that were drawn on a device are not counted.
         forks = bounded_forks(tree) if tree.forks is None else tree.forks
         steps = max(0, _LENGTH - tree.length)
         if steps:
@@ -92,7 +91,7 @@ class CheckedVerifier:
 
     @torch.inference_mode()
     def _warm_up(self, vocab: int, device: torch.device | str) -> None:
-        """Make the graphs: for the tensors of inference mode, in which an engine runs."""
+        """Make the graphs, for tensors of inference mode, in which an engine runs."""
         several = () if self.verifier.max_paths == 1 else ((4, False),)
         for batch in (1, 7):
             for paths, whole in ((1, False), (1, True), *several):
@@ -104,7 +103,7 @@ class CheckedVerifier:
 
 
 def _kind(tree: DraftTree, *_: object) -> bool | None:
-    """Return the kind of a lone path; sizes of several trees and paths bound each other."""
+    """Return the kind of a lone path's graph; others need guards on how sizes are related."""
     return tree.whole if tree.batch == tree.paths == 1 and tree.forks == _FORKS else None
 
 
@@ -117,7 +116,7 @@ def checked_verifier(
 ) -> CheckedVerifier:
     """Return the stateless verifier of that name with its check, compiled once for all engines.
 
-    What it is compiled by, and for, is said where it is compiled; see :class:`CheckedVerifier`.
+    See :class:`CheckedVerifier` for the other arguments.
 
     Raises:
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.
@@ -127,9 +126,10 @@ def checked_verifier(
 
 
 def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
-    """Return ``tree`` without lists of tokens where its laws are whole: graphs look at sizes alone.
+    """Return ``tree`` as graphs take it: laws padded, and no token ids where none are looked up.
 
-    There are such graphs for single paths; others look tokens up. Not for those who list tokens.
+    Only the graphs of single paths with whole laws look up no tokens. Graphs are told apart by
+    sizes alone, so there the ids have width 0, and only graphs may read the result.
     """
     whole = tree.whole and tree.paths == 1
     ids, probs = tree.draft_ids, tree.draft_probs
@@ -141,26 +141,26 @@ def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
 
 
 def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:
-    """Return ``tree`` with room for longer paths, and none."""
+    """Return ``tree`` padded for paths that are longer by ``steps``; its own stay as they are."""
     nodes = tree.path_nodes
     nodes = torch.cat((nodes, nodes[:, :, -1:].expand(-1, -1, steps)), dim=2)
     return replace(tree, path_nodes=nodes)
 
 
 def _longer(uniforms: VerifyUniforms, steps: int) -> VerifyUniforms:
-    """Return ``uniforms`` with numbers for what a tree was padded by, which decide nothing."""
+    """Return ``uniforms`` with numbers for the padding of a tree, which decide nothing."""
     selection = pad(uniforms.selection, (0, 0, 0, 0, 0, steps))
     _, length, paths, _ = selection.shape
     acceptance = pad(uniforms.acceptance, (0, paths * length - uniforms.acceptance.shape[1]))
     parts = selection.flatten(1), acceptance, uniforms.correction.unsqueeze(1)
-    # Out of one tensor like those drawn: a graph is made for strides too.
+    # Cut from one tensor, like drawn ones: a graph is made for strides too.
     return VerifyUniforms.of_numbers(torch.cat(parts, dim=1), paths=paths, length=length)
 
 
 def _example(
     batch: int, paths: int, length: int, vocab: int, *, whole: bool, device: torch.device | str
 ) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
-    """Return what to make a graph from. Equal sizes would have to be equal for good: none are."""
+    """Return inputs to make a graph from. All sizes differ: equal ones would have to stay equal."""
     nodes = 1 + paths * length
     vocab = max(vocab, EXAMPLE_WIDTH + 1)
     width = vocab if whole else EXAMPLE_WIDTH
@@ -178,7 +178,7 @@ def _example(
         path_lengths=torch.full((batch, paths), length),
         draft_ids=torch.arange(width).repeat(batch, nodes, 1),
         draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
-        # That of paths alone is settled: their graph is found by its kind.
+        # A lone path has always the same number: its graph is found by its kind.
         forks=_FORKS if batch == paths == 1 else _FORKS + 1,
         whole=whole,
     ).to(torch.device(device))

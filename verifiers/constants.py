@@ -1,6 +1,6 @@
-"""Short runs of numbers that every step needs again, made once for each size and device.
+"""Short ranges of numbers that every step needs, made once for each size and device.
 
-They are shared: nobody may write to them.
+They are shared, so nobody may write to them.
 """
 
 from functools import lru_cache
@@ -35,5 +35,5 @@ def powers_of_two(count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def numbered_rows(count: int, device: torch.device) -> Tensor:
-    """Return ``0 ... count - 1`` as a column ``[count, 1]``, int64: first index of a row each."""
+    """Return ``0 ... count - 1`` as a column ``[count, 1]``, int64: the first index of each row."""
     return torch.arange(count, device=device).unsqueeze(1)

@@ -9,8 +9,8 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.verifiers.categorical import draw
 
 _TRACE = 1e-280
-"""What a token keeps of p where the residual leaves it nothing: too little to be drawn ever, unless
-nothing is left of any token."""
+"""What a token keeps of p where the residual leaves it nothing: too little ever to be drawn, unless
+no token has any residual left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _residual_weights(probs: Tensor, residual: Residual) -> Tensor:
     if residual.ids is None:
         return left
     weights = probs.mul_(weight.clamp(min=_TRACE))
-    # The minimum leaves padding alone, whose ids are those of other tokens.
+    # The minimum ignores padding, whose ids are those of other tokens.
     return weights.scatter_reduce_(1, residual.ids, left, "amin")
 
 

@@ -15,7 +15,7 @@ from eaglegbv.verifiers.correction import Residual, probs_along
 
 @dataclass(frozen=True, slots=True)
 class DraftedPath:
-    """A path x_1 ... x_n, n <= length, and for each step the laws its next token has.
+    """A path x_1 ... x_n, n <= length, and the laws of the next token at each step.
 
     Step i (counted from 0) goes from the node at depth i to the node at depth i + 1. Entries past a
     path's end repeat its last node and carry no meaning.
@@ -27,7 +27,7 @@ class DraftedPath:
             the vocabulary in its order.
         draft: ``[batch, length, width]`` float64, the law the path was selected from.
         target: ``[batch, length, width]`` float64, p at ``ids``.
-        chosen: ``[batch, length]`` int64, where in the support the path's own token stands.
+        chosen: ``[batch, length]`` int64, the place of the path's own token in the support.
     """
 
     nodes: Tensor
@@ -61,7 +61,8 @@ class DraftedPath:
     def ratios(self) -> Tensor:
         """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
 
-        A law b of a selection may round to 0 at the token selected: 1 if p is positive there.
+        Where the law b of a selection rounds to 0 at the selected token, return 1 if p is positive
+        there, else 0.
         """
         at = self.chosen.unsqueeze(2)
         draft = self.draft.gather(2, at).squeeze(2)
@@ -111,6 +112,23 @@ def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
 
 
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
-    """Return where ``tokens`` ``[..., ]`` stand in the support ``ids`` ``[..., width]``, int64."""
+    """Return the places ``[...]`` int64 of tokens in the supports of laws, 0 for those outside.
+
+    Args:
+        tokens: ``[...]`` int64.
+        ids: ``[..., width]`` int64.
+        draft: ``[..., width]`` float64, 0 at padding entries.
+    """
     found = (ids == tokens.unsqueeze(-1)) & (draft > 0)
     return first_place(found)
+
+
+def places_of_tokens(tree: DraftTree, ids: Tensor, draft: Tensor) -> Tensor:
+    """Return the place of each node's token in its parent's law, ``[batch, nodes]`` int64.
+
+    Args:
+        tree: The draft trees.
+        ids: ``[batch, nodes, width]`` int64, the support of each node's law.
+        draft: ``[batch, nodes, width]`` float64, its probabilities.
+    """
+    return place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))

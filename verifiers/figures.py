@@ -1,4 +1,4 @@
-"""What a rule goes by, node by node, for those who look at trees; no verdict depends on it."""
+"""The numbers by which rules decide, node by node, to show them; no verdict depends on them."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -15,13 +15,13 @@ which the rule had none."""
 
 
 def along_path(tree: DraftTree, path: DraftedPath, values: Tensor) -> Tensor:
-    """Put numbers of a path's nodes where these stand in the tree.
+    """Return the numbers along a path at the places of its nodes in the tree.
 
     Args:
         tree: The draft trees.
         path: A path of each.
-        values: ``[batch, length]`` float64, at depths 1 ... length; those past a path's end mean
-            nothing.
+        values: ``[batch, length]`` float64, at depths 1 ... length; those past a path's end are
+            ignored.
 
     Returns:
         ``[batch, nodes]`` float64, NaN at all other nodes.
@@ -35,7 +35,7 @@ def along_path(tree: DraftTree, path: DraftedPath, values: Tensor) -> Tensor:
 
 
 def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
-    """Look up, for every child of a path's nodes, its token's probability by the law there.
+    """Return the probability of every child of a path's nodes, by the law at that node.
 
     Args:
         tree: The draft trees.
@@ -43,7 +43,7 @@ def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
         laws: ``[batch, length, width]`` float64, over the path's support.
 
     Returns:
-        ``[batch, nodes]`` float64, NaN at nodes that are no children of the path's.
+        ``[batch, nodes]`` float64, NaN at all other nodes.
     """
     placed = torch.full_like(tree.depth, torch.nan, dtype=torch.float64)
     for step, real in enumerate(_steps(path)):
@@ -58,5 +58,5 @@ def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
 
 
 def _steps(path: DraftedPath) -> list[Tensor]:
-    """Return for each step ``[batch, 1]`` bool: the path takes it."""
+    """Return for each step ``[batch, 1]`` bool: whether the path takes it."""
     return [(path.lengths > step).unsqueeze(1) for step in range(path.draft.shape[1])]

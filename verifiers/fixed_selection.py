@@ -25,7 +25,7 @@ def select_fixed(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> Drafte
         tree: Trees of law ``fixed``.
         target: The target's laws.
         uniforms: ``[batch, length, paths, 2]``; number (depth, 0, 0) draws the child of a node of
-            that depth, children in the order of the first path through each.
+            that depth, with children in the order of the first path through each.
     """
     drafted = drafted_nodes(tree)
     probs = target_of_tokens(tree, target) * drafted

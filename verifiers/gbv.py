@@ -15,6 +15,7 @@ from eaglegbv.verifiers.drafted_path import (
     length_of,
     nodes_along,
     place_of,
+    places_of_tokens,
     rows_at,
 )
 from eaglegbv.verifiers.figures import NodeFigures
@@ -25,7 +26,7 @@ from eaglegbv.verifiers.transport import RankedLaws, power_step
 
 
 class GbvVerifier(Verifier):
-    """Verify the lexicographically largest path of p/q ratios with the law of being the largest."""
+    """Verify the path of lexicographically largest p/q ratios, with the law of being that path."""
 
     name: ClassVar[str] = "gbv"
     source: ClassVar[str] = "Thomas & Pal 2026 (2602.16961), Algorithm 1, with block verification"
@@ -60,17 +61,17 @@ def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
 
 def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
     """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
-    ids, draft = (rows_at(table, tree.parents) for table in (tree.draft_ids, tree.draft_probs))
-    at = place_of(tree.token_ids, ids, draft).unsqueeze(2)
-    return target_of_tokens(tree, target) / draft.gather(2, at).squeeze(2)
+    places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
+    at = tree.parents * tree.width + places
+    return target_of_tokens(tree, target) / tree.draft_probs.flatten(1).gather(1, at)
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
     """Replace q along the best of K paths by the law that being the best gives it.
 
     ``Pr(best path starts with x^i) = (S + q)^K - S^K``, with q the joint draft law of x^i and S
-    the probability that one path ranks below x^i. Conditional laws are quotients of two such, which
-    only depend on ``S / (S + q)``, so nothing underflows.
+    the probability that one path ranks below x^i. Conditional laws are quotients of two such terms.
+    They only depend on ``S / (S + q)``, so nothing underflows.
 
     Args:
         path: The best path, over ranked ids.

@@ -1,16 +1,12 @@
-"""Greedy block verification: more accepted in one step, paid back in the next."""
+"""Greedy block verification: a step accepts more, and the next ones pay it back."""
 
 from typing import ClassVar
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.debts import Debts
 from eaglegbv.verifiers.greedy_rule import verify_greedily
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    StatefulUniforms,
-    StatefulVerdict,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict, StatefulVerifier
 
 
 class GreedyBlockVerifier(StatefulVerifier):

@@ -16,17 +16,13 @@ from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.block_rule import longest_passed
 from eaglegbv.verifiers.correction import Residual, draw_residual
+from eaglegbv.verifiers.debts import Debts, Layers
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    Layers,
-    ModifiedNode,
-    StatefulUniforms,
-    StatefulVerdict,
-)
+from eaglegbv.verifiers.modified_target import ModifiedNode
 from eaglegbv.verifiers.multiplicity import draw_multiplicity
-from eaglegbv.verifiers.picking import pick
+from eaglegbv.verifiers.picking import pick_record
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict
 from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
 
 
@@ -82,7 +78,7 @@ def verify_greedily(
         accepted = longest_passed(chances, path.lengths, uniforms.plain.acceptance)
         rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
         figures = partial(_figures, tree, path, products, chances)
-    stop: Visit = pick(descent.visits, accepted)
+    stop: Visit = pick_record(descent.visits, accepted)
     bonus = accepted == descent.lengths
     token_ids = _last_token(stop, rho, bonus, target, uniforms.plain.correction)
     verdict = Verdict(

@@ -20,7 +20,7 @@ def select_greedy(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> Draft
     """Return the selected path, with the law b along it.
 
     The drawn child t keeps what the target wants of it, b = min(p, r) on the tail law r; the kept
-    children share the rest in proportion to p. t is taken with b(t) / r(t).
+    children share the rest in proportion to p. t is taken with probability b(t) / r(t).
 
     Args:
         tree: Trees of law ``greedy``.

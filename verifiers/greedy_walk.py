@@ -11,7 +11,7 @@ from eaglegbv.verifiers.walk import walk
 
 
 class GreedyWalkVerifier(Verifier):
-    """Go on while the target's most likely token is a child; the first that is not is committed.
+    """Follow the target's most likely tokens while they are children; commit the first that is not.
 
     The text is the target's own greedy text. At any other temperature it is not a sample of the
     target's law, and the engine uses it at temperature 0 only.
@@ -24,7 +24,7 @@ class GreedyWalkVerifier(Verifier):
     default_law: ClassVar[Law] = Law.FIXED
 
     def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:  # noqa: ARG002
-        """Judge any tree; equal largest logits count as the first of them."""
+        """Judge any tree; of equal largest logits the first counts."""
 
         def most_likely(nodes: Tensor, depth: int) -> Tensor:  # noqa: ARG001
             rows = target.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)

@@ -1,10 +1,10 @@
 """Selecting a path of a tree of independent paths by exact optimal transport at every fork.
 
-A fork is a node with several drafts. At all others the one draft is selected, and the law of that
-is the draft law: nothing has to be ranked there. Of the nodes of a depth below the root at most
-half as many as there are paths are forks, which bounds the work without looking at the tree:
+A fork is a node with several drafts. At any other node the only draft is selected, with the draft
+law as the law of the selection, so nothing has to be ranked there. At each depth below the root
+there are at most half as many forks as paths, which bounds the work without looking at the tree:
 
-    2 paths of length 3:   root -- a -- b -- c     forks: the root; and a, where both paths begin
+    2 paths of length 3:   root -- a -- b -- c     forks: the root; and a, if both paths begin
                               \\             \\           with it; and so on: 3 of 7 nodes at most
                                a' - b' - c'
 """
@@ -37,8 +37,8 @@ def select_iid(tree: DraftTree, target: TargetLaw, uniforms: Tensor) -> DraftedP
     steps = PathSteps.of(tree)
     forks = Forks.of(tree, target, steps.draft_counts(tree))
     label = forks.labels(tree, steps, uniforms.transpose(1, 2).flatten(1, 2))
-    # The highest label wins, the first drafted among equals: one number says both. An only child
-    # wins whatever its number is.
+    # The highest label wins, the first drafted among equals: one number encodes both. An only child
+    # wins with any number.
     first = counting_down(tree.paths, label.device).unsqueeze(1)
     score = torch.add(first, label.view_as(tree.path_nodes), alpha=tree.paths).flatten(1)
     keys = torch.zeros_like(tree.parents).scatter_reduce(
@@ -58,10 +58,10 @@ def bounded_forks(tree: DraftTree) -> int:
 
 
 def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
-    """Return how many nodes to rank: as many as there are forks, 1 at least, or as there may be."""
+    """Return how many nodes to rank: the number of forks, at least 1, or a bound on it."""
     if tree.forks is not None:
         return max(1, tree.forks)
-    if drafts.device.type == "cpu":  # where nothing is waited for
+    if drafts.device.type == "cpu":  # where reading waits for nothing
         return max(1, int((drafts > 1).sum(dim=1).amax()))
     return bounded_forks(tree)
 
@@ -73,7 +73,7 @@ class PathSteps:
     Attributes:
         parents: int64, the node the step leaves.
         children: int64, the node it reaches.
-        real: bool, False past a path's end, where the other two mean nothing.
+        real: bool, False past a path's end, where the other two are meaningless.
     """
 
     parents: Tensor
@@ -97,7 +97,8 @@ class Forks:
     """The forks of a batch of trees, and other nodes where a tree has fewer.
 
     Attributes:
-        places: ``[batch, nodes]`` int64, where among ``laws`` a node stands, or their number.
+        places: ``[batch, nodes]`` int64, the place of each node among ``laws``; the number of laws
+            at nodes that have none.
         laws: ``[batch, forks, width]``, ranked.
         plan: Their transport.
     """
@@ -108,7 +109,7 @@ class Forks:
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetLaw, drafts: Tensor) -> Self:
-        """Take the nodes of most drafts, given ``[batch, nodes]`` int64 how many each has."""
+        """Take the nodes with the most ``drafts``, ``[batch, nodes]`` int64."""
         number = _room_for_forks(tree, drafts)
         counts, nodes = drafts.topk(number, dim=1)
         ids = rows_at(tree.draft_ids, nodes)
@@ -118,9 +119,9 @@ class Forks:
         return cls(places, laws, transport(laws, counts))
 
     def labels(self, tree: DraftTree, steps: PathSteps, uniforms: Tensor) -> Tensor:
-        """Return ``[batch, paths * length]`` int64: the label of each draft of a fork.
+        """Return ``[batch, paths * length]`` int64: the label of each draft.
 
-        Elsewhere any number, at least 0.
+        Drafts of nodes that are not forks get an arbitrary number, at least 0.
 
         Args:
             tree: The trees.
@@ -129,7 +130,7 @@ class Forks:
         """
         parents = self._at(steps.parents)
         tokens = tree.token_ids.gather(1, steps.children)
-        # A token's first place is its own: entries of draft probability zero stand last.
+        # A token's first place is its own: entries of draft probability zero come last.
         ranks = first_place(rows_at(self.laws.ids, parents) == tokens.unsqueeze(2))
         return labels(self.laws, self.plan, Drafts(parents, ranks), uniforms)
 
@@ -154,5 +155,8 @@ class Forks:
         )
 
     def _at(self, nodes: Tensor) -> Tensor:
-        """Return the places of ``nodes`` ``[batch, ...]``; of others that of some fork."""
+        """Return the places of ``nodes`` ``[batch, ...]``.
+
+        For nodes that are not forks, it is an arbitrary fork's place, which callers mask.
+        """
         return self.places.gather(1, nodes).clamp_(max=self.laws.ids.shape[1] - 1)

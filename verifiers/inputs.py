@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 class Fault(IntFlag):
-    """What may be wrong with the probabilities of a request; faults add up."""
+    """What may be wrong with the probabilities of a request; flags combine."""
 
     TARGET_NOT_FINITE = 1
     DRAFT_NOT_NORMALISED = 2
@@ -46,8 +46,8 @@ _MESSAGES = {
 def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
     """Return ``[batch]`` int64: the :class:`Fault` flags of each request, 0 where all is well.
 
-    Draft laws are judged at nodes with children only, and not at all in ``fixed`` trees, whose
-    children follow none.
+    Draft laws are checked only at nodes with children, and not at all in ``fixed`` trees, whose
+    children follow no law.
     """
     normalisers = target.log_normaliser.take(target.rows)
     # A number minus itself is 0, or NaN where it is not finite.
@@ -58,14 +58,14 @@ def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
     # Written so that NaN is a fault too.
     sound = ((laws.sum(dim=2) - 1).abs() <= TOLERANCE) & (laws.amin(dim=2) >= 0)
     needed = torch.stack((sound.gather(1, tree.parents), _possible(tree)), dim=1)
-    # Of two truth values: drafted and not sound, drafted and not possible.
+    # Greater than, of truth values: drafted but not sound, drafted but not possible.
     broken, impossible = (drafted_nodes(tree).unsqueeze(1) > needed).any(dim=2).unbind(1)
     faults = torch.add(faults, broken, alpha=int(Fault.DRAFT_NOT_NORMALISED))
     return torch.add(faults, impossible, alpha=int(Fault.IMPOSSIBLE_DRAFT))
 
 
 def _possible(tree: DraftTree) -> Tensor:
-    """Return ``[batch, nodes]`` bool: the law of a node's parent can draw its token."""
+    """Return ``[batch, nodes]`` bool: whether the law of a node's parent can draw its token."""
     if tree.whole:
         trees = numbered_rows(tree.batch, tree.parents.device)
         return tree.draft_probs[trees, tree.parents, tree.token_ids] > 0
@@ -77,8 +77,8 @@ def fault_error(faults: int, request: int) -> InvalidProbabilities:
     """Return the error that describes the first of a request's ``faults``.
 
     Args:
-        faults: What :func:`find_faults` says, not 0.
-        request: How the request is to be named: its number.
+        faults: Its flags from :func:`find_faults`, not 0.
+        request: The request's number, for the message.
     """
     first = next(fault for fault in Fault if fault & faults)
     argument, value, expected = _MESSAGES[first]

@@ -10,191 +10,21 @@ where b_k is the law by which the layer's own step would have selected its next 
 x is emitted, or a tree node entered, rho_k becomes ``rho_k M_{k-1}(x) / b_k(x)``, and n_k is drawn
 from the law of the number of drafts on x.
 
-What an engine keeps for a request, from step to step:
-
-* The numbers of its layers, a column of :class:`Layers`, oldest first. Start with none; after each
-  verification take :attr:`StatefulVerdict.layers` and drop columns whose ``remaining`` is 0. The
-  last column, if it remains, is the layer of the step just done.
-* For each layer what its draft law needs, a *snapshot*: the drafter's settings and state at the
-  root of the step that pushed the layer, and the tokens committed since that root. The law of a
-  layer is that of its own step, not the current one, hence a drafter must be able to recall what
-  that step would have drawn from (:class:`eaglegbv.drafters.base.RecallingDrafter`).
-* Nothing else. Steps without drafts (a root alone) go through the same verifier, so that debts are
-  paid there too; layers survive pre-emption with the request.
-
-At verification it hands over ``Debts(layers, laws)``, where ``laws.after(tokens)`` recalls the law
-of every layer of every request, after the given tokens of the path being selected. Requests with
-fewer layers are padded by columns whose ``remaining`` is 0.
+:mod:`eaglegbv.verifiers.stateful` says what an engine keeps of this from step to step.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree
-from eaglegbv.uniforms import Purpose, Stream
-from eaglegbv.verifiers.base import Rule, Verdict, VerifyUniforms
+from eaglegbv.verifiers.debts import Layers, SparseLaws
 from eaglegbv.verifiers.drafted_path import place_of
-from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.multiplicity import draw_multiplicity
 from eaglegbv.verifiers.transport import RankedLaws, Transport, transport
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """The debts of earlier steps, ``[batch, layers]`` each, oldest first.
-
-    Attributes:
-        rho: float64.
-        drafts: int64, n, the drafts that would still be in play.
-        remaining: int64, tokens the debt still covers; 0 where there is no layer.
-        most_drafts: A bound on ``drafts``: the most paths any of the steps had.
-    """
-
-    rho: Tensor
-    drafts: Tensor
-    remaining: Tensor
-    most_drafts: int
-
-    @classmethod
-    def none(cls, batch: int, *, device: torch.device | str = "cpu") -> Self:
-        """Return no layers: the state of new requests."""
-        counts = torch.zeros((batch, 0), dtype=torch.int64, device=device)
-        return cls(counts.to(torch.float64), counts, counts, 1)
-
-    @property
-    def count(self) -> int:
-        """Padded number of layers."""
-        return self.rho.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class SparseLaws:
-    """Draft laws as short lists.
-
-    Attributes:
-        ids: ``[batch, layers, width]`` int64.
-        probs: ``[batch, layers, width]`` float64; padding entries are 0. All 0 where there is no
-            layer, or where the paths of its own step would have ended.
-    """
-
-    ids: Tensor
-    probs: Tensor
-
-
-class LayerLaws(Protocol):
-    """Where the draft laws of layers come from."""
-
-    def after(self, tokens: Tensor) -> SparseLaws:
-        """Return the law of every layer's own step after ``tokens``.
-
-        Asked for once at every depth, from the root on, each time by one token more.
-
-        Args:
-            tokens: ``[batch, depth]`` int64, the tokens entered below the root so far; depth is 0
-                at the root. They mean nothing for requests whose path has ended before.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Debts:
-    """What a verification needs to know of earlier steps."""
-
-    layers: Layers
-    laws: LayerLaws
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulUniforms:
-    """The random numbers of a verification with state.
-
-    Attributes:
-        plain: Those every verification uses.
-        entering: ``[batch, length, layers]`` float64: number (d, j) moves the j-th of the layers in
-            force at a node of depth d to the child entered.
-        leaving: ``[batch, layers + 1]`` float64: likewise after the step's last token; the number
-            after those of the layers in force belongs to the new layer.
-    """
-
-    plain: VerifyUniforms
-    entering: Tensor
-    leaving: Tensor
-
-    @classmethod
-    def draw(
-        cls,
-        streams: Sequence[Stream],
-        steps: Sequence[int],
-        layers: Sequence[int],
-        *,
-        paths: int,
-        length: int,
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Draw every request's numbers from its own stream at its own step counter.
-
-        They continue the selection and correction numbers of the plain draw, so they do not depend
-        on how many layers other requests have.
-
-        Args:
-            streams: The requests' streams.
-            steps: Their step counters.
-            layers: The number of layers of each request.
-            paths: Paths of the tree.
-            length: Length of the tree.
-            device: Where the numbers are wanted.
-        """
-        plain = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
-        most = max(layers, default=0)
-        entering = np.zeros((len(streams), length, most))
-        leaving = np.zeros((len(streams), most + 1))
-        start = 2 * paths * length
-        for b, (stream, step, count) in enumerate(zip(streams, steps, layers, strict=True)):
-            numbers = stream.draw(step, Purpose.SELECTION, start + length * count)[start:]
-            entering[b, :, :count] = numbers.reshape(length, count)
-            leaving[b, : count + 1] = stream.draw(step, Purpose.CORRECTION, count + 2)[1:]
-        return cls(
-            plain, torch.from_numpy(entering).to(device), torch.from_numpy(leaving).to(device)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulVerdict:
-    """What a verification commits, and what it leaves to the next.
-
-    Attributes:
-        verdict: The tokens.
-        layers: The debts after the last of them: those handed in, and in the last column the one
-            of this step; ``remaining`` is 0 where there is none.
-        figures: Says what the verification went by, beside p and q; works it out when asked.
-    """
-
-    verdict: Verdict
-    layers: Layers
-    figures: Callable[[], NodeFigures]
-
-
-class StatefulVerifier(Rule):
-    """A rule whose steps are lossless in a row only: each needs the debts of the ones before."""
-
-    @abstractmethod
-    def verify(
-        self, tree: DraftTree, target: TargetLaw, uniforms: StatefulUniforms, debts: Debts
-    ) -> StatefulVerdict:
-        """Judge the drafts of a batch, given the debts of earlier steps.
-
-        ``tree.length`` must be the length the paths were drawn to, even if all ended earlier: it
-        says how long a debt lasts. A tree of a root alone yields a token of the modified target.
-
-        Raises:
-            LawMismatch: The tree's law is not among :attr:`laws`.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +60,7 @@ class ModifiedNode:
         Args:
             target: The target's own laws.
             nodes: ``[batch]`` int64.
-            layers: The layers that come to the nodes.
+            layers: The layers that reach the nodes.
             laws: Their draft laws there; a layer without a law ends.
             ids: ``[batch, width]`` int64.
         """
@@ -277,7 +107,7 @@ class ModifiedNode:
         at = ranks.unsqueeze(2)
         b = self.plan.law.gather(2, at).squeeze(2)
         b = torch.where(ids.gather(2, at).squeeze(2) == tokens.unsqueeze(1), b, 0.0)
-        # A layer whose law cannot produce the token has no more effect.
+        # A layer whose law cannot produce the token has no further effect.
         lasts = self.active & (self.layers.remaining > 1) & (b > 0)
         factor = self.ranked.target.gather(2, at).squeeze(2) / b
         turn = (self.active.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
@@ -314,7 +144,7 @@ def _in_force(layers: Layers, laws: SparseLaws) -> Layers:
 
 
 def _mass(own: RankedLaws, plan: Transport, rho: Tensor) -> Tensor:
-    """Return ``sum (rho M - b)+``, ``[batch, 1]``: on the support of b, and beside it."""
+    """Return ``sum (rho M - b)+``, ``[batch, 1]``: on the support of b and off it."""
     inside = (rho * own.target - plan.law).clamp(min=0).sum(dim=1, keepdim=True)
     beside = (1 - own.target.sum(dim=1, keepdim=True)).clamp(min=0)
     return inside + rho * beside

@@ -2,9 +2,10 @@
 
 At every node one of the drafts is selected by the exact optimal transport of that node; the
 selected path is verified as one block, with the laws b of the selections in place of the draft law.
-(Token, number of drafts left on it) is one symbol of a larger alphabet whose second part has the
-same conditional law under target and draft, so block verification on that alphabet is lossless, and
-so is its token part. One path: block verification. One level: the optimal acceptance alpha*.
+The pair (token, number of drafts left on it) is one symbol of a larger alphabet. Its second part
+has the same conditional law under target and draft, so block verification on that alphabet is
+lossless, and so is its token part. With one path this is block verification; with one level it
+reaches the optimal acceptance alpha*.
 """
 
 from typing import ClassVar

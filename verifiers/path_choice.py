@@ -8,12 +8,12 @@ from eaglegbv.verifiers.constants import counting, powers_of_two
 
 
 def steps_of(tree: DraftTree) -> Tensor:
-    """Return ``[batch, paths, length]`` bool: the path has a node at depth 1, 2, ..."""
+    """Return ``[batch, paths, length]`` bool: whether the path has a node at depth 1, 2, ..."""
     return counting(tree.length, tree.path_lengths.device) < tree.path_lengths.unsqueeze(2)
 
 
 def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
-    """Return ``[batch]`` int64: the first path that at every node goes on to the preferred child.
+    """Return ``[batch]`` int64: the first path that follows the preferred child at every node.
 
     That is the path whose sequence of keys is lexicographically largest.
 

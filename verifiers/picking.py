@@ -10,7 +10,7 @@ from torch import Tensor
 Record = TypeVar("Record")
 
 
-def pick(records: Sequence[Record], numbers: Tensor) -> Record:
+def pick_record(records: Sequence[Record], numbers: Tensor) -> Record:
     """Return the record whose tensors are, for request b, those of ``records[numbers[b]]``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Draft laws in order of popularity, for the laws that fix a node's most likely children."""
+"""Draft laws sorted by probability, for those that fix a node's most likely children."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,9 +6,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.ranking import most_likely_first
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import place_of, rows_at
+from eaglegbv.verifiers.drafted_path import places_of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class PopularTree:
         ids: ``[batch, nodes, width]`` int64.
         draft: ``[batch, nodes, width]`` float64, q.
         target: ``[batch, nodes, width]`` float64, p at ``ids``.
-        places: ``[batch, nodes]`` int64, where each node's token stands among its parent's ids.
+        places: ``[batch, nodes]`` int64, the place of each node's token among its parent's ids.
     """
 
     tree: DraftTree
@@ -32,13 +33,10 @@ class PopularTree:
     @classmethod
     def of(cls, tree: DraftTree, target: TargetLaw) -> Self:
         """Sort the laws of all nodes."""
-        by_id = tree.draft_ids.argsort(dim=2)
-        by_draft = (-tree.draft_probs).gather(2, by_id).sort(dim=2, stable=True).indices
-        order = by_id.gather(2, by_draft)
+        order = most_likely_first(tree.draft_ids, tree.draft_probs)
         ids, draft = tree.draft_ids.gather(2, order), tree.draft_probs.gather(2, order)
         probs = target.probs_at(ids) * (draft > 0)
-        places = place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))
-        return cls(tree, ids, draft, probs, places)
+        return cls(tree, ids, draft, probs, places_of_tokens(tree, ids, draft))
 
     def first_places(self, count: Tensor) -> Tensor:
         """Return ``[batch, nodes, width]`` bool: the ``count`` ``[batch, nodes]`` most likely."""
@@ -52,7 +50,7 @@ class PopularTree:
 
 
 def tail_law(draft: Tensor, kept: Tensor) -> Tensor:
-    """Return q restricted to the tokens off ``kept``, normalised; all 0 if none has mass."""
+    """Return q restricted to the tokens outside ``kept``, normalised; all 0 if none has mass."""
     rest = draft.masked_fill(kept, 0.0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(rest == total, (total > 0) & (rest > 0), rest / total).to(draft.dtype)

@@ -7,22 +7,22 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.gbv import GbvVerifier
-from eaglegbv.verifiers.global_resolution import (
+from eaglegbv.verifiers.global_resolution import GlobalResolutionVerifier
+from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
+from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier
+from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
+from eaglegbv.verifiers.host_resolution import (
     ConvexResolutionVerifier,
-    GlobalResolutionVerifier,
     LinearResolutionVerifier,
     MaxFlowResolutionVerifier,
     RaceResolutionVerifier,
 )
-from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
-from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier
-from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.spechub import SpecHubVerifier
 from eaglegbv.verifiers.specinfer import SpecInferVerifier
 from eaglegbv.verifiers.spectr import SpecTrVerifier
 from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 from eaglegbv.verifiers.tokenwise import TokenVerifier
 from eaglegbv.verifiers.traversal import TraversalVerifier

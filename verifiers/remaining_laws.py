@@ -8,12 +8,12 @@ from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.drafted_path import place_of, rows_at
+from eaglegbv.verifiers.drafted_path import places_of_tokens, rows_at
 
 
 @dataclass(slots=True)
 class RemainingLaws:
-    """What is left of p at each node, on the support of its draft law and beside it, and of q.
+    """What is left of p at each node, on the support of its draft law and off it, and of q.
 
     Attributes:
         ids: ``[batch, nodes, width]`` int64.
@@ -22,7 +22,7 @@ class RemainingLaws:
         beside: ``[batch, nodes]`` float64, the mass left off the support.
         scale: ``[batch, nodes]`` float64, what is left of a token off the support, over its p.
         draft: ``[batch, nodes, width]`` float64, q given the tokens lost.
-        places: ``[batch, nodes]`` int64, where each node's token stands in its parent's ids.
+        places: ``[batch, nodes]`` int64, the place of each node's token in its parent's ids.
     """
 
     ids: Tensor
@@ -38,11 +38,6 @@ class RemainingLaws:
         """Start with p and q themselves."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
         beside = (1 - probs.sum(dim=2)).clamp(min=0)
-        places = place_of(
-            tree.token_ids,
-            rows_at(tree.draft_ids, tree.parents),
-            rows_at(tree.draft_probs, tree.parents),
-        )
         return cls(
             ids=tree.draft_ids,
             probs=probs,
@@ -50,7 +45,7 @@ class RemainingLaws:
             beside=beside,
             scale=torch.ones_like(beside),
             draft=tree.draft_probs,
-            places=places,
+            places=places_of_tokens(tree, tree.draft_ids, tree.draft_probs),
         )
 
     @property

@@ -42,8 +42,8 @@ def sibling_ranks(tree: DraftTree, values: Tensor) -> Tensor:
 
     Args:
         tree: The draft trees.
-        values: ``[batch, nodes]`` float64; the smaller one ranks below, of equal ones that of the
-            smaller token id.
+        values: ``[batch, nodes]`` float64; the smaller one ranks below, and among equals the one
+            of the smaller token id.
 
     Returns:
         ``[batch, nodes]`` int64.
@@ -77,11 +77,11 @@ def drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Tens
 
 
 def numbers_at(tree: DraftTree, uniforms: Tensor) -> Tensor:
-    """Return ``[batch, nodes]``: the number of each node's parent, given one for each depth.
+    """Return ``[batch, nodes]``: for each node, the number of its parent's depth.
 
     Args:
         tree: The draft trees.
-        uniforms: ``[batch, length]``.
+        uniforms: ``[batch, length]``, one number for each depth.
     """
     return uniforms.gather(1, (tree.depth - 1).clamp(min=0))
 

@@ -68,7 +68,7 @@ class SpecHubVerifier(Verifier):
 
 
 def _preferred(tree: DraftTree, passed: Tensor, is_hub: Tensor) -> Tensor:
-    """Return the accepted child of each node, the other token before the hub, else 0."""
+    """Return the accepted child of each node, 0 if none; the hub yields to the other token."""
     index = torch.arange(tree.nodes, device=passed.device)
     score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
     best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")

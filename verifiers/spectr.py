@@ -9,7 +9,7 @@ from torch import Tensor
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.drafted_path import place_of, rows_at
+from eaglegbv.verifiers.drafted_path import places_of_tokens
 from eaglegbv.verifiers.iid_selection import PathSteps
 from eaglegbv.verifiers.top_down import Decisions, descend, draft_copies
 
@@ -29,11 +29,7 @@ class SpecTrVerifier(Verifier):
         """Judge trees of independent paths."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
         plan = k_seq(probs, tree.draft_probs, PathSteps.of(tree).draft_counts(tree))
-        places = place_of(
-            tree.token_ids,
-            rows_at(tree.draft_ids, tree.parents),
-            rows_at(tree.draft_probs, tree.parents),
-        )
+        places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places
         p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
         chances = p / (plan.rho.gather(1, tree.parents) * q)

@@ -4,20 +4,16 @@ from typing import ClassVar
 
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
+from eaglegbv.verifiers.debts import Debts
 from eaglegbv.verifiers.greedy_rule import verify_greedily
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    StatefulUniforms,
-    StatefulVerdict,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerdict, StatefulVerifier
 
 
 class SpecTrGbvVerifier(StatefulVerifier):
     """Select as otbv does, for the modified target, and verify by the greedy block rule.
 
-    The paper's promises kept by a rule that is lossless over any number of steps: the acceptance
-    rule of the authors' implementation is not target-preserving for two and more paths.
+    This rule keeps the paper's promises and is lossless over any number of steps. The acceptance
+    rule of the authors' implementation does not preserve the target with two or more paths.
     """
 
     name: ClassVar[str] = "spectr_gbv"

@@ -14,7 +14,7 @@ from eaglegbv.verifiers.walk import walk
 
 
 class TargetOnlyVerifier(Verifier):
-    """Sample from p; go on while the sample is a child. Optimal where the tree is not random."""
+    """Sample from p; descend while the sample is a child. Optimal where the tree is not random."""
 
     name: ClassVar[str] = "target_only"
     source: ClassVar[str] = "naive speculative sampling; SpecInfer (2305.09781), section 4"

@@ -1,4 +1,4 @@
-"""Rules that walk down a tree and stop at the first node they leave it at.
+"""Rules that walk down a tree and stop at the node where they leave it.
 
 What happens at a node does not depend on the nodes above it, so such a rule decides at all nodes at
 once, and the walk then follows its decisions.
@@ -19,7 +19,7 @@ from eaglegbv.verifiers.path_choice import steps_of
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Where the walk goes on at each node, and what follows if it stops there.
+    """Where the walk goes from each node, and what follows if it stops there.
 
     Attributes:
         children: ``[batch, nodes]`` int64, the child accepted at each node, 0 where it stops.

@@ -30,9 +30,9 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, slots=True)
 class RankedLaws:
-    """Laws over the support of q, lowest p/q first, ties by token id: the one order used anywhere.
+    """Laws over the support of q, lowest p/q first, ties by token id: the order used everywhere.
 
-    Entries of draft probability zero stand last, with target 0.
+    Entries of draft probability zero come last, with target 0.
 
     Attributes:
         ids: ``[..., width]`` int64.
@@ -48,7 +48,7 @@ class RankedLaws:
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
         """Rank by one division and two stable sorts; nothing is normalised again."""
         by_id = ids.argsort(dim=-1)
-        # Without draft probability the ratio is infinite, or 0 / 0, which stands behind that.
+        # Without draft probability the ratio is infinite or, as 0 / 0, NaN: both come last.
         by_ratio = (target / draft).gather(-1, by_id).sort(dim=-1, stable=True).indices
         order = by_id.gather(-1, by_ratio)
         draft = draft.gather(-1, order)
@@ -91,7 +91,7 @@ def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
 
 
 def _selected_law(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
-    """Return b by cases; as the difference of P + g it would lose its digits.
+    """Return b case by case; as a difference of P + g it would lose its digits.
 
     Args:
         p: ``[..., width]``, in ranked order.
@@ -101,7 +101,7 @@ def _selected_law(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
     # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
     g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
     change = g.diff(dim=-1)
-    # Where g goes with D from one entry to the next, so does b with v; where g rests, b is p.
+    # Where g follows D from one entry to the next, b is v; where g is constant, b is p.
     touching = g == D
     along = touching[..., :-1] & touching[..., 1:] & (change != 0)
     return torch.where(along, v, (p + change).clamp_(min=0))

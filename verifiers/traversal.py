@@ -18,7 +18,7 @@ from eaglegbv.verifiers.siblings import drafted_nodes, first_paths
 
 
 class TraversalVerifier(Verifier):
-    """Go down first children to a leaf and test it; on rejection go on with the next child.
+    """Descend first children to a leaf and test it; after a rejection, try the next child.
 
     A node is entered with ``w = min(1, w_parent p/q)`` and tested with its w when no child is left;
     a rejected child changes its parent: ``p <- (w p - q)+``, ``w <- R / (R + 1 - w)``, and q loses
@@ -35,7 +35,7 @@ class TraversalVerifier(Verifier):
         return _traverse(tree, target, uniforms).verdict(tree, target, uniforms)
 
     def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:
-        """Return w of every drafted node, with which it is tested once no child is left."""
+        """Return w of every drafted node, the chance of its test once no child is left."""
         weights = _traverse(tree, target, uniforms).weights
         return {"w": weights.masked_fill(~drafted_nodes(tree), torch.nan)}
 
@@ -47,8 +47,8 @@ class _Leaf:
     Attributes:
         parents: ``[batch, length]`` int64, the node above each of ``nodes``.
         nodes: ``[batch, length]`` int64.
-        entered: ``[batch, length]`` bool: the node was not on an earlier path.
-        left: ``[batch, length]`` bool: the node is not on a later path.
+        entered: ``[batch, length]`` bool: whether no earlier path has the node.
+        left: ``[batch, length]`` bool: whether no later path has the node.
     """
 
     parents: Tensor
@@ -90,7 +90,7 @@ class _Visit:
     Attributes:
         laws: The laws left at every node.
         weights: ``[batch, nodes]`` float64, w of the nodes entered.
-        accepted: ``[batch]`` bool: a node was accepted.
+        accepted: ``[batch]`` bool: whether a node was accepted.
         stop: ``[batch]`` int64, that node, else the root.
         path: ``[batch, length]`` int64, a path through it.
     """
@@ -109,7 +109,7 @@ class _Visit:
         return cls(laws, weights, root.bool(), root, tree.path_nodes[:, 0])
 
     def enter(self, leaf: _Leaf) -> None:
-        """Give the new nodes of a path their weights, from the top."""
+        """Set the weights of a path's new nodes, from the top down."""
         ratios = self.laws.ratios(leaf.parents, leaf.nodes)
         known = self.weights.gather(1, leaf.nodes)
         weight, column = self.weights[:, 0], []
@@ -118,7 +118,7 @@ class _Visit:
             weight = torch.where(leaf.entered[:, depth], fresh, known[:, depth])
             column.append(weight)
         values = torch.where(leaf.entered, torch.stack(column, dim=1), 0.0)
-        # Weights of nodes not entered yet are 1, and past its end a path repeats a node: add.
+        # Add, because a path repeats a node past its end. Nodes not entered yet have weight 1.
         self.weights = self.weights.scatter_add(
             1, leaf.nodes, torch.where(leaf.entered, values - known, 0.0)
         )

@@ -16,7 +16,7 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
 
     Args:
         tree: The draft trees.
-        next_token: From the nodes ``[batch]`` reached and their depth to a token each, ``[batch]``.
+        next_token: Takes the nodes ``[batch]`` reached and their depth; returns a token for each.
     """
     drafted = drafted_nodes(tree)
     node = torch.zeros_like(tree.num_nodes)

@@ -1,1 +1,1 @@
-"""How others store EAGLE heads, and how to write for them."""
+"""The formats in which EAGLE heads are stored, to read and to write."""

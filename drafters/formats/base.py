@@ -1,4 +1,4 @@
-"""What a format is: how it lays out config.json and names tensors, and what it cannot say."""
+"""The interface of formats: the layout of config.json, names of tensors, and their limits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.layers import Numbering
-from eaglegbv.drafters.formats.names import LAYER
+from eaglegbv.drafters.formats.names import LAYER, NamedTensors
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.errors import DrafterMismatch
 
 
 class FormatName(StrEnum):
-    """Whose format."""
+    """Whose format it is."""
 
     EAGLE = "eagle"
     SGLANG = "sglang"
@@ -26,11 +26,11 @@ class FormatName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Where a config.json says what.
+    """The two parts of a config.json.
 
     Attributes:
         layer: The decoder layer's sizes and rotary settings, in Llama's keys.
-        head: What else there is to an EAGLE head.
+        head: The other settings of an EAGLE head.
     """
 
     layer: Section
@@ -39,14 +39,14 @@ class Sections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is written into a config.json, beyond the head's own configuration.
+    """What a config.json is written from.
 
     Attributes:
-        config: The head's.
-        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file is to leave
-            them to the default.
+        config: The head's configuration.
+        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them
+            to the default.
         dtype: Type of the tensors.
-        passed_on: Keys that mean nothing here and something to other engines.
+        passed_on: Keys that only other engines use.
         verifier: Name or path of the target, where it is known.
         verifier_architectures: Its class names.
     """
@@ -59,14 +59,24 @@ class Contents:
     verifier_architectures: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionVariants:
+    """How the attention of a head departs from Llama's; see :class:`EagleHeadConfig`."""
+
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+
 class Format(ABC):
     """A format.
 
     Attributes:
         name: Its name.
         engine: Who writes and reads it, for messages.
-        numbering: How its layer ids count.
+        numbering: What its layer ids number.
         eagle3_layer: What the names of an EAGLE-3 head's layer begin with.
+        carries_embedding: Whether its heads include the token embedding.
         variants: Settings of :class:`EagleHeadConfig` it can express when they are true.
     """
 
@@ -74,11 +84,25 @@ class Format(ABC):
     engine: ClassVar[str]
     numbering: ClassVar[Numbering]
     eagle3_layer: ClassVar[str]
+    carries_embedding: ClassVar[bool] = False
     variants: ClassVar[Mapping[Arch, frozenset[str]]]
 
     @abstractmethod
     def sections(self, stored: Mapping[str, Any]) -> Sections:
         """Find the parts of a config.json."""
+
+    @abstractmethod
+    def attention(self, layer: Section, named: NamedTensors) -> AttentionVariants:
+        """Read the variants of attention from the layer's section and the tensors' names."""
+
+    @abstractmethod
+    def assumptions(self, head: Section, config: EagleHeadConfig) -> list[str]:
+        """Say how a head was read where this format's files leave that open.
+
+        Args:
+            head: The head's section.
+            config: What was read.
+        """
 
     @abstractmethod
     def config(self, contents: Contents) -> dict[str, Any]:

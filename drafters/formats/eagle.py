@@ -7,8 +7,9 @@ EAGLE-2 name their layer ``layers.0``, EAGLE-3 ``midlayer``.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import (
+    AttentionVariants,
     Contents,
     Format,
     FormatName,
@@ -17,6 +18,7 @@ from eaglegbv.drafters.formats.base import (
     layer_keys,
 )
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering
+from eaglegbv.drafters.formats.names import NamedTensors
 from eaglegbv.drafters.formats.section import Section
 
 
@@ -40,6 +42,25 @@ class EagleFormat(Format):
         """See :meth:`Format.sections`."""
         flat = Section(stored).merged("eagle_config")
         return Sections(layer=flat, head=flat)
+
+    def attention(self, layer: Section, named: NamedTensors) -> AttentionVariants:
+        """See :meth:`Format.attention`; the tensors decide where ``qkv_bias`` is missing."""
+        # Configurations copied from a target may say attention_bias, which means the target's.
+        said = layer.flag("qkv_bias")
+        return AttentionVariants(
+            qkv_bias=named.has_attention_bias("qkv") if said is None else said,
+            o_bias=named.has_attention_bias("o"),
+            qk_norm=named.has_attention_norm,
+        )
+
+    def assumptions(self, head: Section, config: EagleHeadConfig) -> list[str]:  # noqa: ARG002
+        """See :meth:`Format.assumptions`."""
+        if not config.norm_output:
+            return []
+        return [
+            "norm_output is true: the normed state is fed back, as SGLang does; SpecForge, whose "
+            "key of that name concerns logits alone, trains with the state before the norm"
+        ]
 
     def config(self, contents: Contents) -> dict[str, Any]:
         """See :meth:`Format.config`."""

@@ -15,7 +15,7 @@ from eaglegbv.errors import DrafterMismatch
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NUMBERING = "layer_ids_are"
-"""Our own key beside the ids, which other engines pass over: ``inputs`` or ``outputs``."""
+"""A key of this package beside the ids, ``inputs`` or ``outputs``; other engines ignore it."""
 
 
 class Numbering(StrEnum):
@@ -28,12 +28,12 @@ class Numbering(StrEnum):
 
     @property
     def engines(self) -> str:
-        """Who counts so."""
+        """The engines that count this way."""
         return _ENGINES[self]
 
     @property
     def shift(self) -> int:
-        """What is added to an id for the number of the layer whose input is meant."""
+        """The offset from an id to the number of the layer whose input is meant."""
         return 0 if self is Numbering.INPUTS else 1
 
 
@@ -50,8 +50,8 @@ class StoredLayers:
     Attributes:
         ids: As stored; None where there are none.
         stated: What :data:`NUMBERING` says; None where it is missing.
-        fallback: What is taken where nothing tells.
-        engine: Whose habit ``fallback`` is.
+        fallback: The numbering assumed where nothing tells.
+        engine: The engines that count by ``fallback``.
     """
 
     ids: tuple[int, ...] | None
@@ -88,13 +88,13 @@ class StoredLayers:
 
 @dataclass(frozen=True, slots=True)
 class FeatureLayers:
-    """Target layers whose inputs are read, and why these.
+    """Target layers whose inputs are read, and why.
 
     Attributes:
         inputs: Layer numbers.
         reason: How they follow from the file.
         numbering: How the file's ids were read; None where there are none.
-        guessed: Whether nothing told how the ids count.
+        guessed: Whether the numbering was assumed, as nothing told it.
     """
 
     inputs: tuple[int, ...]
@@ -123,7 +123,10 @@ class FeatureLayers:
 
 
 def _recognise(ids: tuple[int, ...], num_layers: int | None) -> Numbering | None:
-    """Tell the numbering of the usual layers, of which the last gives the target's depth away."""
+    """Return the numbering by which these are the usual layers; None if there is none.
+
+    Where the target's depth is unknown, the last layer gives it away.
+    """
     for numbering in Numbering:
         inputs = tuple(layer + numbering.shift for layer in ids)
         if inputs == default_feature_layers(num_layers or inputs[-1] + 3):

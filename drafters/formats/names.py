@@ -37,10 +37,10 @@ class NamedTensors:
     """The tensors of a head by the names that are used inside this package.
 
     Attributes:
-        tensors: Those that count.
+        tensors: Those in use.
         stored: The names they have in the file.
         layer_prefix: What the names of the decoder layer begin with in the file.
-        left_aside: Names in the file that are known and not needed, and why.
+        left_aside: Names in the file that are known but not needed, and why.
     """
 
     tensors: Mapping[str, Tensor]
@@ -48,8 +48,17 @@ class NamedTensors:
     layer_prefix: str
     left_aside: Mapping[str, str]
 
+    @property
+    def has_attention_norm(self) -> bool:
+        """Whether queries or keys have a norm."""
+        return any(f"layer.self_attn.{part}_norm.weight" in self.tensors for part in "qk")
+
+    def has_attention_bias(self, parts: str) -> bool:
+        """Return whether one of the projections ``parts``, of "qkvo", has a bias."""
+        return any(f"layer.self_attn.{part}_proj.bias" in self.tensors for part in parts)
+
     def without(self, name: str, reason: str) -> "NamedTensors":
-        """Return these without one, which is left aside."""
+        """Return these tensors without one, which is left aside."""
         return NamedTensors(
             tensors={key: t for key, t in self.tensors.items() if key != name},
             stored={key: stored for key, stored in self.stored.items() if key != name},
@@ -69,7 +78,7 @@ def name_tensors(tensors: Mapping[str, Tensor], file: str) -> NamedTensors:
     """Give tensors their names inside this package.
 
     Raises:
-        DrafterMismatch: Two tensors mean the same, or these are not those of a head.
+        DrafterMismatch: Two tensors mean the same, or they are not those of a head.
     """
     prefixes = {p for p in _LAYER_PREFIXES if any(_plain(n).startswith(p) for n in tensors)}
     if len(prefixes) != 1 or not any(_plain(name) == "fc.weight" for name in tensors):

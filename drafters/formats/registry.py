@@ -32,8 +32,8 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
     """Tell the format of a config.json and its tensors.
 
     The formats of SGLang and of the EAGLE repository share tensors and keys, and engines read
-    either; they differ in what a layer id means where nothing else tells, and there alone the
-    ``architectures`` count.
+    either. They differ in what a layer id means where nothing else tells; the ``architectures``
+    matter only for that.
     """
     if LAYER_SECTION in stored:
         return FORMATS[FormatName.SPECULATORS]

@@ -1,4 +1,4 @@
-"""Something about a head's files that their reader should know."""
+"""Something a user should know about a head's files."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,9 +10,9 @@ class RemarkKind(StrEnum):
     NOTE = "note"
     """Nothing to worry about."""
     ASSUMED = "assumed"
-    """What the files leave open and how they were read."""
+    """How the files were read where they leave something open."""
     WARNING = "warning"
-    """What another engine would make of the files."""
+    """How another engine would read the files."""
 
 
 @dataclass(frozen=True, slots=True)

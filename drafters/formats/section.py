@@ -1,4 +1,4 @@
-"""A part of a config.json, read with the types that are expected."""
+"""A part of a config.json, read with the expected types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from eaglegbv.errors import DrafterMismatch
 class Section:
     """Keys of a JSON object; a value of another type is an error that names its key.
 
-    A key that is missing and one that is null are the same.
+    A missing key and a null one count as the same.
     """
 
     def __init__(self, content: Mapping[str, Any], path: str = "") -> None:
@@ -18,7 +18,7 @@ class Section:
         self._path = path
 
     def integer(self, key: str) -> int:
-        """Return a positive integer that must be there."""
+        """Return a required positive integer."""
         value = self.optional_integer(key)
         if value is None:
             raise self.mismatch(key, "a positive integer")

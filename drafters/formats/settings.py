@@ -7,7 +7,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.drafters.formats.base import Format, FormatName, Sections
+from eaglegbv.drafters.formats.base import Format, Sections
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering, StoredLayers
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors
 from eaglegbv.drafters.formats.remark import Remark, RemarkKind
@@ -43,10 +43,10 @@ class Settings:
     """What a config.json says of a head.
 
     Attributes:
-        config: The head's configuration. The layer numbers of an EAGLE-3 head stand in for those
-            that follow from :attr:`layers` and the target; their number is right.
+        config: The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of
+            the right count; the true ones follow from :attr:`layers` and the target.
         layers: EAGLE-3: the layer ids of the file.
-        passed_on: Keys that mean nothing here and something to other engines.
+        passed_on: Keys that only other engines use.
         verifier: Name of the target, where the file names one.
         remarks: What was assumed, and what other engines would do otherwise.
     """
@@ -64,14 +64,15 @@ def read_settings(
     """Read a config.json.
 
     Raises:
-        DrafterMismatch: A key is missing, of a wrong type, or asks for what no head here does; the
+        DrafterMismatch: A key is missing, of a wrong type, or asks for something unsupported; the
             message names it.
     """
     sections = kind.sections(stored)
     _check_supported(sections)
     llama = _llama(sections.layer)
-    remarks: list[Remark] = []
     layers = None if arch is Arch.EAGLE1 else _stored_layers(sections, kind)
+    attention = kind.attention(sections.layer, named)
+    norms = _NormVariants() if arch is Arch.EAGLE1 else _norm_variants(sections.head, named)
     vocab = sections.layer.integer("vocab_size")
     hidden = sections.layer.integer("hidden_size")
     config = EagleHeadConfig(
@@ -88,13 +89,19 @@ def read_settings(
         rms_norm_eps=llama.rms_norm_eps,
         rope_parameters=_rope(llama),
         fc_bias=_fc_bias(sections, arch, named),
-        **_attention_variants(sections, kind, named),
-        **({} if arch is Arch.EAGLE1 else _norm_variants(sections, kind, named, remarks)),
+        qkv_bias=attention.qkv_bias,
+        o_bias=attention.o_bias,
+        qk_norm=attention.qk_norm,
+        norm_before_fc=norms.norm_before_fc,
+        fc_norm=norms.fc_norm,
+        norm_before_residual=norms.norm_before_residual,
+        norm_output=norms.norm_output,
     )
-    remarks += _disagreements(sections, config, kind, named)
+    assumed = [Remark(RemarkKind.ASSUMED, t) for t in kind.assumptions(sections.head, config)]
+    remarks = (*norms.remarks, *assumed, *_disagreements(sections, config, named))
     passed_on = sections.layer.picked(_PASSED_ON)
     verifier = sections.head.inner("speculators_config").inner("verifier").text("name_or_path")
-    return Settings(config, layers, passed_on, verifier, tuple(remarks))
+    return Settings(config, layers, passed_on, verifier, remarks)
 
 
 def _check_supported(sections: Sections) -> None:
@@ -110,7 +117,7 @@ def _check_supported(sections: Sections) -> None:
 
 
 def _llama(layer: Section) -> LlamaConfig:
-    """Let transformers read the keys of a decoder layer, which fills in its defaults."""
+    """Let transformers read the keys of a decoder layer and fill in its defaults."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         layer.integer(key)
     for key in ("num_key_value_heads", "head_dim"):
@@ -164,31 +171,27 @@ def _fc_bias(sections: Sections, arch: Arch, named: NamedTensors) -> bool:
     return said
 
 
-def _attention_variants(sections: Sections, kind: Format, named: NamedTensors) -> dict[str, bool]:
-    layer = sections.layer
-    has_biases = any(f"layer.self_attn.{n}_proj.bias" in named.tensors for n in "qkv")
-    has_norms = any(f"layer.self_attn.{n}_norm.weight" in named.tensors for n in "qk")
-    if kind.name is FormatName.SPECULATORS:
-        biases = bool(layer.flag("attention_bias"))
-        kind_of_layer = layer.text("model_type")
-        if kind_of_layer not in (None, "llama", "qwen3"):
-            # Qwen3-Next, say, counts the weights of its norms from zero.
-            raise layer.mismatch("model_type", "'llama' or 'qwen3'")
-        qk_norm = has_norms if kind_of_layer is None else kind_of_layer == "qwen3"
-        return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qk_norm}
-    # Configurations copied from a target may say attention_bias, which means the target's.
-    said = layer.flag("qkv_bias")
-    return {
-        "qkv_bias": has_biases if said is None else said,
-        "o_bias": "layer.self_attn.o_proj.bias" in named.tensors,
-        "qk_norm": has_norms,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NormVariants:
+    """Norms of an EAGLE-3 head beyond the published one's; an EAGLE-1 head has none.
+
+    Attributes:
+        norm_before_fc: See :class:`EagleHeadConfig`, as for the next three.
+        fc_norm: See there.
+        norm_before_residual: See there.
+        norm_output: See there.
+        remarks: What was assumed.
+    """
+
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    remarks: tuple[Remark, ...] = ()
 
 
-def _norm_variants(
-    sections: Sections, kind: Format, named: NamedTensors, remarks: list[Remark]
-) -> dict[str, bool]:
-    head = sections.head
+def _norm_variants(head: Section, named: NamedTensors) -> _NormVariants:
+    """Read the norms of an EAGLE-3 head; tensors decide where config.json does not say."""
     fc_norm = head.flag("fc_norm")
     if fc_norm is None:
         fc_norm = head.flag("use_aux_norm")
@@ -196,28 +199,23 @@ def _norm_variants(
         "norm_before_fc": (head.flag("norm_before_fc"), "input_norm.weight" in named.tensors),
         "fc_norm": (fc_norm, any(name.startswith("fc_norm.") for name in named.tensors)),
     }
-    for key, (said, there) in found.items():
-        if said is None and there:
-            text = f"{key} is true, as its tensors are there; config.json does not say"
-            remarks.append(Remark(RemarkKind.ASSUMED, text))
-    before_residual = head.flag("norm_before_residual")
-    if before_residual is None and kind.name is FormatName.SPECULATORS:
-        text = (
-            "norm_before_residual is false, the default of speculators' configurations; "
-            "config.json does not say, and vLLM would take it as true"
-        )
-        remarks.append(Remark(RemarkKind.ASSUMED, text))
-    return {
+    texts = [
+        f"{key} is true, as its tensors are there; config.json does not say"
+        for key, (said, there) in found.items()
+        if said is None and there
+    ]
+    return _NormVariants(
         **{key: there if said is None else said for key, (said, there) in found.items()},
-        "norm_before_residual": bool(before_residual),
-        "norm_output": bool(head.flag("norm_output")),
-    }
+        norm_before_residual=bool(head.flag("norm_before_residual")),
+        norm_output=bool(head.flag("norm_output")),
+        remarks=tuple(Remark(RemarkKind.ASSUMED, text) for text in texts),
+    )
 
 
 def _disagreements(
-    sections: Sections, config: EagleHeadConfig, kind: Format, named: NamedTensors
+    sections: Sections, config: EagleHeadConfig, named: NamedTensors
 ) -> list[Remark]:
-    """Collect what this file would make other engines do."""
+    """Return remarks on what other engines would make of this file."""
     texts = []
     if config.arch is Arch.EAGLE1 and config.fc_bias:
         texts.append("fc has a bias, which vLLM would not load")
@@ -239,12 +237,6 @@ def _disagreements(
             "use the embedding and draft noise"
         )
     remarks = [Remark(RemarkKind.WARNING, text) for text in texts]
-    if config.norm_output and kind.name is not FormatName.SPECULATORS:
-        text = (
-            "norm_output is true: the normed state is fed back, as SGLang does; SpecForge, whose "
-            "key of that name concerns logits alone, trains with the state before the norm"
-        )
-        remarks.append(Remark(RemarkKind.ASSUMED, text))
     layers = sections.layer.optional_integer("num_hidden_layers")
     if layers not in (None, 1):
         text = f"num_hidden_layers is {layers}; the one layer there is counts"

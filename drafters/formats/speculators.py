@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import (
+    AttentionVariants,
     Contents,
     Format,
     FormatName,
@@ -18,6 +19,7 @@ from eaglegbv.drafters.formats.base import (
     layer_keys,
 )
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering
+from eaglegbv.drafters.formats.names import NamedTensors
 from eaglegbv.drafters.formats.section import Section
 from eaglegbv.errors import DrafterMismatch
 
@@ -31,6 +33,7 @@ class SpeculatorsFormat(Format):
     engine = "speculators and vLLM"
     numbering = Numbering.INPUTS
     eagle3_layer = "layers.0."
+    carries_embedding = True
     variants: ClassVar[Mapping[Arch, frozenset[str]]] = {
         Arch.EAGLE3: frozenset(
             {
@@ -49,6 +52,25 @@ class SpeculatorsFormat(Format):
         """See :meth:`Format.sections`."""
         whole = Section(stored)
         return Sections(layer=whole.inner(LAYER_SECTION), head=whole)
+
+    def attention(self, layer: Section, named: NamedTensors) -> AttentionVariants:
+        """See :meth:`Format.attention`; norms belong to a Qwen3 layer, biases to any."""
+        biases = bool(layer.flag("attention_bias"))
+        model_type = layer.text("model_type")
+        if model_type not in (None, "llama", "qwen3"):
+            # Qwen3-Next, say, counts the weights of its norms from zero.
+            raise layer.mismatch("model_type", "'llama' or 'qwen3'")
+        qk_norm = named.has_attention_norm if model_type is None else model_type == "qwen3"
+        return AttentionVariants(qkv_bias=biases, o_bias=biases, qk_norm=qk_norm)
+
+    def assumptions(self, head: Section, config: EagleHeadConfig) -> list[str]:
+        """See :meth:`Format.assumptions`."""
+        if config.arch is Arch.EAGLE1 or head.flag("norm_before_residual") is not None:
+            return []
+        return [
+            "norm_before_residual is false, the default of speculators' configurations; "
+            "config.json does not say, and vLLM would take it as true"
+        ]
 
     def check_holds(self, config: EagleHeadConfig) -> None:
         """See :meth:`Format.check_holds`; some variants go together, some exclude each other."""

@@ -24,7 +24,7 @@ class Weights:
     Attributes:
         files: The files read.
         ignored: Other files with weights in the folder, which repeat these.
-        tensors: On the CPU, mapped from the file and so read when they are used.
+        tensors: On the CPU; mapped from the file, so that they are read only when used.
     """
 
     files: tuple[str, ...]

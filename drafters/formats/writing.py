@@ -17,11 +17,11 @@ def write_head(
     """Write ``config.json`` and ``model.safetensors``.
 
     Args:
-        folder: Made where it is missing.
+        folder: Created if missing.
         kind: The format.
-        contents: What config.json is to say.
-        tensors: By the names inside this package; written bit by bit as they are, with what the
-            format adds (:meth:`Format.added`).
+        contents: What config.json is written from.
+        tensors: Tensors by their names inside this package. They are written unchanged, along with
+            those that the format adds (:meth:`Format.added`).
 
     Raises:
         DrafterMismatch: The format cannot express the head.

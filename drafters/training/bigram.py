@@ -14,7 +14,7 @@ from eaglegbv.errors import InvalidArgument
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 _CELLS = 1 << 24
-"""Entries of a dense block of laws, at most."""
+"""Most entries of a dense block of laws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Pairs:
 
 
 def count_pairs(corpus: Corpus, weights: Tensor, vocab: int) -> Pairs:
-    """Count a corpus, each document by its weight; all weights scaled to 1 a pair on average."""
+    """Count a corpus, each document by its weight; the mean weight of a pair is scaled to 1."""
     ends = corpus.starts + corpus.lengths
     tokens = corpus.token_ids.long()
     document = torch.repeat_interleave(torch.arange(len(ends)), corpus.lengths)
@@ -67,7 +67,7 @@ def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
     """Return the ``width`` likeliest followers of every token.
 
     p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram law: MacKay and Peto's
-    Dirichlet prior (1995). The further row, of no token, is u.
+    Dirichlet prior (1995). The last row, for a missing token, is u.
     """
     unigram, firsts = pairs.unigram, pairs.firsts
     width = min(width, pairs.vocab)
@@ -104,7 +104,7 @@ def train_bigram(texts: TextSettings, out: Path, *, width: int, command: str = "
     """Count the texts, choose the prior by the held-out ones, and save the table in ``out``.
 
     Returns:
-        What was found, for a reader.
+        A summary for a reader.
 
     Raises:
         InvalidArgument: There is no data.

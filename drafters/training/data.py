@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from eaglegbv.errors import InvalidArgument
 
 HELD_OUT_ONE_IN = 50
+_SHORT_DOCUMENT = 8
+"""A number of tokens that documents exceed on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +168,22 @@ def pack(corpus: Corpus, documents: Tensor, window: int) -> PackedRows:
     )
 
 
+def documents_to_fill(window: int) -> int:
+    """Return how many documents to draw for a row of ``window`` tokens, enough to fill it."""
+    return max(1, window // _SHORT_DOCUMENT)
+
+
 def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
     """Put every document into a row, whole: long ones first, each into the first row with room.
 
     Args:
         lengths: ``[documents]`` int64, none above ``window``.
         window: Tokens of a row.
-        seed: Seed of what rows are filled up with.
+        seed: Seed of the documents that rows are filled up with.
 
     Returns:
-        ``[rows, number]`` int64, documents for :func:`pack`: in every row some of its own, and then
-        any others, of which those at its end are cut.
+        ``[rows, number]`` int64, documents for :func:`pack`: in every row its own ones, then random
+        others, which are cut at the row's end.
     """
     free = torch.full_like(lengths, window)
     rows: list[list[int]] = [[] for _ in lengths]
@@ -185,8 +192,7 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
         rows[row].append(document)
         free[row] -= lengths[document]
     used = [own for own in rows if own]
-    # Texts are at least a few tokens long, so this many fill a row.
-    number = max(map(len, used)) + window // 8
+    number = max(map(len, used)) + documents_to_fill(window)
     generator = torch.Generator().manual_seed(seed)
     filled = torch.randint(len(lengths), (len(used), number), generator=generator)
     for documents, own in zip(filled, used, strict=True):

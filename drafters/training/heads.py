@@ -13,7 +13,7 @@ from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.report import TrainingReport
 from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns, Runs
 from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.unroll import (
@@ -25,6 +25,11 @@ from eaglegbv.drafters.training.unroll import (
 )
 from eaglegbv.errors import InvalidArgument
 
+_NOT_IDENTITY = frozenset(
+    {"data", "device", "initial", "out", "samples", "seed", "target", "validation_prompts"}
+)
+"""Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleTrainingConfig:
@@ -32,8 +37,9 @@ class EagleTrainingConfig:
 
     Attributes:
         arch: Which head.
-        target: Folder of the target.
-        data: JSON-lines files, or folders of them.
+        texts: Which target, and which texts to train and measure on. Rows are packed with whole
+            texts to ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts
+            acceptance is measured on, at most.
         out: Folder to write.
         intermediate: Width of the head's feed-forward layer; None is the target's.
         draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is all.
@@ -42,28 +48,19 @@ class EagleTrainingConfig:
         anchors: Positions of a row that are unrolled.
         loss: What is lowered.
         feature_weight: Weight of EAGLE-1's feature regression.
-        regenerate: Prompts the target answers itself before training; 0 trains on the data's own
-            answers.
-        samples: File the target's answers are kept in, shared by runs; None is one in ``out``.
-        max_new_tokens: Longest answer of the target.
-        generation_batch: Prompts answered together.
-        window: Tokens of a row, packed with whole texts, and of a text at most.
         batch: Rows of a step.
-        held_out: Held-out texts to measure acceptance on, at most.
-        rows_per_source: Rows read of each file at most.
         keep_runs: Run the target once over its answers and keep what a head learns from in memory,
             instead of running it at every step.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
-        initial: Folder of a head of the same sizes to go on from, but for a narrower feed-forward
-            layer perhaps; None starts from random weights.
-        validate: Held-out prompts that acceptance is measured on by a real verifier.
+        initial: Folder of a trained head to start from. It must have the same sizes, except that
+            its feed-forward layer may be narrower. None starts from random weights.
+        validation_prompts: Held-out prompts on which a real verifier measures acceptance.
     """
 
     arch: Arch
-    target: Path
-    data: tuple[Path, ...]
+    texts: TextSettings
     out: Path
     intermediate: int | None = None
     draft_vocab: int | None = None
@@ -72,48 +69,24 @@ class EagleTrainingConfig:
     anchors: int = 48
     loss: Loss = Loss.MIX
     feature_weight: float = 0.1
-    regenerate: int = 0
-    samples: Path | None = None
-    max_new_tokens: int = 128
-    generation_batch: int = 64
-    window: int = 256
     batch: int = 16
-    held_out: int = 256
-    rows_per_source: int = 20_000
     keep_runs: bool = False
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
     initial: Path | None = None
-    validate: int = 16
-
-    @property
-    def texts(self) -> TextSettings:
-        """Which texts to train and measure on."""
-        return TextSettings(
-            target=self.target,
-            data=self.data,
-            regenerate=self.regenerate,
-            samples=self.samples or self.out / "samples.pt",
-            max_new_tokens=self.max_new_tokens,
-            generation_batch=self.generation_batch,
-            window=self.window,
-            held_out=self.held_out,
-            rows_per_source=self.rows_per_source,
-            seed=self.schedule.seed,
-        )
+    validation_prompts: int = 16
 
     def __post_init__(self) -> None:
-        _ = self.texts  # raises where its settings do not fit
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
-        if self.keep_runs and not self.regenerate:
+        if self.keep_runs and not self.texts.regenerate:
             expected = "only with regenerate, the target's own answers: the data's are a mixture"
             raise InvalidArgument("keep_runs", self.keep_runs, expected)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
-"""Measures a head on prompts with a real verifier: from both to results by name."""
+"""Measures a head on prompts with a real verifier; returns results by name."""
 
 
 def train_eagle(
@@ -128,8 +101,9 @@ def train_eagle(
     Args:
         config: Settings.
         command: Command line, for the report.
-        resume: Go on from the checkpoint in ``config.out``, if there is one.
-        validate: Measures the head on ``config.validate`` held-out prompts, at every evaluation.
+        resume: Continue from the checkpoint in ``config.out``, if there is one.
+        validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
+            prompts.
 
     Raises:
         InvalidArgument: No data, or a checkpoint of another run.
@@ -137,7 +111,7 @@ def train_eagle(
     """
     device = torch.device(config.device)
     dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
     config.out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +126,7 @@ def train_eagle(
         module=head,
         loss=trainer.loss,
         evaluate=lambda: trainer.evaluate(head),
-        tokens_per_step=config.batch * config.window,
+        tokens_per_step=config.batch * config.texts.window,
         identity=_identity(config),
     )
     progress = optimise(task, config.schedule, config.out, resume=resume)
@@ -160,19 +134,15 @@ def train_eagle(
     saved = _loaded(config.out, model)
     with torch.no_grad():
         final = trainer.evaluate(saved)
-    report = TrainingReport(
+    report = TrainingReport.of(
+        task,
+        progress,
+        final,
         title=f"{config.arch.upper()} head",
         command=command,
-        config=_identity(config) | {"data": [str(p) for p in config.data]},
-        parameters=sum(p.numel() for p in head.parameters()),
-        data=texts.training.token_counts(),
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.step * task.tokens_per_step,
-        seconds=round(progress.seconds, 1),
-        held_out=final.values,
-        device=device_name(device),
-        versions=versions(),
+        data=config.texts.data,
+        corpus=texts.training,
+        device=device,
     )
     report.save(config.out)
     return report
@@ -192,16 +162,16 @@ class _Trainer:
         self.config = config
         self.head = head
         device = torch.device(config.device)
-        self.target = FrozenTarget(model, head.config.feature_layers, config.window)
+        self.target = FrozenTarget(model, head.config.feature_layers, config.texts.window)
         self.runs = _runs(config, self.target, texts, device)
         self.held_out = texts.held_out.to(device)
         self.validate = validate
-        self.prompts = _prompts(texts.held_out, config.validate)
+        self.prompts = _prompts(texts.held_out, config.validation_prompts)
 
     def loss(self, step: int, spent: float) -> Tensor:
-        """Mean over depths, weighted by the decay."""
+        """Return the mean over depths, weighted by the decay."""
         config = self.config
-        seed = config.schedule.seed * 1_000_003 + step
+        seed = config.schedule.step_seed(step)
         run = self.runs.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         total, weight = torch.zeros((), device=run.token_ids.device), 1.0
@@ -216,7 +186,7 @@ class _Trainer:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         meter = AcceptanceMeter(self.config.depths)
         # By length, so that a batch is padded little, and evenly over all lengths.
-        every = max(1, len(self.held_out.lengths) // self.config.held_out)
+        every = max(1, len(self.held_out.lengths) // self.config.texts.held_out)
         order = self.held_out.lengths.argsort()[::every]
         for documents in torch.split(order, self.config.batch):
             run = self.target.run(self.held_out, documents.unsqueeze(1))
@@ -229,7 +199,7 @@ class _Trainer:
         values[name] = found.block_efficiency
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
-        # The estimate chooses the weights to keep: a few prompts say less, and noisily.
+        # The estimate chooses the weights to keep, as results on a few prompts are noisy.
         return Evaluation(-found.block_efficiency, values)
 
 
@@ -286,7 +256,7 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
 def _drafted_tokens(
     config: EagleTrainingConfig, initial: EagleHead | None, training: Corpus, vocab: int
 ) -> Tensor:
-    """Return the draft vocabulary: an initial head's, where no other size is asked for."""
+    """Return the draft vocabulary: the initial head's, unless another size is asked for."""
     if config.arch is Arch.EAGLE1:
         return torch.arange(vocab)
     if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
@@ -295,10 +265,10 @@ def _drafted_tokens(
 
 
 def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
-    """Give ``head`` the weights of ``initial``; of its output layer those of the shared tokens.
+    """Give ``head`` the weights of ``initial``, and in its output layer those of shared tokens.
 
-    Features may come from other layers: a head goes on to a target that has grown. Its feed-forward
-    layer may be wider, and then computes the same at first: what is new writes nothing yet.
+    Features may come from other layers, as when the target has grown. The feed-forward layer may be
+    wider; it computes the same at first, as its new part writes nothing yet.
 
     Raises:
         InvalidArgument: The heads are of different kinds or sizes.
@@ -359,5 +329,7 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
 
 
 def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    left_out = {"data", "out", "samples", "target", "device", "initial", "validate"}
-    return {name: value for name, value in asdict(config).items() if name not in left_out}
+    """Return the settings that a resumed run must share, those of its texts among them."""
+    settings = asdict(config)
+    settings |= settings.pop("texts")
+    return {name: value for name, value in settings.items() if name not in _NOT_IDENTITY}

@@ -16,6 +16,8 @@ from eaglegbv.errors import InvalidArgument
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+_SEED_STRIDE = 1_000_003
+"""A prime beyond the number of steps of any run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,13 @@ class Schedule:
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
 
+    def step_seed(self, step: int) -> int:
+        """Return the seed of what step number ``step`` draws.
+
+        Runs whose seeds are neighbours must not share draws, as they would with ``seed + step``.
+        """
+        return self.seed * _SEED_STRIDE + step
+
     def progress(self, step: int, seconds: float) -> float:
         """Return the spent fraction of the budget; 1 and above is the end."""
         spent = step / self.steps
@@ -83,7 +92,7 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; all that a checkpoint holds beside weights and optimiser."""
+    """The state of a run: all that a checkpoint holds beside weights and optimiser."""
 
     step: int = 0
     seconds: float = 0.0
@@ -116,9 +125,9 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     """Train ``task.module``, leaving the weights of the best evaluation in it.
 
     ``folder`` receives ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume``
-    the run goes on from the checkpoint, if there is one. Every step reseeds torch's generator with
-    the seed and its own number, and the batch depends on the step alone, so there is no generator
-    state to lose.
+    the run continues from the checkpoint, if there is one. Every step reseeds torch's generator
+    with the seed and its own number, and the batch depends on the step alone, so there is no
+    generator state to lose.
 
     Raises:
         InvalidArgument: The checkpoint belongs to another run.
@@ -135,7 +144,7 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
         journal = _Journal(lines, bar, task.tokens_per_step)
         while (spent := schedule.progress(progress.step, progress.seconds)) < 1:
             began = time.monotonic()
-            torch.manual_seed(schedule.seed * 1_000_003 + progress.step)
+            torch.manual_seed(schedule.step_seed(progress.step))
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
             bar.update()
@@ -200,7 +209,7 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class _Journal:
-    """What a run tells: the progress bar, and the log of JSON lines."""
+    """The output of a run: the progress bar, and the log of JSON lines."""
 
     lines: TextIO
     bar: "tqdm[Any]"
@@ -211,7 +220,7 @@ class _Journal:
             raise FloatingPointError(f"loss {loss} at step {progress.step}")
         bar = self.bar
         tokens = self.tokens_per_step * (bar.n - bar.initial)
-        # The budget may be minutes: the number of steps is an estimate.
+        # The budget may be in minutes, so the number of steps is an estimate.
         bar.total = round(progress.step / spent)
         bar.set_postfix_str(f"loss {loss:.3f}, {tokens / bar.format_dict['elapsed']:,.0f} tokens/s")
         entry = {
@@ -232,7 +241,7 @@ class _Journal:
 
 
 def _drop_lines_after(log: Path, step: int) -> None:
-    """Forget what was logged after the checkpoint: those steps are run again."""
+    """Drop what was logged after the checkpoint, as those steps are run again."""
     if not log.exists():
         return
     kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]

@@ -2,14 +2,17 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 import torch
 import transformers
+
+from eaglegbv.drafters.training.data import Corpus
+from eaglegbv.drafters.training.loop import Evaluation, Progress, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,46 @@ class TrainingReport:
     device: str
     versions: Mapping[str, str]
 
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        progress: Progress,
+        held_out: Evaluation,
+        *,
+        title: str,
+        command: str,
+        data: Sequence[Path],
+        corpus: Corpus,
+        device: torch.device,
+    ) -> Self:
+        """Report on a finished run.
+
+        Args:
+            task: What was trained.
+            progress: Where the run ended.
+            held_out: The last evaluation, of the weights as saved.
+            title: What was trained, in words.
+            command: Command line that was run.
+            data: Files and folders of the data.
+            corpus: What was trained on.
+            device: Device trained on.
+        """
+        return cls(
+            title=title,
+            command=command,
+            config={**task.identity, "data": [str(path) for path in data]},
+            parameters=sum(p.numel() for p in task.module.parameters()),
+            data=corpus.token_counts(),
+            steps=progress.step,
+            best_step=progress.best_step,
+            tokens=progress.step * task.tokens_per_step,
+            seconds=round(progress.seconds, 1),
+            held_out=held_out.values,
+            device=_device_name(device),
+            versions=_versions(),
+        )
+
     def save(self, folder: Path) -> None:
         """Write ``training_report.json`` and the model card's section ``TRAINING.md``."""
         text = json.dumps(asdict(self), indent=2, default=str)
@@ -65,14 +108,14 @@ class TrainingReport:
         )
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Return a name for ``device`` that a reader can place."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Return the versions of Python and the libraries that shape a run."""
     return {
         "Python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What a head is trained on: the target's runs over texts, made as needed or kept in memory."""
+"""What a head is trained on: runs of the target over texts, made as needed or kept in memory."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,7 +10,13 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eaglegbv.drafters.training.data import Corpus, draw_documents, fill_rows, pack
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    documents_to_fill,
+    draw_documents,
+    fill_rows,
+    pack,
+)
 from eaglegbv.drafters.training.unroll import TargetRun
 from eaglegbv.errors import InvalidArgument
 
@@ -33,7 +39,7 @@ class FrozenTarget:
     def run(self, corpus: Corpus, documents: Tensor) -> TargetRun:
         """Run the target over ``documents`` ``[rows, number]``, each row's laid end to end.
 
-        Rows are cut at the window; none is longer than the longest needs.
+        Rows are cut at the window, and are no longer than the longest one needs.
         """
         window = min(self.window, int(corpus.lengths[documents].sum(dim=1).max()))
         rows = pack(corpus, documents, window)
@@ -65,7 +71,7 @@ class Runs(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FreshRuns(Runs):
-    """Texts drawn anew for every batch, and the target run over them.
+    """The target's runs over texts that are drawn anew for every batch.
 
     Attributes:
         target: The target.
@@ -81,8 +87,7 @@ class FreshRuns(Runs):
 
     def draw(self, seed: int) -> TargetRun:
         """Draw texts and run the target over them."""
-        # Texts are at least a few tokens long, so this many fill a row.
-        shape = (self.batch, max(1, self.target.window // 8))
+        shape = self.batch, documents_to_fill(self.target.window)
         return self.target.run(self.corpus, draw_documents(self.weights, shape, seed))
 
 

@@ -23,7 +23,7 @@ def regenerate(
 ) -> Corpus:
     """Let ``model`` answer prompts of ``corpus`` at temperature 1.
 
-    A prompt is a document up to one of its responses, at random. Plain texts have none.
+    A prompt is a document up to one of its responses, chosen at random. Plain texts have none.
 
     Args:
         model: The target.

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from eaglegbv.drafters.training.data import (
     Corpus,
     Row,
     build_corpus,
+    documents_to_fill,
     draw_documents,
     find_files,
     mixture_weights,
@@ -22,36 +23,11 @@ from eaglegbv.drafters.training.data import (
     read_rows,
 )
 from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.report import TrainingReport, device_name, versions
+from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, MIXTURE, OTHER_SHARE
+from eaglegbv.drafters.training.report import TrainingReport
 from eaglegbv.drafters.training.tokenizer import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
-# Shares of the tokens: mostly human-written instructions, some dialogue, arithmetic and prose.
-MIXTURE: Mapping[str, float] = {
-    "dolly15k": 0.46,
-    "instruct_1100": 0.005,
-    "self_instruct_seed175": 0.005,
-    "gsm8k_train": 0.10,
-    "mbpp_train": 0.01,
-    "topical_chat": 0.16,
-    "sgd_dialogues": 0.12,
-    "books": 0.12,
-    "tinyshakespeare": 0.02,
-}
-# The end of training: short instructions and their answers.
-FINAL_MIXTURE: Mapping[str, float] = {
-    "dolly15k": 0.65,
-    "instruct_1100": 0.02,
-    "self_instruct_seed175": 0.01,
-    "gsm8k_train": 0.08,
-    "mbpp_train": 0.01,
-    "topical_chat": 0.14,
-    "sgd_dialogues": 0.08,
-    "books": 0.0,
-    "tinyshakespeare": 0.0,
-}
-# A source neither mixture names.
-OTHER_SHARE = 0.1
 TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
 
 
@@ -146,19 +122,15 @@ def train_target(
     saved.to(device)  # type: ignore[arg-type]
     with torch.no_grad():
         final = _evaluate(saved, held_out, config)
-    report = TrainingReport(
+    report = TrainingReport.of(
+        task,
+        progress,
+        final,
         title="target",
         command=command,
-        config=_identity(config) | {"data": [str(p) for p in config.data]},
-        parameters=sum(p.numel() for p in model.parameters()),
-        data=training.token_counts(),
-        steps=progress.step,
-        best_step=progress.best_step,
-        tokens=progress.step * task.tokens_per_step,
-        seconds=round(progress.seconds, 1),
-        held_out=final.values,
-        device=device_name(device),
-        versions=versions(),
+        data=config.data,
+        corpus=training,
+        device=device,
     )
     report.save(config.out)
     return report
@@ -233,7 +205,7 @@ def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
 
 
 def _add_dropout(model: LlamaForCausalLM, probability: float) -> None:
-    """Drop what each block adds to the residual stream; transformers' Llama has no such option."""
+    """Apply dropout to what each block adds to the residual stream; Llama has no such option."""
 
     def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return functional.dropout(output, probability, module.training)
@@ -251,15 +223,14 @@ class _Batches:
         self.config = config
         self.early = mixture_weights(corpus, MIXTURE, OTHER_SHARE, config.window)
         self.final = mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.final_max_tokens)
-        # Compiled, the vocabulary-wide float32 copies are never written out.
+        # Compiled code never writes out the vocabulary-wide float32 copies.
         self.token_losses = torch.compile(_token_losses) if config.compile else _token_losses
 
     def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
         config = self.config
         weights = self.final if spent >= 1 - config.final_phase else self.early
-        # Documents are at least a few tokens long, so this many fill a row.
-        shape = (config.batch, config.window // 8)
-        documents = draw_documents(weights, shape, config.schedule.seed * 1_000_003 + step)
+        shape = config.batch, documents_to_fill(config.window)
+        documents = draw_documents(weights, shape, config.schedule.step_seed(step))
         rows = pack(self.corpus, documents, config.window)
         logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
         weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real
@@ -274,9 +245,9 @@ def _token_losses(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig) -> Evaluation:
-    """Perplexity of the assistant's tokens, each document alone, by source and over all.
+    """Return the perplexity of the assistant's tokens, by source and overall.
 
-    The score is the mean log-perplexity under the final mixture.
+    Each document is run alone. The score is the mean log-perplexity under the final mixture.
     """
     nll = torch.zeros(len(corpus.sources), dtype=torch.float64, device=corpus.lengths.device)
     count = torch.zeros_like(nll)

@@ -15,14 +15,14 @@ from eaglegbv.drafters.training.data import (
     mixture_weights,
     read_rows,
 )
+from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.drafters.training.samples import regenerate
-from eaglegbv.drafters.training.target import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which texts.
+    """Which texts to train and measure on.
 
     Attributes:
         target: Folder of the target, for its tokenizer.
@@ -66,7 +66,7 @@ def gather_texts(settings: TextSettings, open_model: Callable[[], PreTrainedMode
     """Read the data and let the target answer, unless its answers are kept already.
 
     Args:
-        settings: Which texts.
+        settings: Which texts to gather.
         open_model: Opens the target, where it has to answer.
     """
     if settings.regenerate and settings.samples.exists():
@@ -88,7 +88,7 @@ def gather_texts(settings: TextSettings, open_model: Callable[[], PreTrainedMode
     training = _answers(settings, model, training, weights, number, seed)
     number = min(settings.held_out, number)
     held_out = _answers(settings, model, held_out, held_out_weights, number, seed + 1)
-    # Whole or not at all, for a run may be killed at any time.
+    # Written whole or not at all, as a run may be killed at any time.
     partial = settings.samples.with_suffix(".partial")
     torch.save({"training": asdict(training), "held_out": asdict(held_out)}, partial)
     partial.replace(settings.samples)

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that decodes every text to exactly what was encoded.
 
-    Digits stand alone, so that numbers of any length are spelled the same way.
+    Each digit is split off, so that numbers of any length are spelled the same way.
 
     Args:
         texts: Training text.

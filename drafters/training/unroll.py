@@ -59,8 +59,8 @@ class Depth:
         target_hidden: ``[batch, anchors, target_hidden]``, what EAGLE-1's output approximates.
         target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's law of the same token
             at temperature 1; its mass outside the draft vocabulary is missing.
-        token_ids: ``[batch, anchors]`` int64, the token the text goes on with.
-        used: ``[batch, anchors]`` bool: the text goes on so far, all of it response.
+        token_ids: ``[batch, anchors]`` int64, the token the text continues with.
+        used: ``[batch, anchors]`` bool: whether the text reaches this far, all of it response.
     """
 
     hidden: Tensor
@@ -133,7 +133,7 @@ class Loss(StrEnum):
 
 
 def feature_loss(depth: Depth) -> Tensor:
-    """EAGLE-1's regression of the target's next hidden state (arXiv 2401.15077, section 3.3)."""
+    """Return EAGLE-1's regression loss of the next hidden state (arXiv 2401.15077, section 3.3)."""
     error = functional.smooth_l1_loss(
         depth.hidden.float(), depth.target_hidden.float(), reduction="none"
     )
@@ -187,7 +187,7 @@ class AcceptanceMeter:
 
 
 def _ratio(depth: Depth, draft_to_target: Tensor) -> Tensor:
-    """min(1, q / p) of the text's own token; 0 where it cannot be drafted."""
+    """Return min(1, q / p) of the text's own token; 0 where it cannot be drafted."""
     chosen = draft_to_target == depth.token_ids.unsqueeze(-1)
     p = (depth.target_probs * chosen).sum(dim=-1).double()
     q = (depth.logits.softmax(dim=-1) * chosen).sum(dim=-1).double()

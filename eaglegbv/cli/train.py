@@ -163,8 +163,15 @@ def eagle(
     """Train an EAGLE head for a target."""
     config = EagleTrainingConfig(
         arch=arch,
-        target=target,
-        data=tuple(data),
+        texts=TextSettings(
+            target=target,
+            data=tuple(data),
+            regenerate=regenerate,
+            samples=samples or out / "samples.pt",
+            max_new_tokens=max_new_tokens,
+            window=window,
+            seed=seed,
+        ),
         out=out,
         intermediate=intermediate,
         draft_vocab=draft_vocab,
@@ -173,11 +180,7 @@ def eagle(
         anchors=anchors,
         loss=loss,
         feature_weight=feature_weight,
-        regenerate=regenerate,
-        samples=samples,
-        max_new_tokens=max_new_tokens,
         keep_runs=keep_runs,
-        window=window,
         batch=batch,
         initial=initial,
         schedule=Schedule(
@@ -192,7 +195,7 @@ def eagle(
         ),
         device=_resolve(device),
         compile=compile_layers,
-        validate=validate,
+        validation_prompts=validate,
     )
     measure = HeadValidator(
         target,

@@ -12,12 +12,12 @@ from eaglegbv.eval.audit import ExactSubject, Subject
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.base import Rule, Verifier
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.reference.chooser import Chooser
 from eaglegbv.verifiers.reference.enumeration import VerifyWithState, stateless
 from eaglegbv.verifiers.reference.greedy_block import Step
 from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.stateful import StatefulVerifier
 
 
 class ReferenceVerifier(Rule, ABC):

@@ -15,15 +15,10 @@ from eaglegbv.eval.iid_trees import PathTrees, draw_trees, random_uniforms
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    Layers,
-    SparseLaws,
-    StatefulUniforms,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.debts import Debts, Layers, SparseLaws
 from eaglegbv.verifiers.reference.enumeration import Problem
 from eaglegbv.verifiers.reference.probs import LawAt, Prefix
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
 
 
 @dataclass(frozen=True, slots=True)

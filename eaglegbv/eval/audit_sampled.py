@@ -22,8 +22,8 @@ from eaglegbv.eval.audit_writing import Writer
 from eaglegbv.eval.g_test import detectable_shift, g_test
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.base import Rule, Verifier
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.reference.enumeration import Problem, target_joint
+from eaglegbv.verifiers.stateful import StatefulVerifier
 
 POWER = 0.9
 

@@ -18,6 +18,7 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from eaglegbv.ranking import most_likely_first
 from eaglegbv.verifiers.spectr import k_seq
 from eaglegbv.verifiers.transport import RankedLaws
 
@@ -53,9 +54,7 @@ class NodeLaws:
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
         """Order the tokens by draft probability, ties by token id."""
-        by_id = ids.argsort(dim=1)
-        by_mass = draft.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-        order = by_id.gather(1, by_mass)
+        order = most_likely_first(ids, draft)
         return cls(*(x.gather(1, order) for x in (ids, draft, target)))
 
     @property

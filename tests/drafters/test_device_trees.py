@@ -13,8 +13,8 @@ from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.device_trees import LAWS, DeviceTrees, start_device_trees
-from eaglegbv.drafters.draft_law import DraftLaws, pick_many
-from eaglegbv.drafters.path_growth import Grow, grow_paths, growth, pick
+from eaglegbv.drafters.draft_law import DraftLaws, pick_indices
+from eaglegbv.drafters.path_growth import Grow, grow_paths, growth, pick_places
 from eaglegbv.drafters.sampled_trees import GreedyTree, IidTree, WorTree
 from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
 from eaglegbv.flat import FLAT
@@ -170,9 +170,10 @@ def test_picks_are_those_of_the_host(weights: list[int], uniform: float) -> None
     probs = np.array(weights, dtype=float)
     if not probs.any():
         probs[-1] = 1
-    [expected] = pick_many(probs, np.array([uniform]))
+    [expected] = pick_indices(probs, np.array([uniform]))
     assert (
-        int(pick(torch.from_numpy(probs), torch.tensor(uniform, dtype=torch.float64))) == expected
+        int(pick_places(torch.from_numpy(probs), torch.tensor(uniform, dtype=torch.float64)))
+        == expected
     )
 
 

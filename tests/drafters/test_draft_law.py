@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eaglegbv.drafters.draft_law import draft_laws, log_laws, pick
+from eaglegbv.drafters.draft_law import draft_laws, log_laws, pick_index
 from eaglegbv.params import SamplingParams
 from eaglegbv.warp import WarpSettings, warp
 
@@ -108,7 +108,7 @@ def test_broken_logits_break_their_own_law_visibly():
     logits[1, 4] = torch.nan
     laws = draft_laws(logits, settings(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
     assert laws.probs.isnan().any(1).tolist() == [False, True, False]
-    assert 0 <= pick(laws.probs[1].numpy(), 0.5) < 8  # and the tree can still be built
+    assert 0 <= pick_index(laws.probs[1].numpy(), 0.5) < 8  # and the tree can still be built
 
 
 def test_log_laws_are_untempered_log_probabilities_best_first():
@@ -120,20 +120,20 @@ def test_log_laws_are_untempered_log_probabilities_best_first():
     torch.testing.assert_close(best.probs, expected.values[:, :4], atol=2e-6, rtol=0)  # float32
 
 
-# --- pick
+# --- pick_index
 
 
 def test_a_number_selects_by_inverse_distribution_function():
     probs = np.array([0.5, 0.0, 0.25, 0.25])
     below_one = np.nextafter(1.0, 0.0)
     cases = {0.0: 0, 0.25: 0, np.nextafter(0.5, 0): 0, 0.5: 2, 0.6: 2, 0.75: 3, below_one: 3}
-    assert {uniform: pick(probs, uniform) for uniform in cases} == cases
+    assert {uniform: pick_index(probs, uniform) for uniform in cases} == cases
 
 
 def test_impossible_tokens_at_either_end_are_never_selected():
     probs = np.array([0.0, 0.0, 0.3, 0.7, 0.0, 0.0])
-    assert pick(probs, 0.0) == 2
-    assert pick(probs, np.nextafter(1.0, 0.0)) == 3
+    assert pick_index(probs, 0.0) == 2
+    assert pick_index(probs, np.nextafter(1.0, 0.0)) == 3
 
 
 @given(
@@ -144,7 +144,7 @@ def test_impossible_tokens_at_either_end_are_never_selected():
 )
 def test_whatever_the_rounding_a_possible_token_is_selected(weights, uniform):
     probs = np.array(weights) / np.sum(weights)
-    choice = pick(probs, uniform)
+    choice = pick_index(probs, uniform)
     assert probs[choice] > 0
     # The interval of the choice holds the number, up to the rounding of a sum of at most 1.
     end = probs[: choice + 1].sum()
@@ -157,14 +157,14 @@ def test_the_last_number_below_one_selects_the_last_possible_token():
     below_one = np.nextafter(1.0, 0.0)
     for size in range(1, 60):
         probs = np.append(np.full(size, 1 / size), [0.0, 0.0])
-        assert pick(probs, below_one) == size - 1
+        assert pick_index(probs, below_one) == size - 1
 
 
 def test_selected_tokens_follow_the_law():
     # 50,000 fixed numbers; a wrong cell by 1% of the total would give p < 1e-20.
     probs = np.array([0.4, 0.0, 0.3, 0.2, 0.07, 0.03])
     uniforms = np.random.Generator(np.random.Philox(5)).random(50_000)
-    counts = np.bincount([pick(probs, u) for u in uniforms], minlength=6)
+    counts = np.bincount([pick_index(probs, u) for u in uniforms], minlength=6)
     assert counts[1] == 0
     possible = probs > 0
     assert stats.chisquare(counts[possible], probs[possible] * 50_000).pvalue > 1e-4

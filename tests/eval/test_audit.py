@@ -26,15 +26,16 @@ from eaglegbv.params import SamplingParams
 from eaglegbv.tree import Law, check_tree
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.block import BlockVerifier
+from eaglegbv.verifiers.debts import LayerLaws
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.inputs import check_inputs
-from eaglegbv.verifiers.modified_target import LayerLaws, StatefulVerifier
 from eaglegbv.verifiers.reference.block import block, block_weights
 from eaglegbv.verifiers.reference.chooser import accepts
 from eaglegbv.verifiers.reference.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.reference.probs import residual, residual_or_target
 from eaglegbv.verifiers.reference.tree import Outcome
 from eaglegbv.verifiers.registry import make_stateful_verifier, make_verifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 
 PAIRS = [
     (name, law) for name, subject in package_subjects().items() for law in sorted(subject.laws)

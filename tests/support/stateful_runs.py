@@ -10,18 +10,13 @@ from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.modified_target import (
-    Debts,
-    Layers,
-    SparseLaws,
-    StatefulUniforms,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.debts import Debts, Layers, SparseLaws
 from eaglegbv.verifiers.reference.chooser import GeneratorChooser, inverse_cdf
 from eaglegbv.verifiers.reference.enumeration import After, StopAfter, VerifyWithState
 from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
 from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
 from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, Stop
+from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
 from support.batched_trees import Batch, Request, build_batch, outcomes
 from support.tables import KINDS, Model, Shape, draft
 

@@ -9,7 +9,7 @@ from support.watch import Watch
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import Law
 from eaglegbv.verifiers import iid_selection
-from eaglegbv.verifiers.global_resolution import HostSolver
+from eaglegbv.verifiers.host_resolution import HostSolver
 from eaglegbv.verifiers.iid_selection import bounded_forks
 from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier

@@ -14,13 +14,14 @@ from eaglegbv.errors import InvalidArgument, LawMismatch
 from eaglegbv.tree import Law
 from eaglegbv.uniforms import Stream
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.modified_target import Debts, Layers, StatefulUniforms
+from eaglegbv.verifiers.debts import Debts, Layers
 from eaglegbv.verifiers.reference.registry import REFERENCES
 from eaglegbv.verifiers.registry import (
     STATEFUL_VERIFIERS,
     VERIFIERS,
     make_stateful_verifier,
 )
+from eaglegbv.verifiers.stateful import StatefulUniforms
 
 NAMES = sorted(STATEFUL_VERIFIERS)
 

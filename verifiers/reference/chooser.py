@@ -42,7 +42,7 @@ from eaglegbv.verifiers.reference.probs import Number, share
 T = TypeVar("T")
 
 NEGLIGIBLE = 1e-16
-"""A branch in floating point that is less likely exists by rounding only, and is not walked."""
+"""Branches in floating point that are less likely exist only by rounding, and are not walked."""
 
 
 class Chooser(Protocol):

@@ -2,9 +2,10 @@
 
 Global Resolution (Thomas & Pal, 2511.15898) reduces optimal transport for independent drafts to a
 convex minimisation, whose solution is a softmax over the different tokens of a draft set, and
-truncates it. The text of the paper was not at hand: the objective and the bounds that stand for its
-residuals are this project's own. Let H be the prefix of the tokens by p/q ascending that minimises
-P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n, and let T be the most likely draft tokens.
+truncates it. The objective used here, and the bounds in place of the paper's residuals, are this
+project's own, as the paper's text was not available. Let H be the prefix of the tokens by p/q
+ascending that minimises P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n, and let T be the most
+likely draft tokens.
 
 * A draft off T among the n: the highest-ranked draft is selected.
 * All drafts in T: of the different tokens among those above H (of all, if none is), x is selected
@@ -84,7 +85,7 @@ class ConvexSelection:
     def chances(self, drafts: Sequence[int]) -> list[float]:
         """Return the probability with which each of ``drafts``, indices into q, is selected.
 
-        Of equal drafts the first has it all.
+        Among equal drafts the first gets all of it.
         """
         drawn = np.asarray(drafts)
         if not self.kept[drawn].all():

@@ -1,8 +1,8 @@
 """Verification of greedy drafts (Hu et al., ICLR 2025, Section 5): optimal for its draft law.
 
 The children of a node are the n - 1 most likely tokens A and one token t drawn from the tail law r,
-q restricted to the rest. Optimal transport between p and r, where a sample that falls on A is a
-child as well: the walk stops with probability sum over the tail of (p - min(p, r)) only.
+q restricted to the rest. The rule is optimal transport between p and r, where a sample that falls
+on A is a child as well: the walk stops with probability sum over the tail of (p - min(p, r)) only.
 """
 
 from eaglegbv.uniforms import Purpose

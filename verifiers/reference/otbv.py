@@ -2,10 +2,10 @@
 
 The walk down the tree selects at every node one of the drafts by the exact optimal transport of
 that node; the selected path is then verified as one block, with the laws b of the selections in
-place of the draft law. (Token, number of drafts left on it) is one symbol of a larger alphabet
-whose second part has the same conditional law under target and draft, so block verification on
-that alphabet is lossless, and so is its token part. One path: block verification. One level: the
-optimal acceptance alpha*.
+place of the draft law. The pair (token, number of drafts left on it) is one symbol of a larger
+alphabet. Its second part has the same conditional law under target and draft, so block verification
+on that alphabet is lossless, and so is its token part. With one path this is block verification;
+with one level it reaches the optimal acceptance alpha*.
 """
 
 from dataclasses import dataclass

@@ -60,10 +60,11 @@ GRADIENT_TOLERANCE = 3e-6
 MOST_STEPS = 500
 
 STEP, TAIL = 0.7, 16.0
-"""Of the trapezoidal rule in log t while minimising; its error is below the tolerance."""
+"""Step and reach of the trapezoidal rule in log t while minimising. Its error is below the
+tolerance."""
 
 FINE_STEP, FINE_TAIL = 0.17, 40.0
-"""Of the rule that b is read from: exact to rounding."""
+"""Step and reach of the rule that yields the final b, exact to rounding."""
 
 POINTS_AT_ONCE = 16
 
@@ -175,7 +176,7 @@ def _weights(
 ) -> Floats:
     """Return a at the tokens of one side, 0 where they are not ``free``.
 
-    The variables are a sqrt(q): their second derivatives are alike.
+    The variables are a sqrt(q), whose second derivatives are alike.
     """
     a = np.zeros(len(q))
     if not free.any():

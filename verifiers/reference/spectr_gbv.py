@@ -1,9 +1,9 @@
 """Multi-path greedy block verification with the promises of SpecTr-GBV (2604.25925).
 
 The path is selected as by otbv, for the modified target M in place of p, and verified by the greedy
-block rule with the selections' laws b. The acceptance rule of the authors' implementation is not
-target-preserving for two and more paths; this one is, over any number of steps, and keeps what the
-paper claims: one path is greedy block verification, and with one level a step accepts at least
+block rule with the selections' laws b. The acceptance rule of the authors' implementation does not
+preserve the target with two or more paths. This one does, over any number of steps, and keeps what
+the paper claims: one path is greedy block verification, and with one level a step accepts at least
 sum p(x) [1 - (1 - min(1, q(x)/p(x)))^K].
 """
 

@@ -112,7 +112,7 @@ class Transport:
 
 def transport(p: Probs, q: Probs, drafts: int) -> Transport:
     """Return the exact transport for ``drafts`` draws from ``q`` and the target ``p``."""
-    # 0.5 and 1/2 are equal keys of a cache, and must not stand for each other.
+    # 0.5 and 1/2 are equal keys of a cache, and must not be confused.
     return _transport(p, q, drafts, isinstance(sum(q), Fraction))
 
 
@@ -142,7 +142,7 @@ def ranked(p: Sequence[Number], q: Sequence[Number]) -> tuple[int, ...]:
 
 
 def _selected_law(p: Sequence[Number], v: Sequence[Number], D: Sequence[Number]) -> list[Number]:
-    """Return b by cases: the difference of P + g would cancel."""
+    """Return b case by case, as differences of P + g would lose digits."""
     top = max(range(len(D)), key=lambda i: (D[i], -i))
     g_left = list(accumulate(D, max))
     g_right = list(accumulate(reversed(D), max))[::-1]

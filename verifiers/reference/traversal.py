@@ -45,7 +45,7 @@ class _Node:
 
 
 def traversal(tree: ReferenceTree, chooser: Chooser) -> Outcome:
-    """Go down first children to a leaf; test it; on rejection go on with the next child.
+    """Descend first children to a leaf and test it; after a rejection, try the next child.
 
     A node without untried children is tested with its w; the root always accepts. Paths that carry
     the same tokens count once: given the children tried, a further *different* child has the law q

@@ -15,7 +15,7 @@ from eaglegbv.request import Request
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.modified_target import StatefulVerifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -23,8 +23,8 @@ from eaglegbv.backends.sglang.tree_kernels import judging
 from eaglegbv.config import Plan
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree
-from eaglegbv.verifiers.modified_target import StatefulVerifier
 from eaglegbv.verifiers.registry import make_any_verifier
+from eaglegbv.verifiers.stateful import StatefulVerifier
 
 
 class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]

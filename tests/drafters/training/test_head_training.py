@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
 from eaglegbv.drafters.training.samples import regenerate
+from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]
@@ -27,6 +29,10 @@ def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> li
     run = "--regenerate 40 --device cpu --no-bf16 --validate 2 --validate-tokens 4"
     command = f"eagle --arch {arch} --target {target} --data {data} --out {out}"
     return [*f"{command} {sizes} {pace} {run}".split(), *extra]
+
+
+def texts_of(target: Path, data: Path) -> TextSettings:
+    return TextSettings(target=target, data=(data,), regenerate=0, samples=data / "samples.pt")
 
 
 def scores(out: Path) -> list[float]:
@@ -112,7 +118,7 @@ def test_runs_are_kept_of_the_targets_answers_only(
 ) -> None:
     with pytest.raises(InvalidArgument, match=r"^keep_runs=True.*regenerate"):
         EagleTrainingConfig(
-            arch=Arch.EAGLE3, target=target, data=(chats,), out=tmp_path, keep_runs=True
+            arch=Arch.EAGLE3, texts=texts_of(target, chats), out=tmp_path, keep_runs=True
         )
 
 
@@ -219,8 +225,8 @@ def test_draft_vocabulary_is_the_most_frequent_of_responses() -> None:
 
 
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:
-    base = {"arch": Arch.EAGLE1, "target": tmp_path, "data": (), "out": tmp_path}
+    texts = texts_of(tmp_path, tmp_path)
     with pytest.raises(InvalidArgument, match=r"^max_new_tokens="):
-        EagleTrainingConfig(**base, max_new_tokens=64, window=64)
+        replace(texts, max_new_tokens=64, window=64)
     with pytest.raises(InvalidArgument, match=r"^depths="):
-        EagleTrainingConfig(**base, depths=0)
+        EagleTrainingConfig(arch=Arch.EAGLE1, texts=texts, out=tmp_path, depths=0)
