@@ -13,6 +13,7 @@ from eaglegbv.checks import require_integer
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
+from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
@@ -27,11 +28,6 @@ from eaglegbv.metrics import (
     PREEMPTIONS,
     RUNNING,
     WAITING,
-    EngineMetrics,
-    Phase,
-    StepObserver,
-    StepRecord,
-    Stopwatch,
 )
 from eaglegbv.outcomes import Judgement, Outcome, read_outcomes
 from eaglegbv.params import SamplingParams
@@ -44,6 +40,8 @@ from eaglegbv.scheduler.planner import PlanEstimate, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
+from eaglegbv.step_record import StepObserver, StepRecord
+from eaglegbv.stopwatch import Phase, Stopwatch
 from eaglegbv.targets.base import Target
 from eaglegbv.tree import DraftTree
 from eaglegbv.tree_record import TreeRecord
@@ -139,15 +137,15 @@ class Engine:
         return self._scheduler.has_work
 
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Tell ``observer`` about every further step, until :meth:`unobserve`.
+        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
 
-        One that fails is told no more; its error is logged and counted, and no request suffers.
+        An observer that raises is dropped; its error is logged and counted, and no request suffers.
 
         Args:
-            observer: Is told.
-            trees: Have the records of steps say what became of every draft tree, for all observers
-                and as long as this one is told. Recording begins after a step's clock has stopped,
-                so that no time of a step includes it.
+            observer: Receives the records.
+            trees: Have the records say what became of every draft tree, for all observers and as
+                long as this one observes. Recording begins after a step's clock has stopped, so
+                that no time of a step includes it.
         """
         self._observers.append(observer)
         if trees:
@@ -155,7 +153,7 @@ class Engine:
         self._verification.keeps_evidence = bool(self._tree_observers)
 
     def unobserve(self, observer: StepObserver) -> None:
-        """Tell ``observer`` no more; nothing happens if it is told nothing already."""
+        """Drop ``observer``; nothing happens if it does not observe."""
         for observers in (self._observers, self._tree_observers):
             if observer in observers:
                 observers.remove(observer)
@@ -402,7 +400,7 @@ class Engine:
     def _record(
         self, batch: StepBatch, watch: Stopwatch, judged: list[JudgedGroup], commits: list[Commit]
     ) -> None:
-        """Tell the observers about a step."""
+        """Count a step, and give the observers its record."""
         decoding = {id(request) for request in batch.decoding}
         outcomes = [outcome for own in judged for outcome in own.outcomes]
         allocator = self._target.allocator
@@ -434,7 +432,7 @@ class Engine:
         try:
             observer.on_step(record)
         except Exception:  # noqa: BLE001  whatever it is, it is not the requests'
-            _log.exception("an observer failed, and is told no more")
+            _log.exception("an observer raised, and was dropped")
             self.metrics.add(FAILED_OBSERVERS)
             self.unobserve(observer)
 

@@ -11,11 +11,11 @@ from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.metrics import StepRecord
 from eaglegbv.outcomes import Judgement
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.scheduler.batch import Group, Layout
+from eaglegbv.step_record import StepRecord
 from eaglegbv.targets.base import TargetOutput
 from eaglegbv.tree import Law
 from eaglegbv.tree_record import TreeRecord

@@ -15,7 +15,8 @@ from eaglegbv.eval.papers.base import Report
 from eaglegbv.eval.records import Environment, Record, Results, Turn
 from eaglegbv.eval.store import load_results, read_results
 from eaglegbv.eval.study import Study
-from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 DIGITS = 6
 """Of seconds."""

@@ -28,9 +28,10 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.frames import roomy
 from eaglegbv.graphs import GraphMode
 from eaglegbv.loading import head_drafter
-from eaglegbv.metrics import Phase, StepRecord, Stopwatch, seconds_by_phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
+from eaglegbv.step_record import StepRecord
+from eaglegbv.stopwatch import Phase, Stopwatch, seconds_by_phase
 from eaglegbv.targets.base import FeatureSpec
 from eaglegbv.targets.hf import HFTarget
 from eaglegbv.targets.static_forward import REPLAYED

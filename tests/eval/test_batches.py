@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from eaglegbv.auto_plan import AUTO
+from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.batches import (
     EngineWay,
@@ -20,7 +21,7 @@ from eaglegbv.eval.batches import (
     table,
 )
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
+from eaglegbv.metrics import FORWARDS, REASONS
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 

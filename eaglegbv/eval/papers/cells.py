@@ -15,9 +15,9 @@ from eaglegbv.eval.records import Environment, Setting, describe_environment
 from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
 from eaglegbv.eval.store import another_run
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.stopwatch import Phase
 from eaglegbv.uniforms import request_seed
 
 CELLS = "cells.json"
