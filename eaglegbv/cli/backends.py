@@ -132,7 +132,8 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load transformers alone."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.loading import check_model, place_of
+    from eaglegbv.devices import place_of
+    from eaglegbv.hub import check_model
 
     device, dtype = place_of(models.device, models.dtype)
     check_model(models.target)
@@ -150,7 +151,7 @@ def sglang(
     """Have SGLang answer: one engine for each plan, one after another."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.loading import check_model
+    from eaglegbv.hub import check_model
 
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
@@ -173,8 +174,8 @@ def _sglang_engine(
     models: Models, plan: "Plan", arguments: Mapping[str, Scalar]
 ) -> "Iterator[Generate]":
     from eaglegbv.backends.sglang.llm import SGLangLLM
+    from eaglegbv.devices import named_dtype
     from eaglegbv.eval.streamed import Streamed
-    from eaglegbv.loading import named_dtype
 
     # Every setting and repeat reads its prompts itself.
     named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
@@ -195,8 +196,8 @@ def _baselines(models: Models, settings: Sequence["Setting"]) -> "dict[str, Chat
         return {}
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    from eaglegbv.devices import place_of
     from eaglegbv.eval.baselines import ChatBaseline, Library, baseline
-    from eaglegbv.loading import place_of
 
     disable_progress_bar()
     set_verbosity_error()  # its assisted generation warns about its own arguments

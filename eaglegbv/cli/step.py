@@ -48,9 +48,9 @@ def step(
     import msgspec
 
     from eaglegbv.config import Plan
+    from eaglegbv.devices import place_of
     from eaglegbv.eval.report import plain_text
     from eaglegbv.eval.steps import SHAPES, StepSetting, build, measure_machine, run, table
-    from eaglegbv.loading import place_of
 
     if shape not in SHAPES:
         raise InvalidArgument("shape", shape, one_of(SHAPES, shape))
