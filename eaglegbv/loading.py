@@ -111,14 +111,13 @@ def load_pair(
         DrafterMismatch: The drafter does not fit the target.
     """
     place, dtype = place_of(device, dtype)
-    size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
     if compile_backend is not None:
         check_backend(compile_backend)
     check_model(model)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
     opening = _Opening(
         model=model,
-        size=size,
+        size=PoolSize.of(slots),
         dtype=dtype,
         device=place,
         quantization=quantization,
