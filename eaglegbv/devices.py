@@ -24,6 +24,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"bfloat16"``, as configurations have it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def named_device(device: torch.device | str) -> torch.device:
     """Return the device of a name, such as ``"cuda:1"``, if this machine has it.
 

@@ -107,6 +107,7 @@ def backend_arguments(text: str | None) -> dict[str, Scalar]:
 def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load this package's engine, and transformers beside it where a baseline asks for it."""
     from eaglegbv.config import EngineConfig
+    from eaglegbv.devices import dtype_name
 
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
@@ -124,15 +125,20 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     sitting = Sitting(
         tuple(settings), lambda: nullcontext(llm.generate), _baselines(models, settings)
     )
-    dtype = str(llm.dtype).removeprefix("torch.")
-    return Backend((sitting,), llm.tokenizer, dtype, str(llm.device), llm.draft_quantization)
+    return Backend(
+        (sitting,),
+        llm.tokenizer,
+        dtype_name(llm.dtype),
+        str(llm.device),
+        llm.draft_quantization,
+    )
 
 
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load transformers alone."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.devices import place_of
+    from eaglegbv.devices import dtype_name, place_of
     from eaglegbv.hub import check_model
 
     device, dtype = place_of(models.device, models.dtype)
@@ -142,7 +148,7 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     anyone = next(iter(baselines.values()))
     sitting = Sitting(tuple(settings), lambda: nullcontext(anyone), baselines)
     tokenizer = AutoTokenizer.from_pretrained(models.target)
-    return Backend((sitting,), tokenizer, str(dtype).removeprefix("torch."), str(device))
+    return Backend((sitting,), tokenizer, dtype_name(dtype), str(device))
 
 
 def sglang(

@@ -91,6 +91,7 @@ def batch(
 
     Answers have all the same length. Ratios are taken within a repeat, and then their median.
     """
+    from eaglegbv.devices import dtype_name
     from eaglegbv.eval.batch_table import rate_table
     from eaglegbv.eval.batches import Grid, summarise
     from eaglegbv.eval.evidence import BatchResults
@@ -133,7 +134,7 @@ def batch(
             verifier=verifier,
             suite=questions_set,
             compile_backend=compile_backend or "",
-            dtype=str(fleet.plain.dtype).removeprefix("torch."),
+            dtype=dtype_name(fleet.plain.dtype),
             draft_quantization=fleet.draft_quantization,
         )
         _write(out, results)

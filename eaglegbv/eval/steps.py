@@ -18,11 +18,11 @@ from eaglegbv.eval.rig import Rig
 from eaglegbv.eval.shapes import Shape
 from eaglegbv.eval.step_setting import WARM_UP_STEPS, StepSetting
 from eaglegbv.frames import roomy
+from eaglegbv.graphs import REPLAYED
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.step_record import StepRecord
 from eaglegbv.stopwatch import Phase, seconds_by_phase
-from eaglegbv.targets.static_forward import REPLAYED
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):

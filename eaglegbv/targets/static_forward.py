@@ -22,10 +22,8 @@ from eaglegbv.attention.base import (
     joined,
     offsets_of,
 )
-from eaglegbv.graphs import MAX_ROWS, Bucket, NotRecordable, Recorder, Work
+from eaglegbv.graphs import MAX_ROWS, REPLAYED, Bucket, NotRecordable, Recorder, Work
 from eaglegbv.targets.base import TargetOutput
-
-REPLAYED = "replayed"
 
 Run = Callable[[PackedBatch, PagedAttention], TargetOutput]
 
