@@ -253,7 +253,7 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("figures were asked for")
 
     monkeypatch.setattr(OtbvVerifier, "figures", refuse)
-    monkeypatch.setattr("eaglegbv.engine.tree_records", refuse)
+    monkeypatch.setattr("eaglegbv.judged_group.tree_records", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []
