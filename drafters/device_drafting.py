@@ -25,14 +25,12 @@ from eaglegbv.drafters.head_rows import Drafted, LevelRows
 from eaglegbv.drafters.path_growth import Grow, growth
 from eaglegbv.drafters.rotary import Rotation
 from eaglegbv.drafters.tree_choice import support
-from eaglegbv.graphs import MAX_ROWS, NotRecordable, Recorder, Work
+from eaglegbv.graphs import MAX_ROWS, REPLAYED, NotRecordable, Recorder, Work
 from eaglegbv.request import Request
 from eaglegbv.transfer import send
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Purpose
 from eaglegbv.warp import WarpSettings
-
-REPLAYED = "replayed"
 
 
 @dataclass(frozen=True, slots=True)

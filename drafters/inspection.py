@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from eaglegbv.devices import dtype_name
 from eaglegbv.drafters.checkpoint import Checkpoint, Fit
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import VARIANTS
@@ -86,7 +87,7 @@ def _variants(config: EagleHeadConfig, part: str) -> list[str]:
 def _tensors(checkpoint: Checkpoint) -> str:
     maps = (OFFSETS, MEMBERS)
     weights = [t for name, t in checkpoint.named.tensors.items() if name not in maps]
-    dtypes = Counter(str(t.dtype).removeprefix("torch.") for t in weights)
+    dtypes = Counter(dtype_name(t.dtype) for t in weights)
     own = sum(t.numel() for t in weights)
     return f"{len(checkpoint.named.tensors)}, {own:,} weights, {_list(sorted(dtypes))}"
 

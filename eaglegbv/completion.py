@@ -6,8 +6,8 @@ from typing import Self
 import msgspec
 
 from eaglegbv.errors import EagleGBVError
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
+from eaglegbv.request_metrics import RequestMetrics
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

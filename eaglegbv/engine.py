@@ -13,11 +13,12 @@ from eaglegbv.checks import require_integer
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
+from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
+from eaglegbv.judged_group import JudgedGroup
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
     CACHED,
-    FAILED_OBSERVERS,
     FAILED_STEPS,
     FINISHED,
     GRAPH_DRAFTS,
@@ -27,26 +28,22 @@ from eaglegbv.metrics import (
     PREEMPTIONS,
     RUNNING,
     WAITING,
-    EngineMetrics,
-    Phase,
-    StepObserver,
-    StepRecord,
-    Stopwatch,
 )
-from eaglegbv.outcomes import Judgement, Outcome, read_outcomes
+from eaglegbv.observers import Observers
+from eaglegbv.outcomes import Outcome, read_outcomes
 from eaglegbv.params import SamplingParams
-from eaglegbv.recording import tree_records
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.scheduler.batch import Chunk, Forward, Group, Layout, by_plan
+from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
 from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.holdings import Holdings
 from eaglegbv.scheduler.planner import PlanEstimate, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
+from eaglegbv.step_record import StepObserver, StepRecord
+from eaglegbv.stopwatch import Phase, Stopwatch
 from eaglegbv.targets.base import Target
 from eaglegbv.tree import DraftTree
-from eaglegbv.tree_record import TreeRecord
 from eaglegbv.uniforms import Stream, request_seed
 from eaglegbv.verification import Verification
 from eaglegbv.verifiers.inputs import fault_error
@@ -67,23 +64,6 @@ class Commit:
 
     request: Request
     token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedGroup:
-    """A group whose trees were judged.
-
-    Attributes:
-        group: The trees, on the device they were judged on.
-        layout: Where the group stands in the forward.
-        judgement: The verdict on the trees.
-        outcomes: What it says for each request, on the host.
-    """
-
-    group: Group
-    layout: Layout
-    judgement: Judgement
-    outcomes: list[Outcome]
 
 
 class Engine:
@@ -130,8 +110,7 @@ class Engine:
         self._stepping = False
         self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
-        self._observers: list[StepObserver] = []
-        self._tree_observers: list[StepObserver] = []
+        self._observers = Observers(self.metrics)
 
     @property
     def has_work(self) -> bool:
@@ -139,27 +118,21 @@ class Engine:
         return self._scheduler.has_work
 
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Tell ``observer`` about every further step, until :meth:`unobserve`.
+        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
 
-        One that fails is told no more; its error is logged and counted, and no request suffers.
+        An observer that raises is dropped; its error is logged and counted, and no request suffers.
 
         Args:
-            observer: Is told.
-            trees: Have the records of steps say what became of every draft tree, for all observers
-                and as long as this one is told. Recording begins after a step's clock has stopped,
-                so that no time of a step includes it.
+            observer: Receives the records.
+            trees: Have the records say what became of every draft tree, for all observers and as
+                long as this one observes. Recording begins after a step's clock has stopped, so
+                that no time of a step includes it.
         """
-        self._observers.append(observer)
-        if trees:
-            self._tree_observers.append(observer)
-        self._verification.keeps_evidence = bool(self._tree_observers)
+        self._observers.add(observer, trees=trees)
 
     def unobserve(self, observer: StepObserver) -> None:
-        """Tell ``observer`` no more; nothing happens if it is told nothing already."""
-        for observers in (self._observers, self._tree_observers):
-            if observer in observers:
-                observers.remove(observer)
-        self._verification.keeps_evidence = bool(self._tree_observers)
+        """Drop ``observer``; nothing happens if it does not observe."""
+        self._observers.remove(observer)
 
     def explain_plans(self) -> list[PlanEstimate]:
         """Return what the planner expects of each plan for the running requests, best first."""
@@ -391,6 +364,7 @@ class Engine:
 
     def _verify(self, forward: Forward, logits: Tensor) -> list[JudgedGroup]:
         """Judge the trees of all groups, and wait once for what came of it."""
+        self._verification.keeps_evidence = self._observers.want_trees
         groups = [group.on(logits.device) for group in forward.groups]
         judgements = [
             self._verification.judge(group, layout, logits)
@@ -402,9 +376,10 @@ class Engine:
     def _record(
         self, batch: StepBatch, watch: Stopwatch, judged: list[JudgedGroup], commits: list[Commit]
     ) -> None:
-        """Tell the observers about a step."""
+        """Count a step, and give the observers its record."""
         decoding = {id(request) for request in batch.decoding}
         outcomes = [outcome for own in judged for outcome in own.outcomes]
+        kept = {commit.request.number: commit.token_ids for commit in commits}
         allocator = self._target.allocator
         record = StepRecord(
             number=self._steps,
@@ -421,22 +396,13 @@ class Engine:
             reasons=Counter(request.plan_reason for request in batch.decoding),
             kv_used=allocator.num_used,
             kv_slots=allocator.num_slots,
-            trees=_tree_records(judged, commits),
+            trees=[tree for own in judged for tree in own.tree_records(kept)],
         )
         self._steps += 1
         self._gauge_load()
         self._gauge()
         self.metrics.on_step(record)
-        for observer in tuple(self._observers):
-            self._tell(observer, record)
-
-    def _tell(self, observer: StepObserver, record: StepRecord) -> None:
-        try:
-            observer.on_step(record)
-        except Exception:  # noqa: BLE001  whatever it is, it is not the requests'
-            _log.exception("an observer failed, and is told no more")
-            self.metrics.add(FAILED_OBSERVERS)
-            self.unobserve(observer)
+        self._observers.show(record)
 
     def _gauge_load(self) -> None:
         """Set how many requests there are at the moment, and what they hold."""
@@ -612,14 +578,3 @@ class Engine:
                 f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
             )
         return min(params.max_tokens, room)
-
-
-def _tree_records(judged: list[JudgedGroup], commits: list[Commit]) -> list[TreeRecord]:
-    """Return the records of a step's trees; none where no evidence was kept."""
-    kept = {commit.request.number: commit.token_ids for commit in commits}
-    return [
-        record
-        for own in judged
-        if own.judgement.evidence is not None
-        for record in tree_records(own.group, own.judgement.verdict, own.judgement.evidence, kept)
-    ]

@@ -33,6 +33,9 @@ They are good until anything else by the same recorder is replayed: recordings s
 MAX_ROWS = 256
 """Packed rows of the largest bucket: beyond it a forward takes longer to run than to launch."""
 
+REPLAYED = "replayed"
+"""What counts of work call a replay; other labels say why there was none."""
+
 _log = logging.getLogger(__name__)
 
 _ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, MAX_ROWS)

@@ -26,16 +26,17 @@ from eaglegbv.config import EngineConfig
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine
+from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.frames import roomy
 from eaglegbv.loading import load_pair, named_models
-from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.quantization import Quantization
 from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.planner import PlanEstimate
+from eaglegbv.step_record import StepObserver
 from eaglegbv.text import TextStream
 from eaglegbv.text_generator import TextGenerator
 from eaglegbv.tree import Law
@@ -202,13 +203,13 @@ class LLM(TextGenerator):
         return Quantization.NONE if drafter is None else drafter.quantization
 
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Tell ``observer`` about every further step, such as a :class:`eaglegbv.trace.Tracer`.
+        """Give every further step's record to ``observer``, such as :class:`eaglegbv.trace.Tracer`.
 
-        One that fails is told no more; its error is logged, and no request suffers.
+        An observer that raises is dropped; its error is logged, and no request suffers.
 
         Args:
-            observer: Is told.
-            trees: Have records say what became of every draft tree too.
+            observer: Receives the records.
+            trees: Have the records say what became of every draft tree too.
         """
         self._engine.observe(observer, trees=trees)
 

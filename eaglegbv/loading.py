@@ -4,18 +4,17 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from httpx import HTTPError
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer
 
 from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.compiling import check_backend
+from eaglegbv.devices import place_of
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
 from eaglegbv.drafters.eagle import EagleDrafter
@@ -25,8 +24,9 @@ from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
+from eaglegbv.hub import check_model, hub_refusal
 from eaglegbv.quantization import Quantization
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
@@ -35,15 +35,8 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
-"""Some old models of the hub have no owner."""
-_HUB_SECONDS = 10.0
 NGRAM = "ngram"
 """Name of the drafter that needs no files: prompt lookup."""
-
-_DTYPES = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -85,70 +78,6 @@ def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedM
     return NamedModels(str(model), model, drafter)
 
 
-def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of a name, such as ``"bfloat16"``; a dtype is one already.
-
-    Raises:
-        InvalidArgument: There is none of this name.
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in _DTYPES:
-        raise InvalidArgument("dtype", dtype, f"{one_of(_DTYPES)}, or a torch.dtype")
-    return _DTYPES[dtype]
-
-
-def named_device(device: torch.device | str) -> torch.device:
-    """Return the device of a name, such as ``"cuda:1"``, that is on this machine.
-
-    PyTorch itself takes any kind for a device, and breaks off when a tensor goes there.
-
-    Raises:
-        InvalidArgument: There is none of this name here.
-    """
-    found = _devices()
-    try:
-        place = torch.device(device)
-    except RuntimeError:  # no kind of devices that PyTorch knows
-        raise InvalidArgument("device", str(device), _there(found)) from None
-    if place.type not in found or (place.index or 0) >= found[place.type]:
-        why = ""
-        if place.type == "cuda" and not torch.backends.cuda.is_built():
-            why = "; this PyTorch was built without CUDA"
-        raise InvalidArgument("device", str(device), _there(found) + why)
-    return place
-
-
-def _devices() -> dict[str, int]:
-    """Return how many devices of each kind PyTorch can use here; the processor is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    more = {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
-    return {"cpu": 1} | more
-
-
-def _there(found: dict[str, int]) -> str:
-    """Say which devices there are: cpu, and cuda:0 to cuda:3."""
-    others = [
-        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
-        for kind, count in found.items()
-        if kind != "cpu"
-    ]
-    return " or ".join(["cpu", *others]) if others else "cpu, as PyTorch finds no other device here"
-
-
-def place_of(
-    device: torch.device | str | None, dtype: torch.dtype | str | None
-) -> tuple[torch.device, torch.dtype]:
-    """Return where and in which type to compute: CUDA where there is one, bfloat16 there.
-
-    Raises:
-        InvalidArgument: There is no such device here, or no such type.
-    """
-    place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = "bfloat16" if place.type == "cuda" else "float32"
-    return place, named_dtype(dtype or usual)
-
-
 def load_pair(
     model: str | Path,
     drafter: str | Path | None,
@@ -182,14 +111,13 @@ def load_pair(
         DrafterMismatch: The drafter does not fit the target.
     """
     place, dtype = place_of(device, dtype)
-    size = slots if isinstance(slots, PoolSize) else PoolSize(slots=slots)
     if compile_backend is not None:
         check_backend(compile_backend)
     check_model(model)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
-    opened = _Opening(
-        model,
-        size=size,
+    opening = _Opening(
+        model=model,
+        size=PoolSize.of(slots),
         dtype=dtype,
         device=place,
         quantization=quantization,
@@ -197,78 +125,78 @@ def load_pair(
         graphs=graphs,
     )
     if drafter is None:
-        return Pair(opened.target(FeatureSpec.none()), None)
+        return Pair(opening.target(FeatureSpec.none()), None)
     folder = None if drafter == NGRAM else _drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
     if quantization is Quantization.INT8 and kind is not Kind.EAGLE:
         expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
         raise InvalidArgument("draft_quantization", str(quantization), expected)
     if folder is None:
-        return Pair(opened.target(FeatureSpec.none()), NgramDrafter())
+        return Pair(opening.target(FeatureSpec.none()), NgramDrafter())
     if kind is Kind.EAGLE:
-        return opened.with_head(folder)
+        return opening.with_head(folder)
     if kind is Kind.LANGUAGE_MODEL:
-        return opened.with_language_model(folder)
-    target = opened.target(FeatureSpec.none())
+        return opening.with_language_model(folder)
+    target = opening.target(FeatureSpec.none())
     table = Table.load(folder, vocab_size=target.vocab_size, device=place)
     return Pair(target, TabularDrafter(table))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Opening:
-    """Opens a target together with whatever drafts for it."""
+    """Opens a target together with whatever drafts for it.
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        size: PoolSize,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization,
-        compile_backend: str | None,
-        graphs: GraphMode,
-    ) -> None:
-        self._model = model
-        self._size = size
-        self._dtype = dtype
-        self._device = device
-        self._quantization = quantization
-        self._compile_backend = compile_backend
-        self._graphs = graphs
+    Attributes:
+        model: Folder or hub name of the target.
+        size: Of the KV pools.
+        dtype: Type of weights and keys.
+        device: Where they live.
+        quantization: How the weights of an EAGLE head are held.
+        compile_backend: As :func:`load_pair` takes it.
+        graphs: As :func:`load_pair` takes it.
+    """
+
+    model: str | Path
+    size: PoolSize
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization
+    compile_backend: str | None
+    graphs: GraphMode
 
     def target(self, features: FeatureSpec, *, beside: int = 0) -> HFTarget:
         """Open the target; a slot takes ``beside`` bytes in the drafter's pool."""
-        size = replace(self._size, beside=beside)
-        return self._open(self._model, features, size, self._graphs)
+        size = replace(self.size, beside=beside)
+        return self._open(self.model, features, size, self.graphs)
 
     def with_head(self, folder: Path) -> Pair:
         """Open an EAGLE head, and the target with the features it reads."""
-        config = load_config(self._model)
+        config = load_config(self.model)
         head_config = read_head_config(folder, config)
-        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, self._dtype)
+        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, self.dtype)
         target = self.target(feature_spec(head_config), beside=beside)
         head = load_head(
             folder,
             target_config=config,
             target_embedding=target.input_embeddings,
             target_lm_head=target.output_embeddings,
-            dtype=self._dtype,
-            device=self._device,
+            dtype=self.dtype,
+            device=self.device,
         )
         drafter = head_drafter(
             head,
             slots=target.max_slots,
-            quantization=self._quantization,
-            graphs=self._graphs,
+            quantization=self.quantization,
+            graphs=self.graphs,
             max_context=target.max_context,
-            compile_backend=self._compile_backend,
+            compile_backend=self.compile_backend,
         )
         return Pair(target, drafter)
 
     def with_language_model(self, folder: Path) -> Pair:
         """Open a small language model of the target's vocabulary."""
-        check_tokenizers(self._model, folder)
-        target = self.target(FeatureSpec.none(), beside=_slot_bytes(folder, self._dtype))
+        check_tokenizers(self.model, folder)
+        target = self.target(FeatureSpec.none(), beside=_slot_bytes(folder, self.dtype))
         # Its trees grow level by level on the host; only the target's forwards are replayed.
         same = PoolSize(slots=target.max_slots)
         small = self._open(folder, FeatureSpec.none(), same, GraphMode.OFF)
@@ -287,11 +215,11 @@ class _Opening:
     ) -> HFTarget:
         return HFTarget.from_pretrained(
             model,
-            dtype=self._dtype,
-            device=self._device,
+            dtype=self.dtype,
+            device=self.device,
             max_slots=size,
             features=features,
-            compile_backend=self._compile_backend,
+            compile_backend=self.compile_backend,
             graphs=graphs,
         )
 
@@ -381,48 +309,3 @@ def _drafter_folder(drafter: str | Path) -> Path:
     except (OSError, HTTPError) as error:
         why = f"{expected}, or a repository that the hub gives ({hub_refusal(error)})"
         raise InvalidArgument("drafter", str(drafter), why) from error
-
-
-def check_model(model: str | Path, argument: str = "model") -> None:
-    """Raise where a name is neither a folder nor what the hub has, before anything is loaded.
-
-    The hub is asked once: transformers would ask again for half a minute, and not say that it was
-    the network that failed.
-
-    Raises:
-        InvalidArgument: The hub has no such model, or does not answer.
-    """
-    name = str(model)
-    if Path(model).is_dir() or not _MODEL_NAME.fullmatch(name):
-        return  # what is wrong with a path is said where it is opened
-    try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            ask_hub(name)
-    except (OSError, HTTPError, ValueError) as error:  # a ValueError: not a name that a model has
-        expected = "an existing model folder, or a model id of the Hugging Face hub"
-        raise InvalidArgument(argument, name, f"{expected} ({hub_refusal(error)})") from error
-
-
-def ask_hub(repository: str, kind: str = "model") -> None:
-    """Ask the hub whether it has a repository, once.
-
-    Raises:
-        OSError: It does not, or it does not answer; see :func:`hub_refusal`.
-        httpx.HTTPError: Likewise.
-    """
-    try:
-        HfApi().repo_info(repository, repo_type=kind, timeout=_HUB_SECONDS)
-    except RepositoryNotFoundError:
-        raise
-    except HfHubHTTPError:  # it answers; a download says what it minds, if it minds that too
-        return
-
-
-def hub_refusal(error: Exception) -> str:
-    """Say why the hub gave nothing, by what its client raised."""
-    if isinstance(error, RepositoryNotFoundError | ValueError):
-        return "the hub has none of this name, or not for you"
-    network = HTTPError, ConnectionError, LocalEntryNotFoundError
-    if isinstance(error, network) and getattr(error, "response", None) is None:
-        return "the hub could not be reached"
-    return f"the hub did not give it: {type(error).__name__}"

@@ -9,8 +9,8 @@ from torch import Tensor
 from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.uniforms import Stream
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.metrics import StepRecord
+from eaglegbv.step_record import StepRecord
 from eaglegbv.tree_record import TreeRecord
 
 Event: TypeAlias = dict[str, object]

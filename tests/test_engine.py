@@ -14,9 +14,9 @@ from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.stopwatch import Phase
 from eaglegbv.targets.base import TargetOutput
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.warp import WarpSettings, warp

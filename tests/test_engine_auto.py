@@ -22,11 +22,12 @@ from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.graphs import GraphMode
-from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
+from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.scheduler.planner import Planner
 from eaglegbv.scheduler.reading_cost import ReadingCost
+from eaglegbv.step_record import StepRecord
 from eaglegbv.tree import DraftTree
 from eaglegbv.uniforms import Purpose
 

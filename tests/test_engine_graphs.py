@@ -324,7 +324,9 @@ def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
 def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
-    from eaglegbv.eval.steps import Shape, StepSetting, build
+    from eaglegbv.eval.rig import build_rig
+    from eaglegbv.eval.shapes import Shape
+    from eaglegbv.eval.step_setting import StepSetting
 
     plan, params = SETTINGS[name]
     shape = Shape(
@@ -334,7 +336,7 @@ def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> No
     texts = []
     for mode in (GraphMode.ON, GraphMode.EAGER):
         where = torch.device("cuda")
-        rig = build(
+        rig = build_rig(
             shape,
             setting,
             dtype=torch.float16,

@@ -13,9 +13,9 @@ from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 
 from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
+from eaglegbv.stopwatch import Phase
 
 REQUESTS, KINDS = 2_000, 150
 

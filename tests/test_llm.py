@@ -14,9 +14,9 @@ from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgume
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import DrafterMismatch, LawMismatch, StepFailed
 from eaglegbv.frames import SLOTS
-from eaglegbv.metrics import StepRecord
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.step_record import StepRecord
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
 CHAT = [{"role": "user", "content": "Name a fruit."}]

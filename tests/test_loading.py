@@ -7,13 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from httpx import ConnectError, Request, Response
-from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 from safetensors.torch import load_file, save_file
 from support.saved_pair import save_pair
 from support.token_drafting import random_table
@@ -24,7 +17,7 @@ from eaglegbv.drafters.kind import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY_TARGET, check_model, named_device, named_models
+from eaglegbv.loading import TINY_TARGET, named_models
 from eaglegbv.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -66,65 +59,6 @@ def test_no_model_named_means_the_packaged_pair() -> None:
     alone = named_models(TINY_TARGET, None)  # a folder that is named is no choice of a drafter
     assert (alone.name, alone.drafter_name) == (str(TINY_TARGET), None)
     assert named_models("a/b", Path("head")).drafter_name == "head"
-
-
-@pytest.mark.parametrize("name", ["warp", "cuda", "cuda:1", "meta", ""])
-def test_a_device_that_is_not_there_is_named_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    with pytest.raises(InvalidArgument, match=f"device='{name}': expected cpu, as PyTorch finds"):
-        named_device(name)
-    assert named_device("cpu") == torch.device("cpu")
-
-
-def _response(status: int) -> Response:
-    return Response(status, request=Request("GET", "https://hub"))
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (ConnectError("no network"), "the hub could not be reached"),
-        (OfflineModeIsEnabled("told so"), "the hub could not be reached"),
-        (
-            RepositoryNotFoundError("no", response=_response(404)),
-            "the hub has none of this name, or not",
-        ),
-    ],
-)
-def test_a_name_the_hub_does_not_know_is_said_at_once(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
-) -> None:
-    asked = []
-
-    def refuse(_: object, name: str, **__: object) -> None:
-        asked.append(name)
-        raise error
-
-    monkeypatch.setattr(HfApi, "repo_info", refuse)
-    with pytest.raises(InvalidArgument, match=rf"model='nobody/none': expected .* \({why}"):
-        LLM("nobody/none")
-    assert asked == ["nobody/none"]
-
-
-def test_what_the_hub_minds_besides_is_left_to_the_download(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise HfHubHTTPError("too many", response=_response(429))
-
-    monkeypatch.setattr(HfApi, "repo_info", refuse)
-    check_model("nobody/some")
-
-
-def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert named_device("cuda:1").index == 1
-    with pytest.raises(InvalidArgument, match="'cuda:2': expected cpu or cuda:0 to cuda:1"):
-        named_device("cuda:2")
 
 
 def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:

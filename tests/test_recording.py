@@ -11,11 +11,11 @@ from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.metrics import StepRecord
 from eaglegbv.outcomes import Judgement
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.scheduler.batch import Group, Layout
+from eaglegbv.step_record import StepRecord
 from eaglegbv.targets.base import TargetOutput
 from eaglegbv.tree import Law
 from eaglegbv.tree_record import TreeRecord
@@ -253,7 +253,7 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("figures were asked for")
 
     monkeypatch.setattr(OtbvVerifier, "figures", refuse)
-    monkeypatch.setattr("eaglegbv.engine.tree_records", refuse)
+    monkeypatch.setattr("eaglegbv.judged_group.tree_records", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []

@@ -162,8 +162,3 @@ def layer_keys(contents: Contents) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **contents.passed_on,
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return what configurations call a type."""
-    return str(dtype).removeprefix("torch.")

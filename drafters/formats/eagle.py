@@ -7,6 +7,7 @@ EAGLE-2 name their layer ``layers.0``, EAGLE-3 ``midlayer``.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from eaglegbv.devices import dtype_name
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import (
     AttentionVariants,
@@ -14,7 +15,6 @@ from eaglegbv.drafters.formats.base import (
     Format,
     FormatName,
     Sections,
-    dtype_name,
     layer_keys,
 )
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering

@@ -8,6 +8,7 @@ Qwen3 for a head that norms queries and keys; the head's own lie beside it. Tens
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from eaglegbv.devices import dtype_name
 from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.base import (
     AttentionVariants,
@@ -15,7 +16,6 @@ from eaglegbv.drafters.formats.base import (
     Format,
     FormatName,
     Sections,
-    dtype_name,
     layer_keys,
 )
 from eaglegbv.drafters.formats.layers import LAYER_IDS, NUMBERING, Numbering

@@ -38,6 +38,11 @@ class PoolSize:
         if self.slots is not None and self.bytes is not None:
             raise InvalidArgument("kv_bytes", self.bytes, "None where kv_slots is given")
 
+    @classmethod
+    def of(cls, size: "int | PoolSize") -> "PoolSize":
+        """Return the size of a number of slots; a size is returned as it is."""
+        return size if isinstance(size, PoolSize) else cls(slots=size)
+
     def slots_of(
         self, bytes_per_slot: int, *, max_context: int, least: int, device: torch.device
     ) -> int:

@@ -107,6 +107,7 @@ def backend_arguments(text: str | None) -> dict[str, Scalar]:
 def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load this package's engine, and transformers beside it where a baseline asks for it."""
     from eaglegbv.config import EngineConfig
+    from eaglegbv.devices import dtype_name
 
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
@@ -124,15 +125,21 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
     sitting = Sitting(
         tuple(settings), lambda: nullcontext(llm.generate), _baselines(models, settings)
     )
-    dtype = str(llm.dtype).removeprefix("torch.")
-    return Backend((sitting,), llm.tokenizer, dtype, str(llm.device), llm.draft_quantization)
+    return Backend(
+        (sitting,),
+        llm.tokenizer,
+        dtype_name(llm.dtype),
+        str(llm.device),
+        llm.draft_quantization,
+    )
 
 
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load transformers alone."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.loading import check_model, place_of
+    from eaglegbv.devices import dtype_name, place_of
+    from eaglegbv.hub import check_model
 
     device, dtype = place_of(models.device, models.dtype)
     check_model(models.target)
@@ -141,7 +148,7 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     anyone = next(iter(baselines.values()))
     sitting = Sitting(tuple(settings), lambda: nullcontext(anyone), baselines)
     tokenizer = AutoTokenizer.from_pretrained(models.target)
-    return Backend((sitting,), tokenizer, str(dtype).removeprefix("torch."), str(device))
+    return Backend((sitting,), tokenizer, dtype_name(dtype), str(device))
 
 
 def sglang(
@@ -150,7 +157,7 @@ def sglang(
     """Have SGLang answer: one engine for each plan, one after another."""
     from transformers import AutoTokenizer
 
-    from eaglegbv.loading import check_model
+    from eaglegbv.hub import check_model
 
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
@@ -173,8 +180,8 @@ def _sglang_engine(
     models: Models, plan: "Plan", arguments: Mapping[str, Scalar]
 ) -> "Iterator[Generate]":
     from eaglegbv.backends.sglang.llm import SGLangLLM
+    from eaglegbv.devices import named_dtype
     from eaglegbv.eval.streamed import Streamed
-    from eaglegbv.loading import named_dtype
 
     # Every setting and repeat reads its prompts itself.
     named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
@@ -195,8 +202,8 @@ def _baselines(models: Models, settings: Sequence["Setting"]) -> "dict[str, Chat
         return {}
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    from eaglegbv.devices import place_of
     from eaglegbv.eval.baselines import ChatBaseline, Library, baseline
-    from eaglegbv.loading import place_of
 
     disable_progress_bar()
     set_verbosity_error()  # its assisted generation warns about its own arguments

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
     from eaglegbv.auto_plan import Planning
     from eaglegbv.eval.baselines import Baseline, Library
-    from eaglegbv.eval.batches import Grid, PromptSource, Timing, Way
+    from eaglegbv.eval.batches import Grid
     from eaglegbv.eval.evidence import BatchResults
+    from eaglegbv.eval.prompt_source import PromptSource
+    from eaglegbv.eval.timing import Timing
+    from eaglegbv.eval.ways import Way
     from eaglegbv.llm import LLM
     from eaglegbv.quantization import Quantization
 
@@ -88,8 +91,11 @@ def batch(
 
     Answers have all the same length. Ratios are taken within a repeat, and then their median.
     """
-    from eaglegbv.eval.batches import Grid, PromptSource, summarise, table
+    from eaglegbv.devices import dtype_name
+    from eaglegbv.eval.batch_table import rate_table
+    from eaglegbv.eval.batches import Grid, summarise
     from eaglegbv.eval.evidence import BatchResults
+    from eaglegbv.eval.prompt_source import PromptSource
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
     from eaglegbv.loading import named_models
@@ -115,7 +121,7 @@ def batch(
         wanted.append(f"assistant:{assistant}")
     chosen = [fleet.way(name) for name in wanted]
     timings = _measure(chosen, PromptSource.of(fleet.plain, questions), grid)
-    typer.echo(plain_text(table(summarise(timings), lengths=any(grid.contexts))))
+    typer.echo(plain_text(rate_table(summarise(timings), lengths=any(grid.contexts))))
     if explain:
         _explain(chosen)
     if out is not None:
@@ -128,7 +134,7 @@ def batch(
             verifier=verifier,
             suite=questions_set,
             compile_backend=compile_backend or "",
-            dtype=str(fleet.plain.dtype).removeprefix("torch."),
+            dtype=dtype_name(fleet.plain.dtype),
             draft_quantization=fleet.draft_quantization,
         )
         _write(out, results)
@@ -148,7 +154,8 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
     """Time the ways, beside a progress bar."""
     from tqdm import tqdm
 
-    from eaglegbv.eval.batches import WatchedWay, measure
+    from eaglegbv.eval.batches import measure
+    from eaglegbv.eval.ways import WatchedWay
 
     watched = [way for way in ways if isinstance(way, WatchedWay)]
     timings = []
@@ -168,9 +175,10 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
 
 def _explain(ways: "Sequence[Way]") -> None:
     """Print which plans the engine chose, and why, where it had the choice."""
-    from eaglegbv.eval.batches import WatchedWay
+    from eaglegbv.eval.batch_table import choice_lines
+    from eaglegbv.eval.ways import WatchedWay
 
-    lines = [line for way in ways if isinstance(way, WatchedWay) for line in way.explain()]
+    lines = [line for way in ways if isinstance(way, WatchedWay) for line in choice_lines(way)]
     if lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
 
@@ -211,7 +219,7 @@ class _Fleet:
         """Return the way that a name stands for."""
         from eaglegbv.auto_plan import AUTO
         from eaglegbv.config import PLAIN, Plan
-        from eaglegbv.eval.batches import EngineWay, TransformersWay, WatchedWay
+        from eaglegbv.eval.ways import EngineWay, TransformersWay, WatchedWay
 
         if name == "none":
             return EngineWay(name, self.plain, PLAIN)

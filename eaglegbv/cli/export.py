@@ -39,7 +39,8 @@ def _target(checkpoint: "Checkpoint", target: str | None) -> "ExportTarget | Non
         return None
     from eaglegbv.drafters.checkpoint import fit
     from eaglegbv.drafters.exporting import ExportTarget
-    from eaglegbv.loading import TINY_TARGET, check_model
+    from eaglegbv.hub import check_model
+    from eaglegbv.loading import TINY_TARGET
     from eaglegbv.targets.hf import load_config
 
     name = str(TINY_TARGET) if target == "tiny" else target

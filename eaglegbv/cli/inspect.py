@@ -19,7 +19,8 @@ def inspect(
     """Print what a head's files say, check them, and warn of what engines disagree about."""
     from eaglegbv.drafters.checkpoint import fit
     from eaglegbv.drafters.inspection import inspect_head
-    from eaglegbv.loading import TINY_TARGET, check_model
+    from eaglegbv.hub import check_model
+    from eaglegbv.loading import TINY_TARGET
     from eaglegbv.targets.hf import load_config
 
     checkpoint = open_head(drafter)

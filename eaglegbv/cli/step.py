@@ -48,9 +48,13 @@ def step(
     import msgspec
 
     from eaglegbv.config import Plan
+    from eaglegbv.devices import place_of
+    from eaglegbv.eval.machine import measure_machine
     from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.steps import SHAPES, StepSetting, build, measure_machine, run, table
-    from eaglegbv.loading import place_of
+    from eaglegbv.eval.rig import build_rig
+    from eaglegbv.eval.shapes import SHAPES
+    from eaglegbv.eval.step_setting import StepSetting
+    from eaglegbv.eval.steps import step_table, time_steps
 
     if shape not in SHAPES:
         raise InvalidArgument("shape", shape, one_of(SHAPES, shape))
@@ -74,7 +78,7 @@ def step(
         steps=steps,
     )
     where, precision = place_of(device, dtype)
-    rig = build(
+    rig = build_rig(
         model,
         setting,
         dtype=precision,
@@ -82,9 +86,9 @@ def step(
         compile_backend=compile_backend,
         graphs=graph_mode(cuda_graphs),
     )
-    report = run(rig, setting, measure_machine(precision, where))
+    report = time_steps(rig, setting, measure_machine(precision, where))
     machine = report.machine
-    typer.echo(plain_text(table(report)))
+    typer.echo(plain_text(step_table(report)))
     launched = "" if report.launches is None else f", {report.launches} launches"
     typer.echo(
         f"{report.operations} operations a step{launched}; "

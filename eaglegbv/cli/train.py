@@ -8,6 +8,7 @@ import torch
 import typer
 
 from eaglegbv.config import Plan
+from eaglegbv.devices import named_device
 from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
@@ -16,7 +17,6 @@ from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator
-from eaglegbv.loading import named_device
 
 app = typer.Typer(
     no_args_is_help=True,

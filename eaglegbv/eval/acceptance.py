@@ -5,7 +5,7 @@ from typing import Self
 
 import msgspec
 
-from eaglegbv.metrics import RequestMetrics
+from eaglegbv.request_metrics import RequestMetrics
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):

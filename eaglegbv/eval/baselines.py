@@ -26,9 +26,10 @@ from transformers.generation.streamers import BaseStreamer
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.frames import roomy
-from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 PLAIN = "transformers"
 """Name of the baseline that drafts nothing."""

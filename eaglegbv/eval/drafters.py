@@ -11,10 +11,10 @@ from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.eval.questions import Question
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Message
 from eaglegbv.request import FinishReason
+from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.uniforms import request_seed
 
 

@@ -9,13 +9,14 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.batches import Timing
 from eaglegbv.eval.drafters import DrafterReport
 from eaglegbv.eval.papers.base import Report
 from eaglegbv.eval.records import Environment, Record, Results, Turn
 from eaglegbv.eval.store import load_results, read_results
 from eaglegbv.eval.study import Study
-from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.eval.timing import Timing
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 DIGITS = 6
 """Of seconds."""

@@ -307,7 +307,7 @@ def _fetched(name: str, file: HubFile, looked: str) -> Path:
     import huggingface_hub
     from httpx import HTTPError
 
-    from eaglegbv.loading import ask_hub, hub_refusal
+    from eaglegbv.hub import ask_hub, hub_refusal
 
     where, path, revision = file.repository, file.path, file.revision
     try:

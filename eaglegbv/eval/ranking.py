@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from eaglegbv.eval.batches import BASELINE, Timing, rate_of
+from eaglegbv.eval.batches import BASELINE, rate_of
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.figures import Figure, whole
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.summary import paired_ratio
+from eaglegbv.eval.timing import Timing
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):

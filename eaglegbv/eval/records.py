@@ -14,9 +14,10 @@ import torch
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
-from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.processor import processor_name
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 Key: TypeAlias = tuple[str, str, int]
 """Setting, question and repeat of a record."""

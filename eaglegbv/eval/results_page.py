@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import Plan
 from eaglegbv.eval import batches, drafters
+from eaglegbv.eval.batch_table import rate_table
 from eaglegbv.eval.compare import compare_runs
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.evidence import (
@@ -355,7 +356,7 @@ def _batch(name: str, content: BatchResults, drawn: str) -> Section:
             f"{about}. {compiled}{_where(content.environment)}",
             "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
             f"by this engine, within a repeat. {fixed}",
-            markdown_table(batches.table(rows, lengths=contexts)),
+            markdown_table(rate_table(rows, lengths=contexts)),
             drawn,
         ),
     )

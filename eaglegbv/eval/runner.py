@@ -10,8 +10,8 @@ from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Record, RunSettings, Setting, Turn
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.uniforms import request_seed
 
 Message = dict[str, str]

@@ -8,9 +8,9 @@ from typing import Protocol
 from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt
+from eaglegbv.stopwatch import Phase
 
 
 class Streams(Protocol):

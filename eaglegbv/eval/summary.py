@@ -22,7 +22,7 @@ from eaglegbv.eval.figures import (
     whole,
 )
 from eaglegbv.eval.records import Record, Results, Setting
-from eaglegbv.metrics import Phase
+from eaglegbv.stopwatch import Phase
 
 OTHER = "other"
 """Wall time outside the engine's phases: templates, (de)tokenisation, bookkeeping."""

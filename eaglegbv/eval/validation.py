@@ -12,8 +12,8 @@ from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.engine import Engine
 from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.loading import feature_spec, head_drafter
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.targets.hf import HFTarget, load_config
 
 

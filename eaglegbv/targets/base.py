@@ -22,7 +22,7 @@ class FeatureKind(StrEnum):
     FINAL = "final"
     """The hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2)."""
     LAYERS = "layers"
-    """The inputs of some layers behind each other (EAGLE-3)."""
+    """The inputs of several layers, concatenated (EAGLE-3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Target(ABC):
 
     @property
     def attention_fallbacks(self) -> Mapping[str, int]:
-        """Calls of attention that a slower one served in place of a faster, by what that lacks."""
+        """Attention calls that fell back to the slower backend, by what the faster one lacks."""
         return {}
 
     @property

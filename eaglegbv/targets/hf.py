@@ -33,10 +33,17 @@ from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.joining import prepare
-from eaglegbv.products import PackedProduct, in_use
+from eaglegbv.products import in_use
 from eaglegbv.targets.attending import COMPILED, PLAIN
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
-from eaglegbv.targets.guard import MIN_SLOTS, Probe, check_forward, check_layers, plain_outputs
+from eaglegbv.targets.guard import (
+    MIN_SLOTS,
+    LayerCall,
+    Probe,
+    check_forward,
+    check_layers,
+    plain_outputs,
+)
 from eaglegbv.targets.static_forward import StaticForward
 from eaglegbv.transfer import send
 
@@ -75,68 +82,82 @@ class HFTarget(Target):
                 small, there is no such backend or it makes no single graph of the model, or graphs
                 cannot be recorded here.
         """
-        name = type(model).__name__
-        size = max_slots if isinstance(max_slots, PoolSize) else PoolSize(slots=max_slots)
-        if size.slots is not None and size.slots < MIN_SLOTS:  # before anything is computed
-            raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
-        if model.config.is_encoder_decoder or not model._supports_attention_backend:
-            raise ModelNotSupported(
-                "model", name, "a decoder-only model on transformers' attention interface"
-            )
-        config = model.config.get_text_config(decoder=True)
+        size = PoolSize.of(max_slots)
+        _check_supported(model, size)  # before anything is computed
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
-        self.vocab_size = int(config.vocab_size)
-        self.hidden_size = int(config.hidden_size)
-        self.num_layers = int(config.num_hidden_layers)
-        self.max_context = _max_context(config)
-        self.dtype = model.dtype
-        self.device = model.device
-        self.eos_token_ids = _eos_token_ids(model)
+        self._read_sizes()
         self.features = FeatureSpec.none() if features is None else features
         self.features.check(self.num_layers)
-        captured = _captured_layers(self.features, self.num_layers)
-
         model.set_attn_implementation("eager")
-        if captured:
-            earlier = _states_before_layers(model, self.num_layers)
-            captured = [layer + earlier for layer in captured]
-        self._captured = captured
+        self._captured = _captured_states(model, self.features, self.num_layers)
         expected = plain_outputs(model, self.features)
         model.set_attn_implementation(PLAIN)
         self._compiled = False
-        self._products: list[PackedProduct] = []
-        probe = Probe()
         generates = can_generate(compile_backend, dtype=self.dtype, device=self.device)
-        self._products = prepare(
-            model,
-            lambda: self._probe(probe),
-            generated=model.base_model if generates else None,
-        )
-        check_layers(name, probe.calls, config, self.max_context)
-        kv_heads, head_dim = probe.calls[0].kv_heads, probe.calls[0].head_dim
+        layer = self._prepare_products(generated=model.base_model if generates else None)
         # Where forwards are padded, padding writes to a slot of the pool that nobody owns.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
-        slots = size.slots_of(
-            slot_bytes(self.num_layers, kv_heads, head_dim, self.dtype),
-            max_context=self.max_context,
-            least=MIN_SLOTS + (spare if size.slots is None else 0),
-            device=self.device,
-        )
-        slots -= spare if size.slots is None else 0
+        slots = self._usable_slots(size, layer, spare)
         self.allocator = SlotAllocator(slots)
-        held = (self.num_layers, slots + spare, kv_heads, head_dim)
+        held = (self.num_layers, slots + spare, layer.kv_heads, layer.head_dim)
         self.pool = KVPool(*held, self.dtype, self.device)
         self.attention = attention(self.pool)
         self._static: StaticForward | None = None
         with making_graphs(), generating_products() if generates else nullcontext():
             if compile_backend is not None:
                 self._compile(compile_backend)
-            check_forward(name, self, expected)
+            self._prove(expected)
         self._static = self._static_forward(graphs)
         if self._static is not None:
-            for _ in range(2):  # recorded, and replayed
-                check_forward(name, self, expected)
+            self._prove(expected)  # recorded
+            self._prove(expected)  # replayed
             self._static.counts.clear()
+
+    def _read_sizes(self) -> None:
+        """Read what the model says about itself."""
+        config = self.model.config.get_text_config(decoder=True)
+        self.vocab_size = int(config.vocab_size)
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.max_context = _max_context(config)
+        self.dtype = self.model.dtype
+        self.device = self.model.device
+        self.eos_token_ids = _eos_token_ids(self.model)
+
+    def _prepare_products(self, *, generated: nn.Module | None) -> LayerCall:
+        """Join and pack the model's products, and return what its first layer asks of attention.
+
+        Args:
+            generated: The part of the model whose products a compiler generates, or None.
+
+        Raises:
+            ModelNotSupported: The layers' calls are not as they should be; see
+                :func:`check_layers`.
+        """
+        probe = Probe()
+        self._products = prepare(self.model, lambda: self._probe(probe), generated=generated)
+        config = self.model.config.get_text_config(decoder=True)
+        check_layers(type(self.model).__name__, probe.calls, config, self.max_context)
+        return probe.calls[0]
+
+    def _usable_slots(self, size: PoolSize, layer: LayerCall, spare: int) -> int:
+        """Return the number of slots for requests; the pool has ``spare`` more.
+
+        A given number is that of slots for requests; where memory decides, the spare ones are among
+        those it has room for.
+        """
+        included = spare if size.slots is None else 0
+        fitting = size.slots_of(
+            slot_bytes(self.num_layers, layer.kv_heads, layer.head_dim, self.dtype),
+            max_context=self.max_context,
+            least=MIN_SLOTS + included,
+            device=self.device,
+        )
+        return fitting - included
+
+    def _prove(self, expected: TargetOutput) -> None:
+        """Raise ModelNotSupported unless packed trees give the plain model's outputs."""
+        check_forward(type(self.model).__name__, self, expected)
 
     @classmethod
     def from_pretrained(
@@ -233,8 +254,8 @@ class HFTarget(Target):
     def _compile(self, backend: str) -> None:
         """Compile the model up to its last norm, for one row and for any number of rows.
 
-        Its last layer stays outside: it computes as many logits as a step asks for, and each such
-        number of none, one, or several would be a graph of its own.
+        The output layer stays outside: it computes as many logits as a step asks for, and zero, one
+        and many rows would each need a separate graph.
 
         Raises:
             InvalidArgument: There is no such backend, or the model cannot be one graph, or its head
@@ -344,26 +365,43 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _single(input_ids: Tensor, *_: object, **__: object) -> bool:
-    """Return whether a forward is of one row: the kinds a compiled model tells apart."""
+    """Return whether a forward has one row: the kinds a compiled model tells apart."""
     return input_ids.shape[1] == 1
 
 
-def _captured_layers(features: FeatureSpec, num_layers: int) -> list[int]:
-    """Return the layers whose outputs are captured; the last one's comes normed."""
+def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:
+    """Raise where a model cannot be driven, or a given number of slots is too small to prove it."""
+    if size.slots is not None and size.slots < MIN_SLOTS:
+        raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
+    if model.config.is_encoder_decoder or not model._supports_attention_backend:
+        raise ModelNotSupported(
+            "model",
+            type(model).__name__,
+            "a decoder-only model on transformers' attention interface",
+        )
+
+
+def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
+    """Return the numbers of the hidden states captured, as transformers counts them.
+
+    They are outputs of layers; the last layer's is normed.
+    """
     match features.kind:
         case FeatureKind.NONE:
             return []
         case FeatureKind.FINAL:
-            return [num_layers - 1]
+            layers = [num_layers - 1]
         case FeatureKind.LAYERS:
-            return [layer - 1 for layer in features.layers]
+            layers = [layer - 1 for layer in features.layers]
+    earlier = _states_before_layers(model, num_layers)
+    return [layer + earlier for layer in layers]
 
 
 @torch.no_grad()
 def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
-    """Return how many hidden states are counted before the first layer's, where some are asked for.
+    """Return how many hidden states come before the first layer's, where only some are asked for.
 
-    Transformers before 5.23 counts none there; later it counts the embedding, as for all states.
+    Transformers before 5.23 counts none; later versions count the embedding, as among all states.
     """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])

@@ -1,7 +1,7 @@
 """Forwards of draft trees by buckets: padded to fixed sizes, recorded once, replayed.
 
-    rows      [ tree | tree | ... ][ pads, one request or more ]
-    requests    0      1             all that are left, of a row each; the last takes the rest
+    rows      [ tree | tree | ... ][ padding ]
+    requests    0      1             one-row padding requests; the last takes all remaining rows
 
 Rows that pad write to a scratch slot behind those of the allocator, and see themselves alone. So
 nothing that a request holds is touched, and nothing of it depends on how it was padded, but for
@@ -22,10 +22,8 @@ from eaglegbv.attention.base import (
     joined,
     offsets_of,
 )
-from eaglegbv.graphs import MAX_ROWS, Bucket, NotRecordable, Recorder, Work
+from eaglegbv.graphs import MAX_ROWS, REPLAYED, Bucket, NotRecordable, Recorder, Work
 from eaglegbv.targets.base import TargetOutput
-
-REPLAYED = "replayed"
 
 Run = Callable[[PackedBatch, PagedAttention], TargetOutput]
 

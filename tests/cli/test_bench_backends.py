@@ -17,8 +17,8 @@ from eaglegbv.backends.sglang import llm as sglang_llm
 from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import Plan
 from eaglegbv.eval.store import read_results
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
+from eaglegbv.request_metrics import RequestMetrics
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 

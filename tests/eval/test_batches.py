@@ -1,26 +1,13 @@
-"""bench batch: ways take turns, ratios are those of the same repeat, prompts have their lengths."""
+"""bench batch: ways take turns, and ratios are those of the same repeat."""
 
-from collections import Counter
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from eaglegbv.auto_plan import AUTO
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.batches import (
-    EngineWay,
-    Grid,
-    PromptSource,
-    Timing,
-    WatchedWay,
-    measure,
-    summarise,
-    table,
-)
-from eaglegbv.llm import LLM
-from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
+from eaglegbv.eval.batches import Grid, measure, summarise
+from eaglegbv.eval.prompt_source import PromptSource
+from eaglegbv.eval.timing import Timing
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
@@ -50,19 +37,6 @@ def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> Timing:
         tokens=100,
         seconds=seconds,
     )
-
-
-def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
-    assert QUESTIONS.take(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
-    assert QUESTIONS.take(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
-    assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
-
-
-def test_few_prompts_are_spread_over_the_questions() -> None:
-    many = PromptSource([[n] for n in range(80)])
-    assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
-    assert many.take(3, 0) == [[0], [26], [53]]
-    assert many.take(1, 0) == [[0]]
 
 
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
@@ -118,46 +92,6 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert found["none"].ratio == 1
     assert found["none"].rate == 50
     assert summarise([timing("auto", 0, 1.0)])[0].ratio is None
-
-
-def test_the_table_has_a_column_a_batch() -> None:
-    rows = summarise([timing("none", 0, 2.0), timing("auto", 0, 1.0), timing("none", 0, 1.0, 4)])
-    lines = table(rows)
-    assert lines[0][1:] == ["batch 2", "batch 4"]
-    assert lines[1] == ["T=1, own tokens, none", "50 (1.00)", "100 (1.00)"]
-    assert lines[2] == ["T=1, own tokens, auto", "100 (2.00)", "-"]
-    assert table(rows, lengths=False)[2][0] == "T=1, auto"
-
-
-class Counting:
-    """An engine that counts a plan as often as the prompts say."""
-
-    def __init__(self) -> None:
-        self.metrics = EngineMetrics()
-
-    def generate(self, prompts: list[list[int]], params: object, *, plan: object) -> list[object]:
-        for prompt in prompts:
-            for plan_number in prompt:
-                self.metrics.add(FORWARDS, 1, f"plan {plan_number}")
-                self.metrics.add(REASONS, 1, "best")
-        return [SimpleNamespace(error=None, token_ids=[1]) for _ in prompts]
-
-
-def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
-    engine = cast("LLM", Counting())
-    watched, other = WatchedWay(EngineWay("auto", engine, AUTO)), EngineWay("3x4", engine, AUTO)
-    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
-    asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
-    for told in measure([watched, other], lambda count, _: asked[count], grid):
-        watched.note(told)
-    assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
-        (1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
-        (1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
-    }
-    assert watched.explain() == [
-        "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
-        "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
-    ]
 
 
 def test_an_empty_grid_is_refused() -> None:

@@ -13,7 +13,7 @@ from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.eval.drafters import Conversations, category_table, depth_table, measure_drafter
 from eaglegbv.eval.questions import Question
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import RequestMetrics
+from eaglegbv.request_metrics import RequestMetrics
 
 QUESTIONS = tuple(
     Question(id=str(n), category=("maths", "prose")[n % 2], turns=turns, source="test")

@@ -24,9 +24,10 @@ from eaglegbv.eval.papers.cells import (
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.same_drafts import Sampling, Tally, Text
-from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 QUESTIONS = QuestionSet(
     "test",

@@ -32,7 +32,7 @@ from eaglegbv.eval.papers.sheets import (
     sheet_tables,
 )
 from eaglegbv.eval.records import Setting
-from eaglegbv.metrics import Phase
+from eaglegbv.stopwatch import Phase
 
 QUESTIONS = 8
 RUN = Run(

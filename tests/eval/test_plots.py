@@ -19,7 +19,7 @@ from eaglegbv.eval.plots import (
 )
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.summary import OTHER
-from eaglegbv.metrics import Phase
+from eaglegbv.stopwatch import Phase
 
 pytest.importorskip("matplotlib")
 

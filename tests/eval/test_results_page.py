@@ -8,7 +8,6 @@ from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.batches import Timing
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.evidence import (
     BatchResults,
@@ -26,6 +25,7 @@ from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.results_page import EXPECTED, page
 from eaglegbv.eval.store import RunFolder, write_results
 from eaglegbv.eval.summary import summarise
+from eaglegbv.eval.timing import Timing
 
 GBV = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=PLAIN, baseline="lookup:3")

@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from math import sqrt
 
 import msgspec
 import pytest
@@ -10,21 +9,12 @@ import torch
 from torch._dynamo.config import patch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.errors import InvalidArgument, ModelNotSupported, StepFailed
-from eaglegbv.eval.steps import (
-    SHAPES,
-    Machine,
-    OperationCounter,
-    Shape,
-    StepReport,
-    StepSetting,
-    build,
-    measure_machine,
-    random_head,
-    run,
-    table,
-)
+from eaglegbv.errors import InvalidArgument, StepFailed
+from eaglegbv.eval.machine import Machine
+from eaglegbv.eval.rig import build_rig
+from eaglegbv.eval.shapes import Shape
+from eaglegbv.eval.step_setting import StepSetting
+from eaglegbv.eval.steps import StepReport, step_table, time_steps
 from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode
 
@@ -34,7 +24,7 @@ MACHINE = Machine(bandwidth=1e9, flops=1e10)
 
 
 def report(setting: StepSetting, dtype: torch.dtype = torch.float32) -> StepReport:
-    return run(build(SMALL, setting, dtype=dtype, device=CPU), setting, MACHINE)
+    return time_steps(build_rig(SMALL, setting, dtype=dtype, device=CPU), setting, MACHINE)
 
 
 def test_phases_of_a_step_and_their_floors() -> None:
@@ -64,7 +54,7 @@ def test_plain_decoding_has_no_draft() -> None:
     found = report(setting, torch.bfloat16)
     assert found.block_efficiency == 1
     assert next(p.floor for p in found.phases if p.phase == "draft") == 0
-    lines = table(found)
+    lines = step_table(found)
     assert [line[0] for line in lines] == ["phase", "draft", "forward", "verify", "commit", "step"]
     assert lines[1][2:] == ["-", "-"]
     assert lines[2][2] != "-"
@@ -75,67 +65,27 @@ def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
 ) -> None:
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     assert report(setting).overlapping is None
-    monkeypatch.setattr("eaglegbv.eval.steps.barrier_of", lambda _: partial(time.sleep, 0.02))
+    monkeypatch.setattr("eaglegbv.eval.rig.barrier_of", lambda _: partial(time.sleep, 0.02))
     found = report(setting)
     assert found.overlapping is not None
     step = found.phases[-1]
     assert step.seconds > found.overlapping + 4 * 0.02 / 2  # four phases, each waited for
-    name, milliseconds, floor, ratio = table(found)[-1]
-    assert (name, floor) == ("step, overlapping", table(found)[-2][2])
+    name, milliseconds, floor, ratio = step_table(found)[-1]
+    assert (name, floor) == ("step, overlapping", step_table(found)[-2][2])
     assert float(milliseconds) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
     assert float(ratio) == pytest.approx(found.overlapping / step.floor, abs=1e-2)
 
 
-def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Each layer magnifies rounding as one of width 4096 would.
-    deep = Shape(
-        hidden=256, layers=32, heads=2, kv_heads=1, intermediate=512, vocab=8000, draft_vocab=50
-    )
-    setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=1)
-    assert build(deep, setting, dtype=torch.bfloat16, device=CPU).target.vocab_size == 8000
-    monkeypatch.setattr("eaglegbv.eval.steps._GAIN", 0.02 * sqrt(4096))  # as transformers has it
-    with pytest.raises(ModelNotSupported, match="of the plain model within"):
-        build(deep, setting, dtype=torch.bfloat16, device=CPU)
-
-
-def test_all_of_a_random_head_is_on_the_device() -> None:
-    config = EagleHeadConfig(
-        arch=Arch.EAGLE3,
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        vocab_size=64,
-        draft_vocab_size=24,
-        feature_layers=(1, 2, 3),
-    )
-    embedding = torch.zeros(64, 32, device="meta", dtype=torch.bfloat16)
-    head = random_head(config, embedding)
-    state = [*head.parameters(), *head.buffers()]
-    assert {part.device.type for part in state} == {"meta"}
-    assert {part.dtype for part in head.parameters()} == {torch.bfloat16}
-
-
 def test_a_step_that_breaks_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = StepSetting(plan=PLAIN, context=8, steps=2)
-    rig = build(SMALL, setting, dtype=torch.float32, device=CPU)
+    rig = build_rig(SMALL, setting, dtype=torch.float32, device=CPU)
 
     def forward(*arguments: object, **named: object) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(rig.target, "forward", forward)
     with pytest.raises(StepFailed, match="no memory"):
-        run(rig, setting, MACHINE)
-
-
-def test_operations_are_counted() -> None:
-    with OperationCounter() as counter:
-        torch.ones(3).add(1).mul(2)
-    assert counter.count == 3
+        time_steps(rig, setting, MACHINE)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -143,36 +93,15 @@ def test_operations_are_counted() -> None:
 def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:
     """To count is no reason to look at a graph's inputs again, or to refuse it."""
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
-    rig = build(
+    rig = build_rig(
         SMALL, setting, dtype=torch.float32, device=CPU, compile_backend=FLAT, graphs=graphs
     )
     rig.engine.check_plan(setting.plan)  # what is compiled is compiled now
     with patch(error_on_recompile=True):
-        found = run(rig, setting, MACHINE)
+        found = time_steps(rig, setting, MACHINE)
     assert 100 < found.operations < 4000
 
 
-def test_a_machine_is_measured() -> None:
-    machine = measure_machine(torch.float32, CPU, megabytes=1)
-    assert machine.bandwidth > 1e6
-    assert machine.flops > 1e6
-
-
-def test_known_shapes_are_sound() -> None:
-    assert {"tiny", "llama-3.1-8b"} <= set(SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers": 3}, "layers=3"),
-        ({"heads": 3}, "heads=3"),
-        ({"vocab": 0}, "vocab=0"),
-        ({"kv_heads": 4}, "heads=2"),
-    ],
-)
-def test_sizes_that_fit_no_model_are_named(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        msgspec.structs.replace(SMALL, **changes).__post_init__()
+def test_a_setting_of_no_steps_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="steps=0"):
         StepSetting(plan=PLAIN, steps=0)

@@ -5,7 +5,8 @@ from eaglegbv.config import PLAIN
 from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.eval.report import markdown, plain_text, table
 from eaglegbv.eval.summary import summarise
-from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 
 def results(*records: Record, **changes: object) -> Results:

@@ -3,11 +3,11 @@
 import pytest
 
 from eaglegbv.config import PLAIN
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
 from eaglegbv.scheduler.scheduler import Portion, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
+from eaglegbv.stopwatch import Phase
 from eaglegbv.uniforms import Stream
 
 SECONDS = {

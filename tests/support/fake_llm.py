@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from eaglegbv.auto_plan import plan_name
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.stopwatch import Phase
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from eaglegbv.metrics import Phase, Span, StepRecord
+from eaglegbv.step_record import StepRecord
+from eaglegbv.stopwatch import Phase, Span
 from eaglegbv.trace import Tracer
 from eaglegbv.tree_record import TreeRecord
 

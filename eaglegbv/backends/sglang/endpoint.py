@@ -11,8 +11,8 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_openai
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.params import SamplingParams
+from eaglegbv.request_metrics import RequestMetrics
 
 ANSWERS_WITHIN = 3600.0
 

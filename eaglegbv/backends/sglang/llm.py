@@ -18,9 +18,10 @@ from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.config import EngineConfig, Plan, Source
 from eaglegbv.defaults import DRAFT_WIDTH
+from eaglegbv.devices import named_dtype
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.graphs import GraphMode
-from eaglegbv.loading import named_dtype, named_folder, named_models
+from eaglegbv.loading import named_folder, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.request import FinishReason

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.eval.papers.base import Options, Site
@@ -15,9 +16,9 @@ from eaglegbv.eval.records import Environment, Setting, describe_environment
 from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
 from eaglegbv.eval.store import another_run
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import Phase
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
+from eaglegbv.stopwatch import Phase
 from eaglegbv.uniforms import request_seed
 
 CELLS = "cells.json"
@@ -187,7 +188,7 @@ class CellStore:
             options=site.options,
             model=llm.model_name,
             drafter=llm.drafter_name,
-            dtype=str(llm.dtype).removeprefix("torch."),
+            dtype=dtype_name(llm.dtype),
             suite=questions.suite,
             origin=questions.origin,
             question_ids=tuple(question.id for question in questions.questions),

@@ -14,7 +14,7 @@ from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.report import with_interval
-from eaglegbv.metrics import Phase
+from eaglegbv.stopwatch import Phase
 
 Axis: TypeAlias = Literal["paths", "depth"]
 

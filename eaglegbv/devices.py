@@ -1,0 +1,85 @@
+"""Devices and dtypes, by name and by default."""
+
+from types import MappingProxyType
+
+import torch
+
+from eaglegbv.errors import InvalidArgument, one_of
+
+_DTYPES = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype of a name, such as ``"bfloat16"``; a dtype is returned as it is.
+
+    Raises:
+        InvalidArgument: No supported dtype has this name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise InvalidArgument("dtype", dtype, f"{one_of(_DTYPES)}, or a torch.dtype")
+    return _DTYPES[dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"bfloat16"``, as configurations have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_device(device: torch.device | str) -> torch.device:
+    """Return the device of a name, such as ``"cuda:1"``, if this machine has it.
+
+    PyTorch itself makes a device of any known name, and fails only when a tensor goes there.
+
+    Raises:
+        InvalidArgument: This machine has no such device.
+    """
+    present = _device_counts()
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:  # PyTorch knows no such kind of device
+        raise InvalidArgument("device", str(device), _listing(present)) from None
+    if wanted.type not in present or (wanted.index or 0) >= present[wanted.type]:
+        why = ""
+        if wanted.type == "cuda" and not torch.backends.cuda.is_built():
+            why = "; this PyTorch was built without CUDA"
+        raise InvalidArgument("device", str(device), _listing(present) + why)
+    return wanted
+
+
+def _device_counts() -> dict[str, int]:
+    """Return how many devices of each kind PyTorch can use here; the CPU counts as one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    more = {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
+    return {"cpu": 1} | more
+
+
+def _listing(present: dict[str, int]) -> str:
+    """Return the devices in words, such as ``cpu or cuda:0 to cuda:3``."""
+    others = [
+        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+        for kind, count in present.items()
+        if kind != "cpu"
+    ]
+    return " or ".join(["cpu", *others]) if others else "cpu, as PyTorch finds no other device here"
+
+
+def place_of(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype to compute with.
+
+    Args:
+        device: None for CUDA where there is one, else the CPU.
+        dtype: None for bfloat16 on CUDA and float32 elsewhere.
+
+
+    Raises:
+        InvalidArgument: This machine has no such device, or there is no such dtype.
+    """
+    place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    usual = "bfloat16" if place.type == "cuda" else "float32"
+    return place, named_dtype(dtype or usual)

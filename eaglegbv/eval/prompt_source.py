@@ -1,0 +1,50 @@
+"""Prompts of the lengths that are to be measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.questions import evenly
+from eaglegbv.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Prompts of any length, made of questions.
+
+    Attributes:
+        questions: As the model reads them, chat template included.
+    """
+
+    questions: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, llm: LLM, texts: Sequence[str]) -> Self:
+        """Encode user messages."""
+        if not texts:
+            raise InvalidArgument("questions", 0, "at least one question")
+        return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """Return ``count`` prompts: different questions, or so many tokens of several.
+
+        They are spread evenly over the questions, so over their categories.
+
+        Args:
+            count: Number of prompts.
+            length: Tokens of each; 0 for the questions as they are.
+        """
+        total = len(self.questions)
+        places = evenly(count, total) if count < total else range(count)
+        return [self._prompt(place, length) for place in places]
+
+    def _prompt(self, first: int, length: int) -> list[int]:
+        if not length:
+            return list(self.questions[first % len(self.questions)])
+        tokens: list[int] = []
+        while len(tokens) < length:
+            # The last question stays whole, so that the model has something to answer.
+            tokens = [*self.questions[first % len(self.questions)], *tokens]
+            first += 1
+        return tokens[-length:]
