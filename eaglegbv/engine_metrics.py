@@ -30,8 +30,8 @@ class EngineMetrics:
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
         """Move a counter up."""
-        cells = self.values.setdefault(metric, {})
-        cells[label] = cells.get(label, 0) + amount
+        by_label = self.values.setdefault(metric, {})
+        by_label[label] = by_label.get(label, 0) + amount
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
         """Set a gauge, or a counter whose value is kept elsewhere."""
@@ -69,9 +69,9 @@ class EngineMetrics:
     def exposition(self) -> str:
         """Return all values in Prometheus' text format (version 0.0.4)."""
         lines = []
-        for metric, cells in sorted(self.values.items(), key=lambda item: item[0].name):
+        for metric, by_label in sorted(self.values.items(), key=lambda item: item[0].name):
             lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-            for label, value in sorted(cells.items()):
+            for label, value in sorted(by_label.items()):
                 where = f'{{{metric.label}="{_escaped(label)}"}}' if metric.label else ""
                 lines.append(f"{metric.name}{where} {value:.12g}")
         return "\n".join(lines) + "\n"

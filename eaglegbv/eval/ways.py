@@ -46,7 +46,14 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineWay:
-    """The engine by one planning."""
+    """The engine by one planning; see :class:`Way`.
+
+    Attributes:
+        name: Its name in tables.
+        llm: The engine.
+        plan: How all requests are planned.
+        max_batch: None, as the engine takes any number of prompts.
+    """
 
     name: str
     llm: LLM
@@ -84,7 +91,7 @@ class WatchedWay:
 
     way: EngineWay
     chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
-    _last: dict[Metric, Counter[str]] = field(default_factory=dict)
+    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
@@ -100,15 +107,16 @@ class WatchedWay:
         """See :meth:`Way.run`."""
         before = self._counted()
         generated = self.way.run(prompts, tokens, temperature=temperature, seed=seed)
-        self._last = {m: cells - before[m] for m, cells in self._counted().items()}
+        self._last = {m: counts - before[m] for m, counts in self._counted().items()}
         return generated
 
     def note(self, timing: Timing) -> None:
         """Count the last call, if the timing is of this way: calls without one only warmed up."""
         if timing.way == self.name:
-            cell = self.chosen.setdefault((timing.temperature, timing.context, timing.batch), {})
-            for metric, cells in self._last.items():
-                cell.setdefault(metric, Counter()).update(cells)
+            cell = (timing.temperature, timing.context, timing.batch)
+            chosen = self.chosen.setdefault(cell, {})
+            for metric, counts in self._last.items():
+                chosen.setdefault(metric, Counter()).update(counts)
 
     def _counted(self) -> dict[Metric, Counter[str]]:
         values = self.way.llm.metrics.values

@@ -114,7 +114,7 @@ class HFTarget(Target):
             self._static.counts.clear()
 
     def _read_sizes(self) -> None:
-        """Read what the model says about itself."""
+        """Read the model's sizes, dtype, device and end-of-text tokens."""
         config = self.model.config.get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
