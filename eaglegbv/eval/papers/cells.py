@@ -1,6 +1,7 @@
 """The cells of a paper's tables: measured in parts, each kept as soon as it is measured."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from eaglegbv.uniforms import request_seed
 
 CELLS = "cells.json"
 """What a run publishes: every cell, question by question."""
+
+PARTS = "parts.jsonl"
+"""What a run keeps as it goes: one line a part."""
 
 CHUNK = 16
 """Questions of a part."""
@@ -157,12 +161,14 @@ def load_measured(path: Path) -> Measured:
 def measured_so_far(folder: Path) -> Measured:
     """Return what a run has measured, finished or not: cells of as many questions as were done.
 
+    Nothing is written: the run may be going on in another process.
+
     Raises:
-        InvalidArgument: The folder holds no run.
+        InvalidArgument: The folder holds no run, or its parts cannot be read.
     """
     begun = load_measured(folder / "run.json")
     sheets: dict[str, dict[Setting, list[Cell]]] = {}
-    for part in _read(folder / "parts.jsonl"):
+    for part in _read(folder):
         for cell in part.cells:
             sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
     joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
@@ -179,7 +185,7 @@ class CellStore:
         """Open ``site.folder`` for ``paper``.
 
         Raises:
-            InvalidArgument: It was begun with something else.
+            InvalidArgument: It was begun with something else, or holds something else.
         """
         llm, questions = site.llm, site.questions
         header = Run(
@@ -193,18 +199,19 @@ class CellStore:
             question_ids=tuple(question.id for question in questions.questions),
             questions_sha256=questions.sha256,
         )
-        self._folder, self._file = site.folder, site.folder / "parts.jsonl"
+        self._folder = site.folder
         self._header, self._environment = header, describe_environment(str(llm.device))
         run = site.folder / "run.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         if run.is_file():
-            begun = msgspec.json.decode(run.read_bytes(), type=Measured)
+            begun = _begun(site.folder)
             if begun.run != header:
                 raise another_run(site.folder, begun.run, header)
             self._environment = begun.environment
         else:
             run.write_bytes(msgspec.json.encode(self._with({})))
-        self._parts = {(part.sheet, part.key): part.cells for part in _read(self._file)}
+        self._parts = {(part.sheet, part.key): part.cells for part in _read(site.folder)}
+        _drop_torn_line(site.folder)
 
     @property
     def run(self) -> Run:
@@ -225,21 +232,36 @@ class CellStore:
     def add(self, sheet: str, key: str, cells: list[Cell]) -> None:
         """Keep a part."""
         line = msgspec.json.encode(_Part(sheet=sheet, key=key, cells=cells))
-        with self._file.open("ab") as file:
+        with (self._folder / PARTS).open("ab") as file:
             file.write(line + b"\n")
         self._parts[sheet, key] = cells
 
 
-def _read(path: Path) -> Iterator[_Part]:
-    """Read parts; a line cut short by a kill is measured again."""
-    if not path.is_file():
-        return
-    whole = path.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
-        path.write_bytes(whole[:end])
-    for line in whole[:end].splitlines():
-        yield msgspec.json.decode(line, type=_Part)
+def _begun(folder: Path) -> Measured:
+    """Return what ``run.json`` says, with no sheets."""
+    try:
+        return msgspec.json.decode((folder / "run.json").read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("out", str(folder), f"a folder for a run ({error})") from error
+
+
+def _read(folder: Path) -> list[_Part]:
+    """Return the parts in a folder, without a last line that is not whole."""
+    path = folder / PARTS
+    try:
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
+        return [msgspec.json.decode(line, type=_Part) for line in whole.splitlines()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument("out", str(folder), f"parts of a run ({error})") from error
+
+
+def _drop_torn_line(folder: Path) -> None:
+    """Forget a line that a kill cut short: its part is measured again."""
+    path = folder / PARTS
+    if path.is_file():
+        whole, end, torn = path.read_bytes().rpartition(b"\n")
+        if torn:
+            os.truncate(path, len(whole) + len(end))
 
 
 def measure_cells(
