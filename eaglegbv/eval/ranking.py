@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from eaglegbv.eval.batches import BASELINE, Timing, rate_of
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.figures import Figure, whole
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.summary import paired_ratio
@@ -56,12 +56,12 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
 def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
     values = {name: figure.pooled(own).value for name, own in records.items()}
     leader, *others = sorted(values, key=lambda name: -values[name])
-    below = {n: paired_ratio(figure, records[n], records[leader]).high < 1 for n in others}
+    sides = {n: paired_ratio(figure, records[n], records[leader]).side_of_one() for n in others}
     return Rank(
         leader=leader,
         value=values[leader],
-        tied=tuple(name for name in others if not below[name]),
-        behind=tuple(name for name in others if below[name]),
+        tied=tuple(name for name in others if sides[name] is not SideOfOne.BELOW),
+        behind=tuple(name for name in others if sides[name] is SideOfOne.BELOW),
     )
 
 

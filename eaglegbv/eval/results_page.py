@@ -8,7 +8,7 @@ from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import Plan
 from eaglegbv.eval import batches, drafters
 from eaglegbv.eval.compare import compare_runs
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.evidence import (
     BatchResults,
     DrafterResults,
@@ -241,7 +241,7 @@ def _again(first: Results, second: Results) -> Section:
     counts: Counter[str] = Counter()
     settings: Counter[str] = Counter()
     for one in _reproductions(first, second):
-        same = one.ratio.low <= 1 <= one.ratio.high
+        same = one.ratio.side_of_one() is SideOfOne.OPEN
         settings[one.figure] += 1
         counts[one.figure] += same
         rows.append(

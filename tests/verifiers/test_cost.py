@@ -1,4 +1,4 @@
-"""What a verification must not do: read on the host, need more memory than the logits, be slow."""
+"""What a verification must not do: read on the host, outgrow the logits, or take long."""
 
 from collections.abc import Callable
 from statistics import median
