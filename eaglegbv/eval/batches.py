@@ -8,10 +8,10 @@ on several prompts, batch after batch: drafts of one text may do well or badly b
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 import msgspec
 
@@ -32,8 +32,19 @@ WARM_UP_TOKENS = 24
 FEW = 0.02
 """Plans of a smaller share than this are told together."""
 
-Cell: TypeAlias = tuple[float, int, int]
-"""Temperature, context and batch."""
+
+class Cell(msgspec.Struct, frozen=True, order=True):
+    """A load.
+
+    Attributes:
+        temperature: Of sampling.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        batch: Prompts.
+    """
+
+    temperature: float
+    context: int
+    batch: int
 
 
 class Way(Protocol):
@@ -113,9 +124,9 @@ class WatchedWay:
     def note(self, timing: "Timing") -> None:
         """Count the call that was timed last, if it was of this way; others only warmed up."""
         if timing.way == self.name:
-            cell = self.chosen.setdefault((timing.temperature, timing.context, timing.batch), {})
-            for metric, cells in self._last.items():
-                cell.setdefault(metric, Counter()).update(cells)
+            chosen = self.chosen.setdefault(timing.cell, {})
+            for metric, counted in self._last.items():
+                chosen.setdefault(metric, Counter()).update(counted)
 
     def _counted(self) -> dict[Metric, Counter[str]]:
         values = self.way.llm.metrics.values
@@ -123,11 +134,11 @@ class WatchedWay:
 
     def explain(self) -> list[str]:
         """Return a line a cell: the shares of plans, and of why they were chosen."""
-        lengths = any(context for _, context, _ in self.chosen)
+        lengths = any(cell.context for cell in self.chosen)
         return [
-            f"{_label(temperature, context, self.name, lengths=lengths)}, batch {batch}: "
-            f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
-            for (temperature, context, batch), counted in self.chosen.items()
+            f"{_label(cell.temperature, cell.context, self.name, lengths=lengths)}, "
+            f"batch {cell.batch}: {_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
+            for cell, counted in self.chosen.items()
         ]
 
 
@@ -187,6 +198,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     seconds: float
     first: int = 0
+
+    @property
+    def cell(self) -> Cell:
+        """The load it was measured at."""
+        return Cell(self.temperature, self.context, self.batch)
 
     @property
     def rate(self) -> float:
@@ -344,26 +360,62 @@ class Row:
     ratio: float | None
 
 
-def summarise(timings: Sequence[Timing]) -> list[Row]:
-    """Return medians over the repeats, in order of first appearance."""
-    cells: dict[tuple[float, int, int], dict[str, dict[int, list[Timing]]]] = {}
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a way came to in a cell.
+
+    Attributes:
+        rates: Tokens a second of each repeat.
+        ratios: Of the rate to that of plain decoding in the same repeat, where both were measured.
+    """
+
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+
+def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
+    """Return the speeds of each way by cell, in order of first appearance."""
+    cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
     for t in timings:
-        cell = cells.setdefault((t.temperature, t.context, t.batch), {})
-        cell.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
-    rows = []
-    for (temperature, context, batch), ways in cells.items():
-        rates = {way: {r: rate_of(ts) for r, ts in found.items()} for way, found in ways.items()}
-        plain = rates.get(BASELINE, {})
-        for way, own in rates.items():
-            ratios = [rate / plain[repeat] for repeat, rate in own.items() if repeat in plain]
-            ratio = median(ratios) if ratios else None
-            rows.append(Row(way, batch, context, temperature, median(own.values()), ratio))
-    return rows
+        ways = cells.setdefault(t.cell, {})
+        ways.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
+    return {cell: _speeds(ways) for cell, ways in cells.items()}
 
 
-def rate_of(timings: Sequence[Timing]) -> float:
+def _speeds(ways: Mapping[str, Mapping[int, Sequence[Timing]]]) -> dict[str, Speeds]:
+    """Return the speeds of the ways in one cell, given their calls by repeat."""
+    rates = {
+        way: {repeat: _rate(calls) for repeat, calls in own.items()} for way, own in ways.items()
+    }
+    plain = rates.get(BASELINE, {})
+    return {
+        way: Speeds(
+            rates=tuple(own.values()),
+            ratios=tuple(rate / plain[repeat] for repeat, rate in own.items() if repeat in plain),
+        )
+        for way, own in rates.items()
+    }
+
+
+def _rate(calls: Sequence[Timing]) -> float:
     """Return tokens a second over the calls of a repeat."""
-    return sum(t.tokens for t in timings) / sum(t.seconds for t in timings)
+    return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
+
+
+def summarise(timings: Iterable[Timing]) -> list[Row]:
+    """Return medians over the repeats, in order of first appearance."""
+    return [
+        Row(
+            way=way,
+            batch=cell.batch,
+            context=cell.context,
+            temperature=cell.temperature,
+            rate=median(own.rates),
+            ratio=median(own.ratios) if own.ratios else None,
+        )
+        for cell, ways in speeds_by_cell(timings).items()
+        for way, own in ways.items()
+    ]
 
 
 def table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:

@@ -1,10 +1,11 @@
 """Which setting is best, and which cannot be told from it: by intervals, not by eye."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 import msgspec
 
-from eaglegbv.eval.batches import BASELINE, Timing, rate_of
+from eaglegbv.eval.batches import Cell, Timing, speeds_by_cell
 from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.figures import Figure, whole
 from eaglegbv.eval.records import Record, Results
@@ -65,41 +66,21 @@ def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
     )
 
 
-class Cell(msgspec.Struct, frozen=True, order=True):
-    """A load: temperature, tokens of each prompt (0: the questions as they are), prompts."""
-
-    temperature: float
-    context: int
-    batch: int
-
-
-def spread(rates: Sequence[float]) -> Estimate:
-    """Return the median of some repeats between the least and the most."""
-    ordered = sorted(rates)
-    middle = len(ordered) // 2
-    value = ordered[middle] if len(ordered) % 2 else sum(ordered[middle - 1 : middle + 1]) / 2
-    return Estimate(value, ordered[0], ordered[-1])
-
-
 def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
     """Return each way's speed over plain decoding's in the same repeat, by cell.
 
     Values are medians over repeats, ends the least and the most of them.
     """
-    calls: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
-    for t in timings:
-        cell = calls.setdefault(Cell(t.temperature, t.context, t.batch), {})
-        cell.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
-    found: dict[Cell, dict[str, Estimate]] = {}
-    for key, ways in sorted(calls.items(), key=lambda item: item[0]):
-        rates = {way: {r: rate_of(ts) for r, ts in own.items()} for way, own in ways.items()}
-        plain = rates.get(BASELINE, {})
-        ratios = {
-            way: [rate / plain[repeat] for repeat, rate in own.items() if repeat in plain]
-            for way, own in rates.items()
-        }
-        found[key] = {way: spread(own) for way, own in ratios.items() if own}
-    return {key: ways for key, ways in found.items() if ways}
+    found = {
+        cell: {way: _spread(own.ratios) for way, own in ways.items() if own.ratios}
+        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
+    }
+    return {cell: ways for cell, ways in found.items() if ways}
+
+
+def _spread(repeats: Sequence[float]) -> Estimate:
+    """Return the median of some repeats between the least and the most."""
+    return Estimate(median(repeats), min(repeats), max(repeats))
 
 
 def rank_ways(ways: dict[str, Estimate]) -> Rank:

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from eaglegbv.eval.batches import Cell
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.evidence import BatchResults, Evidence
 from eaglegbv.eval.picture import picture_style, plain_axes, save_picture
@@ -16,7 +17,7 @@ from eaglegbv.eval.plots import (
     seconds_by_phase,
     tokens_per_second,
 )
-from eaglegbv.eval.ranking import Cell, over_plain
+from eaglegbv.eval.ranking import over_plain
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.results_page import AGAIN
 from eaglegbv.eval.study import Study
