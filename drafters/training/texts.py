@@ -18,6 +18,7 @@ from eaglegbv.drafters.training.data import (
 from eaglegbv.drafters.training.samples import regenerate
 from eaglegbv.drafters.training.target import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,8 @@ def gather_texts(settings: TextSettings, open_model: Callable[[], PreTrainedMode
     number = min(settings.held_out, number)
     held_out = _answers(settings, model, held_out, held_out_weights, number, seed + 1)
     # Whole or not at all, for a run may be killed at any time.
-    partial = settings.samples.with_suffix(".partial")
-    torch.save({"training": asdict(training), "held_out": asdict(held_out)}, partial)
-    partial.replace(settings.samples)
+    with replacing(settings.samples) as partial:
+        torch.save({"training": asdict(training), "held_out": asdict(held_out)}, partial)
     return Texts(training, _equal_weights(training), held_out)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.batches import Timing
 from eaglegbv.eval.drafters import DrafterReport
+from eaglegbv.eval.json_files import read_json
 from eaglegbv.eval.papers.base import Report
 from eaglegbv.eval.records import Environment, Record, Results, Turn
 from eaglegbv.eval.store import load_results, read_results
@@ -258,11 +259,7 @@ def _read(path: Path) -> Evidence:
 
 
 def _decode(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        expected = f"a readable file of {kind.__name__} ({error})"
-        raise InvalidArgument("file", str(path), expected) from error
+    return read_json(path, kind, argument="file", expected=f"a readable file of {kind.__name__}")
 
 
 def _encoded(evidence: Evidence) -> bytes:

@@ -212,7 +212,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
             CellStore(here, "bv")
         assert parts.read_bytes() == strange
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match=r"out=.*a folder for a run"):
+    with pytest.raises(InvalidArgument, match=r"out=.*the head of a run"):
         CellStore(here, "bv")
 
 
