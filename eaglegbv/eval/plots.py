@@ -19,6 +19,7 @@ from eaglegbv.eval.picture import (
     picture_style,
     plain_axes,
     save_pictures,
+    whiskers,
 )
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.summary import Summary, summarise
@@ -195,7 +196,7 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
     axes.barh(
         range(len(measured)),
         [rate.value for rate in rates],
-        xerr=_whiskers(rates),
+        xerr=whiskers(rates),
         color=[_colour(one.setting.plan.verifier) for one in measured],
         error_kw={"elinewidth": 0.8, "capsize": 2},
     )
@@ -290,7 +291,7 @@ def _draw_lines(
         axes.errorbar(
             [x for x, _ in line.points],
             [figure.value for figure in figures],
-            yerr=_whiskers(figures),
+            yerr=whiskers(figures),
             label=line.label,
             color=_colour(line.verifier),
             linestyle="--" if line.constant or line.verifier in dashed else style,
@@ -302,14 +303,6 @@ def _draw_lines(
     plain_axes(axes, "y")
     # A place that is named: matplotlib's search for the best one may take seconds, and then warns.
     axes.legend(frameon=False, fontsize=7, loc=legend)
-
-
-def _whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
-    # A percentile interval need not hold the value itself; whiskers cannot be negative.
-    return [
-        [max(0.0, figure.value - figure.low) for figure in figures],
-        [max(0.0, figure.high - figure.value) for figure in figures],
-    ]
 
 
 def _colour(verifier: str) -> str:

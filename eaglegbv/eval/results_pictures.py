@@ -1,6 +1,6 @@
 """Pictures of the page of results: small SVG files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from eaglegbv.eval.batches import Cell
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.evidence import BatchResults, Evidence
-from eaglegbv.eval.picture import picture_style, plain_axes, save_picture
+from eaglegbv.eval.picture import picture_style, plain_axes, save_picture, whiskers
 from eaglegbv.eval.plots import (
     acceptance_by_depth,
     block_efficiency_by_paths,
@@ -116,7 +116,7 @@ def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) ->
         axes.errorbar(
             [batch for batch, _ in points],
             [figure.value for figure in figures],
-            yerr=_ranges(figures),
+            yerr=whiskers(figures),
             label=way,
             marker="o",
             markersize=3,
@@ -128,7 +128,3 @@ def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) ->
     axes.set_xticks(sorted(speeds), [str(batch) for batch in sorted(speeds)])
     axes.set_xlabel("batch")
     axes.legend(frameon=False, fontsize=7, loc="upper right")
-
-
-def _ranges(figures: Sequence[Estimate]) -> list[list[float]]:
-    return [[f.value - f.low for f in figures], [f.high - f.value for f in figures]]

@@ -12,6 +12,7 @@ from eaglegbv.eval.picture import (
     picture_style,
     plain_axes,
     save_pictures,
+    whiskers,
 )
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.study import SampledCell, Study
@@ -173,10 +174,7 @@ def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> No
     axes.errorbar(
         heats,
         [cell.tokens.value for cell in own],
-        yerr=[
-            [cell.tokens.value - cell.tokens.low for cell in own],
-            [cell.tokens.high - cell.tokens.value for cell in own],
-        ],
+        yerr=whiskers([cell.tokens for cell in own]),
         color=COLOURS["otbv"],
         elinewidth=0.6,
         marker="o",
