@@ -69,6 +69,7 @@ def drafters(
         depth_table,
         measure_drafter,
     )
+    from eaglegbv.eval.evidence import DrafterResults, NamedReport
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
@@ -99,13 +100,15 @@ def drafters(
                 reports.append(report)
                 names.append(name)
     if as_json:
-        listed = [{"name": n, "report": r} for n, r in zip(names, reports, strict=True)]
-        content = {
-            "origin": chosen.origin,
-            "environment": describe_environment(str(llm.device)),
-            "drafters": listed,
-        }
-        typer.echo(msgspec.json.encode(content).decode())
+        results = DrafterResults(
+            origin=chosen.origin,
+            environment=describe_environment(str(llm.device)),
+            drafters=tuple(
+                NamedReport(name=name, report=report)
+                for name, report in zip(names, reports, strict=True)
+            ),
+        )
+        typer.echo(msgspec.json.encode(results).decode())
         return
     typer.echo(plain_text(depth_table(reports, names)))
     typer.echo()
