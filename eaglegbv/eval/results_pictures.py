@@ -9,14 +9,7 @@ from eaglegbv.eval.batches import Cell
 from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.evidence import BatchResults, Evidence
 from eaglegbv.eval.picture import picture_style, plain_axes, save_picture, whiskers
-from eaglegbv.eval.plots import (
-    acceptance_by_depth,
-    block_efficiency_by_paths,
-    block_efficiency_by_temperature,
-    measured_of,
-    seconds_by_phase,
-    tokens_per_second,
-)
+from eaglegbv.eval.plots import PICTURES, measured_of
 from eaglegbv.eval.ranking import over_plain
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.results_page import AGAIN
@@ -73,14 +66,8 @@ def _canvas(part: str, content: Evidence) -> "Canvas":
     if isinstance(content, BatchResults):
         return batch_canvas(over_plain(content.timings))
     assert isinstance(content, Results)
-    pictures = {
-        "tokens_per_second": tokens_per_second,
-        "seconds_by_phase": seconds_by_phase,
-        "acceptance_by_depth": acceptance_by_depth,
-        "block_efficiency_by_paths": block_efficiency_by_paths,
-        "block_efficiency_by_temperature": block_efficiency_by_temperature,
-    }
-    return pictures[part](measured_of(content))
+    picture = next(one for one in PICTURES if one.name == part)
+    return picture.draw(measured_of(content))
 
 
 def _copy_study(study: Study, path: Path) -> None:
