@@ -185,6 +185,10 @@ def _sum(turns: Sequence[Turn]) -> Turn:
 
 
 def _add(a: RequestMetrics, b: RequestMetrics) -> RequestMetrics:
+    """Add up what figures are computed from.
+
+    Plans, cached tokens and pre-emptions are in none of them; kept files are smaller without.
+    """
     phases = [phase for phase in Phase if phase in a.seconds or phase in b.seconds]
     return RequestMetrics(
         prompt_tokens=a.prompt_tokens + b.prompt_tokens,
