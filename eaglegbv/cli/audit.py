@@ -1,8 +1,9 @@
 """``eaglegbv audit``: check that verifiers are lossless."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,12 +28,8 @@ from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from eaglegbv.eval.audit import Result, Sizes, Subject
     from eaglegbv.tree import Law
-
-    Job = tuple[Subject, Law, Sizes]
 
 FAILED = 1
 PATHS = 2
@@ -46,6 +43,21 @@ PAIR_LEGEND = (
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An audit to run.
+
+    Attributes:
+        subject: The verifier.
+        law: What its trees are drawn by.
+        sizes: Of the problems.
+    """
+
+    subject: "Subject"
+    law: "Law"
+    sizes: "Sizes"
 
 
 @app.callback()
@@ -155,7 +167,7 @@ def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":
     return subjects[name]
 
 
-def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> "Job":
+def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> Job:
     import msgspec
 
     from eaglegbv.tree import Law
@@ -166,26 +178,26 @@ def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> 
     if clip:
         paths = subject.fitting_paths(chosen, sizes.paths)
         sizes = msgspec.structs.replace(sizes, paths=paths)
-    return subject, chosen, sizes
+    return Job(subject, chosen, sizes)
 
 
-def _every_law(subject: "Subject", sizes: "Sizes") -> "list[Job]":
+def _every_law(subject: "Subject", sizes: "Sizes") -> list[Job]:
     """Return a job a law, with as many paths as verifier and law take."""
     return [_job(subject, str(law), sizes, clip=True) for law in sorted(subject.laws)]
 
 
-def _run(jobs: "Sequence[Job]", tolerance: float, *, as_json: bool) -> "list[Result]":
+def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Result]":
     """Run audits, and print results as they come, or a table of many at the end."""
     import msgspec
 
     from eaglegbv.eval.report import plain_text
 
-    for subject, law, sizes in jobs:
-        subject.check(law, sizes.shape)
+    for job in jobs:
+        job.subject.check(job.law, job.sizes.shape)
     results: list[Result] = []
-    for subject, law, sizes in jobs:
-        with _progress(f"{subject.name} on {law}", sizes.instances) as show:
-            result = subject.audit(law, sizes, show)
+    for job in jobs:
+        with _progress(f"{job.subject.name} on {job.law}", job.sizes.instances) as show:
+            result = job.subject.audit(job.law, job.sizes, show)
         results.append(result)
         if as_json:
             typer.echo(msgspec.json.encode(result).decode())
@@ -196,12 +208,11 @@ def _run(jobs: "Sequence[Job]", tolerance: float, *, as_json: bool) -> "list[Res
     return results
 
 
-def _row(job: "Job", result: "Result", tolerance: float) -> dict[str, str]:
-    _, _, sizes = job
+def _row(job: Job, result: "Result", tolerance: float) -> dict[str, str]:
     return {
         "verifier": result.verifier,
         "law": result.law,
-        "K": str(sizes.paths),
+        "K": str(job.sizes.paths),
         **result.figures(),
         "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
     }
