@@ -1,7 +1,7 @@
 """Measured files that a page of results is written from: compact, in one folder, by name."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -100,6 +100,9 @@ KINDS: Mapping[str, type[Evidence]] = {
 }
 """What a file is, by how its name begins: ``mt-bench-again.json`` is a run too."""
 
+AGAIN = "-again"
+"""How the name of a second run of the same ends."""
+
 
 def read_evidence(folder: Path) -> dict[str, Evidence]:
     """Return the content of every file of a folder, by name without suffix, in order of names.
@@ -153,8 +156,14 @@ def kind_of(name: str) -> type[Evidence]:
 
 
 def _kind(name: str) -> type[Evidence] | None:
-    found = [kind for kind in KINDS if name == kind or name.startswith(f"{kind}-")]
-    return KINDS[max(found, key=len)] if found else None
+    found = kind_among(KINDS, name)
+    return None if found is None else KINDS[found]
+
+
+def kind_among(kinds: Iterable[str], name: str) -> str | None:
+    """Return the longest of ``kinds`` that a file's name is or begins with, or None."""
+    found = [kind for kind in kinds if name == kind or name.startswith(f"{kind}-")]
+    return max(found, key=len, default=None)
 
 
 def compact(results: Results) -> Results:

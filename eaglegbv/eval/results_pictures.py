@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from eaglegbv.eval.batches import Cell
 from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.evidence import BatchResults, Evidence
+from eaglegbv.eval.evidence import AGAIN, BatchResults, Evidence
 from eaglegbv.eval.picture import picture_style, plain_axes, save_picture, whiskers
 from eaglegbv.eval.plots import PICTURES, measured_of
 from eaglegbv.eval.ranking import over_plain
 from eaglegbv.eval.records import Results
-from eaglegbv.eval.results_page import AGAIN
 from eaglegbv.eval.study import Study
 from eaglegbv.eval.study_report import draw_study
 
