@@ -117,17 +117,20 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
     return path
 
 
-def read_results(path: Path, argument: str = "results") -> Results:
+def read_results(
+    path: Path, argument: str = "results", *, expected: str = "a results.json"
+) -> Results:
     """Read a ``results.json``.
 
     Args:
         path: The file.
         argument: What a user called it, for messages.
+        expected: What the file may be, likewise.
 
     Raises:
         InvalidArgument: The file cannot be read or is not one.
     """
-    results = read_json(path, Results, argument=argument, expected="a results.json")
+    results = read_json(path, Results, argument=argument, expected=expected)
     _check(path, results.settings, results.records, argument)
     return results
 
