@@ -19,8 +19,8 @@ from eaglegbv.cli.options import (
     LawName,
     Model,
     base_plan,
+    fitting_paths,
     integers,
-    max_paths,
     names,
     numbers,
 )
@@ -279,10 +279,10 @@ def pair(
     from eaglegbv.params import SamplingParams
 
     plan = base_plan(law, draft_width, draft_temperature)
-    most = max_paths(verifier)
-    if paths is None:
-        paths = plan.paths if most is None else min(plan.paths, most)
-    plan = msgspec.structs.replace(plan, verifier=verifier, paths=paths, depth=depth)
+    fitting = fitting_paths(verifier, plan.paths)
+    plan = msgspec.structs.replace(
+        plan, verifier=verifier, paths=fitting if paths is None else paths, depth=depth
+    )
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
     disable_progress_bar()
     llm = LLM(

@@ -21,9 +21,9 @@ from eaglegbv.cli.options import (
     LawName,
     Model,
     base_plan,
+    fitting_paths,
     graph_mode,
     load_llm,
-    max_paths,
     quantization,
     read_text,
 )
@@ -232,13 +232,11 @@ def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | No
         temperatures = (base.draft_temperature,)
         return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
     verifier = base.verifier if verifier is None else verifier
-    most = max_paths(verifier)
-    if paths is None:
-        paths = base.paths if most is None else min(base.paths, most)
+    fitting = fitting_paths(verifier, base.paths)
     return msgspec.structs.replace(
         base,
         verifier=verifier,
-        paths=base.paths if paths is None else paths,
+        paths=fitting if paths is None else paths,
         depth=base.depth if depth is None else depth,
     )
 

@@ -83,12 +83,12 @@ DraftTemperature = Annotated[
 ]
 
 
-def max_paths(verifier: str) -> int | None:
-    """Return the most paths a verifier takes; None for any number."""
+def fitting_paths(verifier: str, paths: int) -> int:
+    """Return as many of ``paths`` as a verifier takes; plain decoding takes any number."""
     from eaglegbv.verifiers.registry import make_any_verifier
 
     check_verifier(verifier)
-    return None if verifier == "none" else make_any_verifier(verifier).max_paths
+    return paths if verifier == "none" else make_any_verifier(verifier).fitting_paths(paths)
 
 
 def check_verifier(name: str) -> None:
