@@ -42,7 +42,7 @@ PAIR_LEGEND = (
     "variation) an engine may\nbe before this notices it nine times in ten."
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object for each result.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def audit(
     samples: Annotated[
         int | None,
         typer.Option(
-            help="Test the batched implementation by so many samples a problem "
+            help="Test the batched implementation by this many samples of each problem, "
             "instead of enumerating the reference."
         ),
     ] = None,
@@ -235,13 +235,13 @@ def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[
-        str, typer.Option(help="What all texts answer.")
+        str, typer.Option(help="Prompt of all texts.")
     ] = "Name three kinds of fruit.",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
     verifier: Annotated[
-        str, typer.Option(help="Verifier to run, as of audit itself; or none.")
+        str, typer.Option(help="Verifier to run, as in audit itself; or none.")
     ] = "otbv",
     paths: Annotated[
         int | None,
@@ -251,8 +251,10 @@ def pair(
     law: LawName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
-    tokens: Annotated[int, typer.Option(help="First tokens whose joint law is tested.")] = 4,
-    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    tokens: Annotated[
+        int, typer.Option(help="How many first tokens to test the joint law of.")
+    ] = 4,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens the target may choose from.")] = 6,
     samples: Annotated[int, typer.Option(help="Texts to generate.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the first text.")] = 0,
@@ -320,7 +322,7 @@ def picture(
         str, typer.Option(help="Verifiers to compare.")
     ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
     temperatures: Annotated[
-        str, typer.Option(help="Temperatures of both models, with the most paths of the first.")
+        str, typer.Option(help="Temperatures of both models; compared at --at-paths.")
     ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
     at_paths: Annotated[int, typer.Option(help="Paths, K, where temperatures are compared.")] = 4,
     paths: Annotated[str, typer.Option(help="Numbers of paths.")] = "1,2,3,4,6,8",
@@ -331,7 +333,7 @@ def picture(
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
     sharpness: Annotated[float, typer.Option(help="Deviation of the target's logits.")] = 3.0,
     noise: Annotated[float, typer.Option(help="Deviation of the drafter's error.")] = 1.0,
-    trees: Annotated[int, typer.Option(help="Trees a figure.")] = 3000,
+    trees: Annotated[int, typer.Option(help="Trees for each figure.")] = 3000,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eaglegbv.cli.options import integers, names
+from eaglegbv.cli.options import AsJson, integers, names
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def solvers(
         float, typer.Option(help="Milliseconds of processor time above which a node is not solved.")
     ] = 1000.0,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
