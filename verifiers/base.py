@@ -107,6 +107,10 @@ class Rule(ABC):
     max_paths: ClassVar[int | None] = None
     """Most paths the rule can use; ``None`` for any number."""
 
+    def fitting_paths(self, paths: int) -> int:
+        """Return as many of ``paths`` as the rule can use."""
+        return paths if self.max_paths is None else min(paths, self.max_paths)
+
     def check_law(self, law: Law, paths: int) -> None:
         """Raise :class:`LawMismatch` unless the verifier is lossless for ``paths`` of ``law``."""
         if law not in self.laws:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.files import replacing, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -245,9 +246,7 @@ def _drop_lines_after(log: Path, step: int) -> None:
     if not log.exists():
         return
     kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-    partial = log.with_suffix(".partial")
-    partial.write_text("".join(kept if step else []))
-    partial.replace(log)
+    write_whole(log, "".join(kept if step else []).encode())
 
 
 def _step_of(line: str) -> float:
@@ -258,21 +257,18 @@ def _step_of(line: str) -> float:
 
 
 def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save(
-        {
-            "identity": json.dumps(task.identity, sort_keys=True),
-            "module": task.module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": progress.step,
-            "seconds": progress.seconds,
-            "best_score": progress.best_score,
-            "best_step": progress.best_step,
-            "best_weights": progress.best_weights,
-        },
-        partial,
-    )
-    partial.replace(path)
+    checkpoint = {
+        "identity": json.dumps(task.identity, sort_keys=True),
+        "module": task.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "best_score": progress.best_score,
+        "best_step": progress.best_step,
+        "best_weights": progress.best_weights,
+    }
+    with replacing(path) as partial:
+        torch.save(checkpoint, partial)
 
 
 def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:

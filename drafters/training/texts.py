@@ -18,6 +18,7 @@ from eaglegbv.drafters.training.data import (
 from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.drafters.training.samples import regenerate
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,9 @@ def gather_texts(settings: TextSettings, open_model: Callable[[], PreTrainedMode
     training = _answers(settings, model, training, weights, number, seed)
     number = min(settings.held_out, number)
     held_out = _answers(settings, model, held_out, held_out_weights, number, seed + 1)
-    # Written whole or not at all, as a run may be killed at any time.
-    partial = settings.samples.with_suffix(".partial")
-    torch.save({"training": asdict(training), "held_out": asdict(held_out)}, partial)
-    partial.replace(settings.samples)
+    # Whole or not at all, for a run may be killed at any time.
+    with replacing(settings.samples) as partial:
+        torch.save({"training": asdict(training), "held_out": asdict(held_out)}, partial)
     return Texts(training, _equal_weights(training), held_out)
 
 

@@ -1,8 +1,9 @@
 """``eaglegbv audit``: check that verifiers are lossless."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +19,8 @@ from eaglegbv.cli.options import (
     LawName,
     Model,
     base_plan,
+    fitting_paths,
     integers,
-    max_paths,
     names,
     numbers,
 )
@@ -27,12 +28,8 @@ from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from eaglegbv.eval.audit import Result, Sizes, Subject
     from eaglegbv.tree import Law
-
-    Job = tuple[Subject, Law, Sizes]
 
 FAILED = 1
 PATHS = 2
@@ -45,7 +42,22 @@ PAIR_LEGEND = (
     "variation) an engine may\nbe before this notices it nine times in ten."
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object for each result.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An audit to run.
+
+    Attributes:
+        subject: The verifier.
+        law: What its trees are drawn by.
+        sizes: Of the problems.
+    """
+
+    subject: "Subject"
+    law: "Law"
+    sizes: "Sizes"
 
 
 @app.callback()
@@ -78,7 +90,7 @@ def audit(
     samples: Annotated[
         int | None,
         typer.Option(
-            help="Test the batched implementation by so many samples a problem "
+            help="Test the batched implementation by this many samples of each problem, "
             "instead of enumerating the reference."
         ),
     ] = None,
@@ -155,7 +167,7 @@ def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":
     return subjects[name]
 
 
-def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> "Job":
+def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> Job:
     import msgspec
 
     from eaglegbv.tree import Law
@@ -166,26 +178,26 @@ def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> 
     if clip:
         paths = subject.fitting_paths(chosen, sizes.paths)
         sizes = msgspec.structs.replace(sizes, paths=paths)
-    return subject, chosen, sizes
+    return Job(subject, chosen, sizes)
 
 
-def _every_law(subject: "Subject", sizes: "Sizes") -> "list[Job]":
+def _every_law(subject: "Subject", sizes: "Sizes") -> list[Job]:
     """Return a job a law, with as many paths as verifier and law take."""
     return [_job(subject, str(law), sizes, clip=True) for law in sorted(subject.laws)]
 
 
-def _run(jobs: "Sequence[Job]", tolerance: float, *, as_json: bool) -> "list[Result]":
+def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Result]":
     """Run audits, and print results as they come, or a table of many at the end."""
     import msgspec
 
     from eaglegbv.eval.report import plain_text
 
-    for subject, law, sizes in jobs:
-        subject.check(law, sizes.shape)
+    for job in jobs:
+        job.subject.check(job.law, job.sizes.shape)
     results: list[Result] = []
-    for subject, law, sizes in jobs:
-        with _progress(f"{subject.name} on {law}", sizes.instances) as show:
-            result = subject.audit(law, sizes, show)
+    for job in jobs:
+        with _progress(f"{job.subject.name} on {job.law}", job.sizes.instances) as show:
+            result = job.subject.audit(job.law, job.sizes, show)
         results.append(result)
         if as_json:
             typer.echo(msgspec.json.encode(result).decode())
@@ -196,12 +208,11 @@ def _run(jobs: "Sequence[Job]", tolerance: float, *, as_json: bool) -> "list[Res
     return results
 
 
-def _row(job: "Job", result: "Result", tolerance: float) -> dict[str, str]:
-    _, _, sizes = job
+def _row(job: Job, result: "Result", tolerance: float) -> dict[str, str]:
     return {
         "verifier": result.verifier,
         "law": result.law,
-        "K": str(sizes.paths),
+        "K": str(job.sizes.paths),
         **result.figures(),
         "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
     }
@@ -224,13 +235,13 @@ def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[
-        str, typer.Option(help="What all texts answer.")
+        str, typer.Option(help="Prompt of all texts.")
     ] = "Name three kinds of fruit.",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
     verifier: Annotated[
-        str, typer.Option(help="Verifier to run, as of audit itself; or none.")
+        str, typer.Option(help="Verifier to run, as in audit itself; or none.")
     ] = "otbv",
     paths: Annotated[
         int | None,
@@ -240,8 +251,10 @@ def pair(
     law: LawName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
-    tokens: Annotated[int, typer.Option(help="First tokens whose joint law is tested.")] = 4,
-    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    tokens: Annotated[
+        int, typer.Option(help="How many first tokens to test the joint law of.")
+    ] = 4,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens the target may choose from.")] = 6,
     samples: Annotated[int, typer.Option(help="Texts to generate.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the first text.")] = 0,
@@ -268,10 +281,10 @@ def pair(
     from eaglegbv.params import SamplingParams
 
     plan = base_plan(law, draft_width, draft_temperature)
-    most = max_paths(verifier)
-    if paths is None:
-        paths = plan.paths if most is None else min(plan.paths, most)
-    plan = msgspec.structs.replace(plan, verifier=verifier, paths=paths, depth=depth)
+    fitting = fitting_paths(verifier, plan.paths)
+    plan = msgspec.structs.replace(
+        plan, verifier=verifier, paths=fitting if paths is None else paths, depth=depth
+    )
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
     disable_progress_bar()
     llm = LLM(
@@ -309,7 +322,7 @@ def picture(
         str, typer.Option(help="Verifiers to compare.")
     ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
     temperatures: Annotated[
-        str, typer.Option(help="Temperatures of both models, with the most paths of the first.")
+        str, typer.Option(help="Temperatures of both models; compared at --at-paths.")
     ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
     at_paths: Annotated[int, typer.Option(help="Paths, K, where temperatures are compared.")] = 4,
     paths: Annotated[str, typer.Option(help="Numbers of paths.")] = "1,2,3,4,6,8",
@@ -320,7 +333,7 @@ def picture(
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
     sharpness: Annotated[float, typer.Option(help="Deviation of the target's logits.")] = 3.0,
     noise: Annotated[float, typer.Option(help="Deviation of the drafter's error.")] = 1.0,
-    trees: Annotated[int, typer.Option(help="Trees a figure.")] = 3000,
+    trees: Annotated[int, typer.Option(help="Trees for each figure.")] = 3000,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: AsJson = False,
 ) -> None:

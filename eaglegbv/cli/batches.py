@@ -13,6 +13,8 @@ from eaglegbv.cli.options import (
     DraftQuantization,
     Dtype,
     Model,
+    QuestionData,
+    QuestionsSet,
     check_verifier,
     integers,
     load_llm,
@@ -56,23 +58,21 @@ def batch(
         ),
     ] = "auto,3x4,none,transformers",
     verifier: Annotated[
-        str, typer.Option(help="Verifier of the fixed plans, as of generate.")
+        str, typer.Option(help="Verifier of the fixed plans, as in generate.")
     ] = "otbv",
     tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
-    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 3,
+    repeats: Annotated[int, typer.Option(help="How many times to run everything.")] = 3,
     prompts: Annotated[
         int,
         typer.Option(
-            help="Least number of prompts a repeat answers, batch after batch, spread over the set."
+            help="Fewest prompts that a repeat answers, batch after batch, spread over the set."
         ),
     ] = 8,
-    questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
-    data: Annotated[
-        Path | None, typer.Option(help="JSON lines of questions instead of the usual sources.")
-    ] = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
     assistant: Annotated[
         str | None,
-        typer.Option(help="Folder of a small model: adds assisted generation by it."),
+        typer.Option(help="Folder of a small model, to add assisted generation with it."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
     model: Model = None,
@@ -83,7 +83,9 @@ def batch(
     draft_quantization: DraftQuantization = "auto",
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Also say which plans auto used in each batch, and why."),
+        typer.Option(
+            "--explain", help="Also print which plans auto used for each batch size, and why."
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for all timings.")] = None,
 ) -> None:

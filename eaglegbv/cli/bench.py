@@ -16,7 +16,11 @@ from eaglegbv.cli.options import (
     DraftQuantization,
     DraftWidth,
     Dtype,
+    MaxTokens,
     Model,
+    QuestionData,
+    Questions,
+    QuestionsSet,
     integers,
     laws,
     names,
@@ -70,38 +74,28 @@ def main() -> None:
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    questions: Annotated[
-        int | None,
-        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
-    ] = None,
-    questions_set: Annotated[
-        str,
-        typer.Option(
-            help="mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm, mbpp, eagle-gsm8k, "
-            "eagle-humaneval, builtin, or a file of JSON lines."
-        ),
-    ] = "mt-bench",
-    data: Annotated[
-        Path | None, typer.Option(help="File or folder to read them from; see below for others.")
-    ] = None,
+    questions: Questions = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
     verifiers: Annotated[
         str | None,
         typer.Option(
-            help="Verifiers to compare, as of generate; 'none' is plain decoding.",
-            show_default="none,token,block,gbv,otbv; with --backend transformers no one",
+            help="Verifiers to compare, as in generate; 'none' is plain decoding.",
+            show_default="none,token,block,gbv,otbv; with --backend transformers, no verifier",
         ),
     ] = None,
     backend: Annotated[
         str, typer.Option(help="What runs the plans: local, sglang, or transformers for none.")
     ] = "local",
     backend_arguments: Annotated[
-        str | None, typer.Option(help="JSON object of what SGLang's engine is told besides.")
+        str | None, typer.Option(help="More arguments for SGLang's engine, as a JSON object.")
     ] = None,
     baselines: Annotated[
         str | None,
         typer.Option(
-            help="Other ways, in turns with the rest: transformers for its plain decoding, "
-            "lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its assisted generation.",
+            help="Other ways to generate, measured in turn with the rest: transformers for its "
+            "plain decoding; lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its "
+            "assisted generation.",
             show_default="none; with --backend transformers its plain decoding",
         ),
     ] = None,
@@ -114,12 +108,12 @@ def mt_bench(
     ] = "own",
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: Annotated[
-        str, typer.Option(help="Draft temperatures as multiples of the request's; lossless.")
+        str, typer.Option(help="Temperatures of the drafts, as multiples of the request's.")
     ] = "1.0",
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    max_tokens: MaxTokens = 128,
     system: Annotated[str | None, typer.Option(help="System message of every question.")] = None,
-    seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed that every request's seed is derived from.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How many times to run everything.")] = 3,
     model: Model = None,
     drafter: Drafter = None,
     device: Device = None,
@@ -129,12 +123,12 @@ def mt_bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.json and results.md; resumes its own run.",
+            help="Folder for results.json and results.md; a run that is in it is resumed.",
             show_default="runs/ and the set's name",
         ),
     ] = None,
     plots: Annotated[
-        bool, typer.Option("--plots", help="Draw pictures too, in the folder's plots/.")
+        bool, typer.Option("--plots", help="Also draw pictures, into plots/ in that folder.")
     ] = False,
 ) -> None:
     """Hold conversations of MT-Bench, or of another set, in every setting, in turns.

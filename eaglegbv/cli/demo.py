@@ -6,7 +6,7 @@ import typer
 
 from eaglegbv.cli.generate import messages, print_answer
 from eaglegbv.cli.measuring import progress, report_errors, run_settings
-from eaglegbv.cli.options import load_llm
+from eaglegbv.cli.options import MaxTokens, load_llm
 
 VERIFIERS = ("none", "token", "block", "gbv", "otbv")
 
@@ -16,7 +16,7 @@ def demo(
         str, typer.Option(help="What to ask first.")
     ] = "Give three tips for a good night's sleep.",
     questions: Annotated[int, typer.Option(help="Questions for the table, 1 to 16.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 64,
+    max_tokens: MaxTokens = 64,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
     """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""

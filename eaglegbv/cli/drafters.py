@@ -1,18 +1,22 @@
 """``eaglegbv bench drafters``: what a verifier accepts of several drafters, side by side."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eaglegbv.cli.options import (
+    AsJson,
     Device,
     DraftTemperature,
     DraftWidth,
     Dtype,
     LawName,
+    MaxTokens,
     Model,
+    QuestionData,
+    Questions,
+    QuestionsSet,
     base_plan,
     check_verifier,
     integers,
@@ -25,32 +29,27 @@ def drafters(
     drafter: Annotated[
         list[str],
         typer.Option(
-            help="A drafter as LLM takes it; 'NAME=DRAFTER' shows it as NAME. May be repeated; the "
+            help="A drafter, as in generate; 'NAME=DRAFTER' shows it as NAME. May be repeated; the "
             "others are compared with the first."
         ),
     ],
     depth: Annotated[int, typer.Option(help="Length of a drafted path, L.")] = 5,
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "1,3",
-    verifier: Annotated[str, typer.Option(help="Verifier, as of generate.")] = "otbv",
+    verifier: Annotated[str, typer.Option(help="Verifier, as in generate.")] = "otbv",
     law: LawName = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
-    questions: Annotated[
-        int | None,
-        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
-    ] = None,
-    questions_set: Annotated[str, typer.Option(help="mt-bench or builtin.")] = "mt-bench",
-    data: Annotated[
-        Path | None, typer.Option(help="Questions as JSON lines, instead of a known place.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    questions: Questions = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
+    max_tokens: MaxTokens = 128,
     batch: Annotated[int, typer.Option(help="Conversations held together.")] = 16,
-    seed: Annotated[int, typer.Option(help="Every answer's seed derives from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that every answer's seed is derived from.")] = 0,
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the acceptance length of drafters on the same questions, by depth and category.
 
@@ -69,6 +68,7 @@ def drafters(
         depth_table,
         measure_drafter,
     )
+    from eaglegbv.eval.evidence import DrafterResults, NamedReport
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
@@ -99,13 +99,15 @@ def drafters(
                 reports.append(report)
                 names.append(name)
     if as_json:
-        listed = [{"name": n, "report": r} for n, r in zip(names, reports, strict=True)]
-        content = {
-            "origin": chosen.origin,
-            "environment": describe_environment(str(llm.device)),
-            "drafters": listed,
-        }
-        typer.echo(msgspec.json.encode(content).decode())
+        results = DrafterResults(
+            origin=chosen.origin,
+            environment=describe_environment(str(llm.device)),
+            drafters=tuple(
+                NamedReport(name=name, report=report)
+                for name, report in zip(names, reports, strict=True)
+            ),
+        )
+        typer.echo(msgspec.json.encode(results).decode())
         return
     typer.echo(plain_text(depth_table(reports, names)))
     typer.echo()

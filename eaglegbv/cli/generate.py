@@ -19,11 +19,12 @@ from eaglegbv.cli.options import (
     DraftWidth,
     Dtype,
     LawName,
+    MaxTokens,
     Model,
     base_plan,
+    fitting_paths,
     graph_mode,
     load_llm,
-    max_paths,
     quantization,
     read_text,
 )
@@ -70,25 +71,25 @@ def generate(
     draft_temperature: DraftTemperature = 1.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens that have this mass together.")
+        float, typer.Option(help="Keep the likeliest tokens that together have this probability.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(help="Keep so many of the likeliest tokens.", show_default="all")
+        int | None, typer.Option(help="Keep this many of the likeliest tokens.", show_default="all")
     ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than so many times the likeliest.")
+        float, typer.Option(help="Drop tokens less likely than this fraction of the likeliest.")
     ] = 0.0,
     repetition_penalty: Annotated[
         float,
-        typer.Option(help="Above 1, makes tokens of prompt and answer less likely."),
+        typer.Option(help="Above 1, tokens of the prompt and the answer become less likely."),
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Taken off the logits of tokens that the answer has.")
+        float, typer.Option(help="Subtracted from the logits of tokens that occur in the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Taken off for every time that the answer has a token.")
+        float, typer.Option(help="Subtracted once for each time that a token occurs in the answer.")
     ] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
+    max_tokens: MaxTokens = 128,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
@@ -98,9 +99,9 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Repeats a text, with --verifier, --paths, --depth or --law: plans that the "
-            "engine chooses go by time.",
-            show_default="one that is told",
+            help="Repeats a text, given --verifier, --paths, --depth or --law; plans that the "
+            "engine chooses depend on timing.",
+            show_default="one that is printed",
         ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
@@ -232,13 +233,11 @@ def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | No
         temperatures = (base.draft_temperature,)
         return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
     verifier = base.verifier if verifier is None else verifier
-    most = max_paths(verifier)
-    if paths is None:
-        paths = base.paths if most is None else min(base.paths, most)
+    fitting = fitting_paths(verifier, base.paths)
     return msgspec.structs.replace(
         base,
         verifier=verifier,
-        paths=base.paths if paths is None else paths,
+        paths=fitting if paths is None else paths,
         depth=base.depth if depth is None else depth,
     )
 

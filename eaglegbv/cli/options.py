@@ -25,6 +25,12 @@ VERIFIERS = (
 )
 """What help says of verifiers, without loading them; variants of one are left out."""
 
+QUESTION_SETS = (
+    "mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm, mbpp, eagle-gsm8k, eagle-humaneval "
+    "or builtin"
+)
+"""What help says of sets of questions, likewise."""
+
 Kind = TypeVar("Kind", bound=StrEnum)
 
 Model = Annotated[
@@ -50,8 +56,8 @@ CompileBackend = Annotated[
     typer.Option(
         "--compile",
         metavar="BACKEND",
-        help="Compile models and verifier first: 'flat' leaves out Python between operations, in "
-        "seconds; 'inductor' generates code, in minutes.",
+        help="Compile models and verifier first: 'flat' removes the Python code between "
+        "operations, in seconds; 'inductor' generates code, in minutes.",
         show_default="not compiled",
     ),
 ]
@@ -59,8 +65,8 @@ CudaGraphs = Annotated[
     str,
     typer.Option(
         "--cuda-graphs",
-        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (padded "
-        "alike, not recorded, on any device).",
+        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (padded in "
+        "the same way but not recorded, on any device).",
     ),
 ]
 DraftQuantization = Annotated[
@@ -78,17 +84,33 @@ LawName = Annotated[
     ),
 ]
 DraftWidth = Annotated[int, typer.Option(help="Candidates a draft law keeps.")]
+Questions = Annotated[
+    int | None,
+    typer.Option(help="Number of questions, spread evenly over the set.", show_default="all"),
+]
+QuestionsSet = Annotated[
+    str, typer.Option(help=f"Set of questions: {QUESTION_SETS}; or a file of JSON lines.")
+]
+QuestionData = Annotated[
+    Path | None,
+    typer.Option(help="File or folder to read the set from, instead of the usual places."),
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DraftTemperature = Annotated[
-    float, typer.Option(help="Draft temperature as a multiple of the request's; lossless.")
+    float,
+    typer.Option(
+        help="Temperature of the drafts, as a multiple of the request's; lossless at any value."
+    ),
 ]
 
 
-def max_paths(verifier: str) -> int | None:
-    """Return the most paths a verifier takes; None for any number."""
+def fitting_paths(verifier: str, paths: int) -> int:
+    """Return as many of ``paths`` as a verifier takes; plain decoding takes any number."""
     from eaglegbv.verifiers.registry import make_any_verifier
 
     check_verifier(verifier)
-    return None if verifier == "none" else make_any_verifier(verifier).max_paths
+    return paths if verifier == "none" else make_any_verifier(verifier).fitting_paths(paths)
 
 
 def check_verifier(name: str) -> None:

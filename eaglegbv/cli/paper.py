@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eaglegbv.cli.options import Device, Drafter, Dtype, Model, load_llm, names
+from eaglegbv.cli.options import (
+    Device,
+    Drafter,
+    Dtype,
+    MaxTokens,
+    Model,
+    QuestionData,
+    Questions,
+    QuestionsSet,
+    load_llm,
+    names,
+)
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -18,22 +29,22 @@ if TYPE_CHECKING:
 
 def paper(
     name: Annotated[str, typer.Argument(help="Such as bv, gbv or spectr-gbv.")],
-    questions: Annotated[
-        int | None,
-        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
-    ] = None,
-    questions_set: Annotated[str, typer.Option(help="As of mt-bench.")] = "mt-bench",
-    data: Annotated[Path | None, typer.Option(help="As of mt-bench.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    questions: Questions = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
+    max_tokens: MaxTokens = 128,
     places: Annotated[
-        int, typer.Option(help="Places of each text at which verifiers judge the same drafts.")
+        int, typer.Option(help="Places of each text where all verifiers judge the same drafts.")
     ] = 5,
-    judgements: Annotated[int, typer.Option(help="How often each judges each tree.")] = 4,
+    judgements: Annotated[
+        int, typer.Option(help="How many times each verifier judges each tree.")
+    ] = 4,
     engine_questions: Annotated[
-        int, typer.Option(help="Questions answered by engines, where one step does not tell.")
+        int,
+        typer.Option(help="Questions that whole engines answer, for what one step cannot show."),
     ] = 16,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Measure in the engine what one step tells, too.")
+        bool, typer.Option("--engine", help="Also measure in the engine what one step shows.")
     ] = False,
     sheets: Annotated[
         str | None,
@@ -44,9 +55,9 @@ def paper(
         ),
     ] = None,
     so_far: Annotated[
-        bool, typer.Option("--so-far", help="Only report what an earlier command has measured.")
+        bool, typer.Option("--so-far", help="Only report what has been measured so far.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of texts, drafts and judgements.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of texts, drafts and judgements.")] = 0,
     model: Model = None,
     drafter: Drafter = None,
     device: Device = None,
@@ -54,7 +65,8 @@ def paper(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the run; goes on with its own.", show_default="runs/paper-NAME"
+            help="Folder of the run; a run that is in it is resumed.",
+            show_default="runs/paper-NAME",
         ),
     ] = None,
 ) -> None:

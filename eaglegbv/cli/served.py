@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.measuring import run_settings
-from eaglegbv.cli.options import Drafter, DraftWidth, Model, numbers, verifier_names
+from eaglegbv.cli.options import (
+    Drafter,
+    DraftWidth,
+    MaxTokens,
+    Model,
+    QuestionData,
+    Questions,
+    QuestionsSet,
+    numbers,
+    verifier_names,
+)
 from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
 
@@ -23,24 +33,17 @@ if TYPE_CHECKING:
 
 def served(
     context: typer.Context,
-    questions: Annotated[
-        int | None,
-        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
-    ] = None,
-    questions_set: Annotated[
-        str, typer.Option(help="mt-bench, builtin or another of bench mt-bench.")
-    ] = "mt-bench",
-    data: Annotated[
-        Path | None, typer.Option(help="File or folder to read them from.", show_default="usual")
-    ] = None,
+    questions: Questions = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
     verifiers: Annotated[
         str,
-        typer.Option(help="Verifiers of sampled trees, as of generate; 'none' is plain decoding."),
+        typer.Option(help="Verifiers of sampled trees, as in generate; 'none' is plain decoding."),
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
     eagle: Annotated[
         str | None,
         typer.Option(
-            help="Temperatures to run SGLang's own EAGLE tree at; on a CPU it knows 0 alone.",
+            help="Temperatures at which to run SGLang's own EAGLE trees; on a CPU only 0.",
             show_default="none",
         ),
     ] = None,
@@ -48,15 +51,15 @@ def served(
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L; EAGLE's steps.")] = 4,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
     draft_width: DraftWidth = DRAFT_WIDTH,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    max_tokens: MaxTokens = 128,
     at_once: Annotated[int, typer.Option(help="Conversations at a time.")] = 16,
-    seed: Annotated[int, typer.Option(help="Every request's seed derives from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that every request's seed is derived from.")] = 0,
     model: Model = None,
     drafter: Drafter = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for records, logs and the table; resumes its own run.",
+            help="Folder for records, logs and the table; a run that is in it is resumed.",
             show_default="runs/served-SET",
         ),
     ] = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eaglegbv.cli.options import integers, names
+from eaglegbv.cli.options import AsJson, integers, names
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def solvers(
         float, typer.Option(help="Milliseconds of processor time above which a node is not solved.")
     ] = 1000.0,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
@@ -73,17 +73,15 @@ def solvers(
 
 
 def _settings(vocab: str | None, drafts: str | None, width: str) -> "list[Setting]":
-    """Return the sizes asked for; a width beyond the vocabulary is the whole of it."""
-    from eaglegbv.eval.solvers import STANDARD, Setting
+    from eaglegbv.eval.solvers import STANDARD, settings_of
 
     if (vocab is None) != (drafts is None):
         raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
-    pairs = list(STANDARD)
+    sizes = list(STANDARD)
     if vocab is not None and drafts is not None:
-        pairs = [(v, n) for v in integers("vocab", vocab) for n in integers("drafts", drafts)]
+        sizes = [(v, n) for v in integers("vocab", vocab) for n in integers("drafts", drafts)]
     widths = [None if w == ALL else integers("width", w)[0] for w in names("width", width)]
-    sizes = [(v, n, v if w is None else min(v, w)) for v, n in pairs for w in widths]
-    return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(sizes)]
+    return settings_of(sizes, widths)
 
 
 def _solvers(text: str) -> "list[Solver]":

@@ -27,7 +27,7 @@ def step(
     intermediate: Annotated[int | None, typer.Option(help="Width of feed-forward layers.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens.")] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Tokens the head drafts.")] = None,
-    verifier: Annotated[str, typer.Option(help="Verifier, as of generate.")] = "otbv",
+    verifier: Annotated[str, typer.Option(help="Verifier, as in generate.")] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 4,
     depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,

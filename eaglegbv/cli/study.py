@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eaglegbv.cli.drafters import split_name
-from eaglegbv.cli.options import Device, Dtype, Model, integers, load_llm, numbers
+from eaglegbv.cli.options import (
+    Device,
+    Dtype,
+    MaxTokens,
+    Model,
+    QuestionData,
+    Questions,
+    QuestionsSet,
+    integers,
+    load_llm,
+    numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +32,7 @@ def study(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="A drafter as LLM takes it; 'NAME=DRAFTER' shows it as NAME. May be repeated.",
+            help="A drafter, as in generate; 'NAME=DRAFTER' shows it as NAME. May be repeated.",
             show_default="eagle3 and eagle1",
         ),
     ] = None,
@@ -36,15 +47,12 @@ def study(
     sizes: Annotated[
         str, typer.Option(help="Nodes of fixed trees, up to K L or more.")
     ] = "1,2,4,6,8,12,16",
-    questions: Annotated[
-        int | None,
-        typer.Option(help="Number of questions, spread evenly over the file.", show_default="all"),
-    ] = None,
-    questions_set: Annotated[str, typer.Option(help="As of mt-bench.")] = "mt-bench",
-    data: Annotated[Path | None, typer.Option(help="As of mt-bench.")] = None,
+    questions: Questions = None,
+    questions_set: QuestionsSet = "mt-bench",
+    data: QuestionData = None,
     places: Annotated[int, typer.Option(help="Places of each text where trees are drafted.")] = 3,
-    judgements: Annotated[int, typer.Option(help="How often each tree is judged.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 64,
+    judgements: Annotated[int, typer.Option(help="How many times each tree is judged.")] = 3,
+    max_tokens: MaxTokens = 64,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     model: Model = None,
     device: Device = None,

@@ -1,6 +1,6 @@
 """Acceptance pooled over requests: how many drafted tokens a target forward accepts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import msgspec
@@ -22,11 +22,24 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, metrics: Iterable[RequestMetrics], depth: int) -> Self:
         """Pool requests whose trees are at most ``depth`` deep."""
-        known = list(metrics)
-        counts = [[*m.accepted_by_depth, *[0] * (depth - len(m.accepted_by_depth))] for m in known]
+        return cls.pooled(
+            [
+                cls(
+                    forwards=m.target_forwards,
+                    by_depth=(*m.accepted_by_depth, *[0] * (depth - len(m.accepted_by_depth))),
+                )
+                for m in metrics
+            ],
+            depth,
+        )
+
+    @classmethod
+    def pooled(cls, parts: "Sequence[Acceptance]", depth: int) -> Self:
+        """Add counts up, each of ``depth`` entries."""
+        columns = zip([0] * depth, *(part.by_depth for part in parts), strict=True)
         return cls(
-            forwards=sum(m.target_forwards for m in known),
-            by_depth=tuple(sum(column) for column in zip([0] * depth, *counts, strict=True)),
+            forwards=sum(part.forwards for part in parts),
+            by_depth=tuple(sum(column) for column in columns),
         )
 
     @property

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.g_test import (
+    LEVEL,
     SMALLEST_EXPECTED,
     detectable_shift,
     g_test_texts,
@@ -23,7 +24,6 @@ from eaglegbv.prompts import Prompt
 from eaglegbv.request import FinishReason
 from eaglegbv.warp import WarpSettings, warp
 
-POWER = 0.9
 MOST_TEXTS = 20_000
 MOST_CELLS = 256
 """About as many cells are compared at most: more see a small shift less well."""
@@ -91,7 +91,7 @@ def audit_pair(
     params: SamplingParams,
     *,
     samples: int,
-    level: float = 1e-4,
+    level: float = LEVEL,
     progress: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> PairResult:
@@ -153,7 +153,7 @@ def audit_pair(
         statistic=test.statistic,
         p_value=test.p_value,
         level=level,
-        detectable_shift=detectable_shift(samples, test.cells, level=level, power_wanted=POWER),
+        detectable_shift=detectable_shift(samples, test.cells, level=level),
         block_efficiency=committed / forwards if forwards else 0.0,
         seconds=perf_counter() - start,
     )

@@ -19,13 +19,11 @@ from eaglegbv.eval.audit_instances import instance
 from eaglegbv.eval.audit_runs import RunWriter
 from eaglegbv.eval.audit_steps import StepWriter
 from eaglegbv.eval.audit_writing import Writer
-from eaglegbv.eval.g_test import detectable_shift, g_test
+from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.base import Rule, Verifier
 from eaglegbv.verifiers.reference.enumeration import Problem, target_joint
 from eaglegbv.verifiers.stateful import StatefulVerifier
-
-POWER = 0.9
 
 
 class SampledResult(Result, frozen=True, kw_only=True):
@@ -77,7 +75,7 @@ class SampledSubject(Subject):
 
     write: Writer
     samples: int
-    level: float = 1e-4
+    level: float = LEVEL
 
     @classmethod
     def of(cls, verifier: Rule, write: Writer, samples: int) -> Self:
@@ -116,7 +114,7 @@ class SampledSubject(Subject):
             smallest = min(smallest, test.p_value)
             level = self.level / sizes.instances
             if test.cells > 1:
-                shift = detectable_shift(self.samples, test.cells, level=level, power_wanted=POWER)
+                shift = detectable_shift(self.samples, test.cells, level=level)
                 blindest = max(blindest, shift)
             committed += written.committed
             if on_instance is not None:

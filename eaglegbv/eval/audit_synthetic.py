@@ -100,7 +100,7 @@ def measure(
     for count, rule in product(paths, rules):
         if not 1 <= count <= MAX_PATHS:
             raise InvalidArgument("paths", count, f"an integer in [1, {MAX_PATHS}]")
-        own = count if rule.max_paths is None else min(count, rule.max_paths)
+        own = rule.fitting_paths(count)
         rule.check_law(Law.IID, own)
         if rule not in fitting.setdefault(own, []):
             fitting[own].append(rule)

@@ -47,11 +47,11 @@ def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
 
 def choice_lines(way: WatchedWay) -> list[str]:
     """Return one line for each cell: the shares of the plans chosen, and of the reasons why."""
-    lengths = any(context for _, context, _ in way.chosen)
+    lengths = any(cell.context for cell in way.chosen)
     return [
-        f"{_label(temperature, context, way.name, lengths=lengths)}, batch {batch}: "
+        f"{_label(cell.temperature, cell.context, way.name, lengths=lengths)}, batch {cell.batch}: "
         f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
-        for (temperature, context, batch), counted in way.chosen.items()
+        for cell, counted in way.chosen.items()
     ]
 
 

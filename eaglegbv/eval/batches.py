@@ -7,12 +7,12 @@ on several prompts, batch after batch: drafts of one text may do well or badly b
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.timing import Timing
+from eaglegbv.eval.timing import Cell, Timing
 from eaglegbv.eval.ways import Way
 from eaglegbv.uniforms import request_seed
 
@@ -131,23 +131,59 @@ class Row:
     ratio: float | None
 
 
-def summarise(timings: Sequence[Timing]) -> list[Row]:
-    """Return medians over the repeats, in order of first appearance."""
-    cells: dict[tuple[float, int, int], dict[str, dict[int, list[Timing]]]] = {}
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a way came to in a cell.
+
+    Attributes:
+        rates: Tokens a second of each repeat.
+        ratios: Of the rate to that of plain decoding in the same repeat, where both were measured.
+    """
+
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+
+def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
+    """Return the speeds of each way by cell, in order of first appearance."""
+    cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
     for t in timings:
-        cell = cells.setdefault((t.temperature, t.context, t.batch), {})
-        cell.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
-    rows = []
-    for (temperature, context, batch), ways in cells.items():
-        rates = {way: {r: rate_of(ts) for r, ts in found.items()} for way, found in ways.items()}
-        plain = rates.get(BASELINE, {})
-        for way, own in rates.items():
-            ratios = [rate / plain[repeat] for repeat, rate in own.items() if repeat in plain]
-            ratio = median(ratios) if ratios else None
-            rows.append(Row(way, batch, context, temperature, median(own.values()), ratio))
-    return rows
+        ways = cells.setdefault(t.cell, {})
+        ways.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
+    return {cell: _speeds(ways) for cell, ways in cells.items()}
 
 
-def rate_of(timings: Sequence[Timing]) -> float:
+def _speeds(ways: Mapping[str, Mapping[int, Sequence[Timing]]]) -> dict[str, Speeds]:
+    """Return the speeds of the ways in one cell, given their calls by repeat."""
+    rates = {
+        way: {repeat: _rate(calls) for repeat, calls in own.items()} for way, own in ways.items()
+    }
+    plain = rates.get(BASELINE, {})
+    return {
+        way: Speeds(
+            rates=tuple(own.values()),
+            ratios=tuple(rate / plain[repeat] for repeat, rate in own.items() if repeat in plain),
+        )
+        for way, own in rates.items()
+    }
+
+
+def _rate(calls: Sequence[Timing]) -> float:
     """Return tokens a second over the calls of a repeat."""
-    return sum(t.tokens for t in timings) / sum(t.seconds for t in timings)
+    return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
+
+
+def summarise(timings: Iterable[Timing]) -> list[Row]:
+    """Return medians over the repeats, in order of first appearance."""
+    return [
+        Row(
+            way=way,
+            batch=cell.batch,
+            context=cell.context,
+            temperature=cell.temperature,
+            rate=median(own.rates),
+            ratio=median(own.ratios) if own.ratios else None,
+        )
+        for cell, ways in speeds_by_cell(timings).items()
+        for way, own in ways.items()
+    ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.figures import FIGURES, Figure, whole
 from eaglegbv.eval.records import Environment, Record, Results, RunSettings
 from eaglegbv.eval.report import with_interval
@@ -13,6 +13,12 @@ from eaglegbv.eval.summary import paired_ratio
 
 FEWEST = 2
 """Questions below which there is nothing to resample."""
+
+WORDS = {
+    SideOfOne.ABOVE: "higher",
+    SideOfOne.BELOW: "lower",
+    SideOfOne.OPEN: "no difference shown",
+}
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +56,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the interval excludes equality."""
         if self.ratio is None or self.questions < FEWEST:
             return "cannot be told"
-        if self.ratio.low > 1:
-            return "higher"
-        return "lower" if self.ratio.high < 1 else "no difference shown"
+        return WORDS[self.ratio.side_of_one()]
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,10 +94,10 @@ def measure_drafter(
     return DrafterReport(
         drafter=llm.drafter_name or "none",
         plan=plan,
-        acceptance=_pool(own, depth),
+        acceptance=Acceptance.pooled(own, depth),
         length=bootstrap_ratio([a.accepted for a in own], [a.forwards for a in own]),
         ratio=None if first is None else _ratio(answered, first.by_question),
-        by_category={name: _pool(parts, depth) for name, parts in categories.items()},
+        by_category={name: Acceptance.pooled(parts, depth) for name, parts in categories.items()},
         by_question=answered,
         errors=len(questions) - len(answered),
     )
@@ -130,14 +130,6 @@ def _converse(
             messages[number].append({"role": "assistant", "content": answer.text})
             metrics[number].append(answer.metrics)
     return metrics
-
-
-def _pool(parts: Sequence[Acceptance], depth: int) -> Acceptance:
-    columns = zip([0] * depth, *(part.by_depth for part in parts), strict=True)
-    return Acceptance(
-        forwards=sum(part.forwards for part in parts),
-        by_depth=tuple(sum(column) for column in columns),
-    )
 
 
 def _ratio(own: Mapping[str, Acceptance], other: Mapping[str, Acceptance]) -> Estimate:

@@ -1,6 +1,7 @@
 """Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 import msgspec
 import numpy as np
@@ -10,12 +11,31 @@ RESAMPLES = 2000
 COVERAGE = 0.95
 
 
+class SideOfOne(Enum):
+    """Where the interval of a ratio lies."""
+
+    ABOVE = auto()
+    BELOW = auto()
+    OPEN = auto()
+    """It holds 1: the two figures cannot be told apart."""
+
+
 class Estimate(msgspec.Struct, frozen=True):
     """A figure with its 95% interval; equal ends where a single unit was measured."""
 
     value: float
     low: float
     high: float
+
+    def side_of_one(self, slack: float = 0.0) -> SideOfOne:
+        """Return on which side of 1 the whole interval lies.
+
+        Args:
+            slack: How far from 1 an end may lie and still count as 1.
+        """
+        if self.low > 1 + slack:
+            return SideOfOne.ABOVE
+        return SideOfOne.BELOW if self.high < 1 - slack else SideOfOne.OPEN
 
 
 def bootstrap_ratio(

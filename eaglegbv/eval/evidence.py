@@ -1,7 +1,7 @@
 """Measured files that a page of results is written from: compact, in one folder, by name."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -10,6 +10,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.drafters import DrafterReport
+from eaglegbv.eval.json_files import read_json
 from eaglegbv.eval.papers.base import Report
 from eaglegbv.eval.records import Environment, Record, Results, Turn
 from eaglegbv.eval.store import load_results, read_results
@@ -100,6 +101,9 @@ KINDS: Mapping[str, type[Evidence]] = {
 }
 """What a file is, by how its name begins: ``mt-bench-again.json`` is a run too."""
 
+AGAIN = "-again"
+"""How the name of a second run of the same ends."""
+
 
 def read_evidence(folder: Path) -> dict[str, Evidence]:
     """Return the content of every file of a folder, by name without suffix, in order of names.
@@ -153,8 +157,14 @@ def kind_of(name: str) -> type[Evidence]:
 
 
 def _kind(name: str) -> type[Evidence] | None:
-    found = [kind for kind in KINDS if name == kind or name.startswith(f"{kind}-")]
-    return KINDS[max(found, key=len)] if found else None
+    found = kind_among(KINDS, name)
+    return None if found is None else KINDS[found]
+
+
+def kind_among(kinds: Iterable[str], name: str) -> str | None:
+    """Return the longest of ``kinds`` that a file's name is or begins with, or None."""
+    found = [kind for kind in kinds if name == kind or name.startswith(f"{kind}-")]
+    return max(found, key=len, default=None)
 
 
 def compact(results: Results) -> Results:
@@ -185,6 +195,10 @@ def _sum(turns: Sequence[Turn]) -> Turn:
 
 
 def _add(a: RequestMetrics, b: RequestMetrics) -> RequestMetrics:
+    """Add up what figures are computed from.
+
+    Plans, cached tokens and pre-emptions are in none of them; kept files are smaller without.
+    """
     phases = [phase for phase in Phase if phase in a.seconds or phase in b.seconds]
     return RequestMetrics(
         prompt_tokens=a.prompt_tokens + b.prompt_tokens,
@@ -259,11 +273,7 @@ def _read(path: Path) -> Evidence:
 
 
 def _decode(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        expected = f"a readable file of {kind.__name__} ({error})"
-        raise InvalidArgument("file", str(path), expected) from error
+    return read_json(path, kind, argument="file", expected=f"a readable file of {kind.__name__}")
 
 
 def _encoded(evidence: Evidence) -> bytes:

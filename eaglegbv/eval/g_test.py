@@ -10,8 +10,16 @@ from scipy import optimize, stats
 from eaglegbv.errors import InvalidArgument
 
 SMALLEST_EXPECTED = 5.0
+"""Cochran's rule of thumb: from here on the chi-square law of G is close."""
+
 SHIFT = 0.04
+"""Total variation that power is stated for: some thousands of samples in fifty cells notice it."""
+
 LEVEL = 1e-4
+"""A right law is rejected once in ten thousand tests: many of them seldom fail by chance."""
+
+POWER = 0.9
+"""Probability of noticing a shift that counts as detectable."""
 
 Text = tuple[int, ...]
 """Tokens of a text."""
@@ -81,20 +89,21 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
     What is left of them at the end joins the bin before.
     """
     bins = np.zeros(len(means), dtype=np.int64)
-    used, open_bin, filled = 0, -1, 0.0
+    used, filled = 0, 0.0
+    shared: int | None = None  # the bin that small cells are being put into
     for cell, mean in enumerate(means):
         if mean >= smallest:
             bins[cell], used = used, used + 1
             continue
-        if open_bin < 0:
-            open_bin, used, filled = used, used + 1, 0.0
-        bins[cell] = open_bin
+        if shared is None:
+            shared, used, filled = used, used + 1, 0.0
+        bins[cell] = shared
         filled += mean
         if filled >= smallest:
-            open_bin = -1
-    if open_bin >= 0 and used > 1:
-        bins[bins == open_bin] = open_bin - 1 if open_bin else 1
-        bins -= (bins > open_bin).astype(np.int64)
+            shared = None
+    if shared is not None and used > 1:
+        bins[bins == shared] = shared - 1 if shared else 1
+        bins -= (bins > shared).astype(np.int64)
     return bins
 
 
@@ -107,7 +116,9 @@ def power(samples: int, cells: int, *, shift: float, level: float) -> float:
     return float(stats.ncx2.sf(critical, cells - 1, samples * (2 * shift) ** 2))
 
 
-def detectable_shift(samples: int, cells: int, *, level: float, power_wanted: float) -> float:
+def detectable_shift(
+    samples: int, cells: int, *, level: float, power_wanted: float = POWER
+) -> float:
     """Return the total variation that is noticed with probability ``power_wanted``; 1 if none."""
 
     def missing(shift: float) -> float:

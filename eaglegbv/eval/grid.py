@@ -74,7 +74,7 @@ def grid(
         plan = msgspec.structs.replace(
             base,
             verifier=verifier,
-            paths=_fitting(verifier, k),
+            paths=make_any_verifier(verifier).fitting_paths(k),
             depth=depth,
             law=law,
             draft_temperature=hotter,
@@ -92,11 +92,6 @@ def grid(
         if setting.plan.verifier not in running:
             raise mismatch
     return Grid(tuple(kept), tuple(setting.name for setting in left_out))
-
-
-def _fitting(verifier: str, paths: int) -> int:
-    most = make_any_verifier(verifier).max_paths
-    return paths if most is None else min(paths, most)
 
 
 def _check_law(plan: Plan) -> None:

@@ -77,33 +77,33 @@ class Harvest:
         return found
 
 
-def lead_ratio(
-    leader: tuple[Harvest, Tensor],
-    follower: Tensor,
-    other_leader: tuple[Harvest, Tensor],
-    other_follower: Tensor,
-) -> Estimate:
-    """Return a lead, a ratio of means, over another one in a second harvest of the same questions.
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What one rule comes to over another, at the places of a harvest.
 
-    Args:
-        leader: A harvest, and values at its places.
-        follower: Others there, which the lead is over.
-        other_leader: The second harvest, and values at its places.
-        other_follower: Others there.
+    Attributes:
+        harvest: The places.
+        leader: ``[places]`` values of the one.
+        follower: ``[places]`` values of the other.
     """
-    (first, above), (second, other_above) = leader, other_leader
-    texts = 1 + int(max(first.texts.max(), second.texts.max()))
 
-    def by_text(places: Harvest, values: Tensor) -> list[float]:
-        sums = np.bincount(places.texts, weights=values.cpu().numpy(), minlength=texts)
-        return list(sums.tolist())
+    harvest: Harvest
+    leader: Tensor
+    follower: Tensor
 
-    return bootstrap_ratio_of_ratios(
-        by_text(first, above),
-        by_text(first, follower),
-        by_text(second, other_above),
-        by_text(second, other_follower),
-    )
+    def sums_by_text(self, texts: int) -> tuple[list[float], list[float]]:
+        """Return the sums of either rule's values over each of ``texts`` texts."""
+        leader, follower = (
+            np.bincount(self.harvest.texts, weights=values.cpu().numpy(), minlength=texts).tolist()
+            for values in (self.leader, self.follower)
+        )
+        return leader, follower
+
+
+def lead_ratio(lead: Lead, other: Lead) -> Estimate:
+    """Return the ratio of two leads, each a ratio of means, in harvests of the same questions."""
+    texts = 1 + int(max(one.harvest.texts.max() for one in (lead, other)))
+    return bootstrap_ratio_of_ratios(*lead.sums_by_text(texts), *other.sums_by_text(texts))
 
 
 def harvest(

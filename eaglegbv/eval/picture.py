@@ -1,6 +1,6 @@
 """What all pictures share: colours, plain axes, files; they need matplotlib, of extra ``bench``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from eaglegbv.errors import InvalidArgument, NotInstalled
+from eaglegbv.eval.estimates import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,15 @@ def plain_axes(axes: "Axes", grid: Literal["x", "y"]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
+
+
+def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
+    """Return how far intervals reach below and above their figures, as matplotlib takes them."""
+    # A percentile interval need not hold the value itself; whiskers cannot be negative.
+    return [
+        [max(0.0, figure.value - figure.low) for figure in figures],
+        [max(0.0, figure.high - figure.value) for figure in figures],
+    ]
 
 
 def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:

@@ -19,6 +19,7 @@ from eaglegbv.eval.picture import (
     picture_style,
     plain_axes,
     save_pictures,
+    whiskers,
 )
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.summary import Summary, summarise
@@ -91,23 +92,17 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     check_matplotlib()
 
     measured = measured_of(results)
-    pictures: Mapping[str, Callable[[Sequence[Measured]], Canvas]] = {
-        "block_efficiency_by_paths": block_efficiency_by_paths,
-        "block_efficiency_by_temperature": block_efficiency_by_temperature,
-        "acceptance_by_depth": acceptance_by_depth,
-        "tokens_per_second": tokens_per_second,
-        "seconds_by_phase": seconds_by_phase,
-    }
-    drafted = any(one.setting.plan.speculative for one in measured)
-    chosen = pictures if drafted else {n: pictures[n] for n in list(pictures)[3:]}
+    drafted = bool(_drafted(measured))
     written = []
     with picture_style():
-        for name, draw in chosen.items():
-            canvas = draw(measured)
+        for picture in PICTURES:
+            if picture.of_drafts and not drafted:
+                continue
+            canvas = picture.draw(measured)
             width = int(CHARACTERS_AN_INCH * canvas.get_figwidth())
             caption = "\n".join(wrap(_caption(results), width))
             canvas.supxlabel(caption, fontsize=7, color=CAPTION)
-            written += save_pictures(canvas, folder, name)
+            written += save_pictures(canvas, folder, picture.name)
     return written
 
 
@@ -195,7 +190,7 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
     axes.barh(
         range(len(measured)),
         [rate.value for rate in rates],
-        xerr=_whiskers(rates),
+        xerr=whiskers(rates),
         color=[_colour(one.setting.plan.verifier) for one in measured],
         error_kw={"elinewidth": 0.8, "capsize": 2},
     )
@@ -214,6 +209,31 @@ def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
     axes.set_xlabel("milliseconds per token of the answers, prefill counted")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return canvas
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a run.
+
+    Attributes:
+        name: Of its files, without suffix.
+        draw: Draws it.
+        of_drafts: Whether it shows the settings that draft, so that there has to be one.
+    """
+
+    name: str
+    draw: "Callable[[Sequence[Measured]], Canvas]"
+    of_drafts: bool
+
+
+PICTURES = (
+    Picture("block_efficiency_by_paths", block_efficiency_by_paths, of_drafts=True),
+    Picture("block_efficiency_by_temperature", block_efficiency_by_temperature, of_drafts=True),
+    Picture("acceptance_by_depth", acceptance_by_depth, of_drafts=True),
+    Picture("tokens_per_second", tokens_per_second, of_drafts=False),
+    Picture("seconds_by_phase", seconds_by_phase, of_drafts=False),
+)
+"""All there are, in the order in which they are drawn."""
 
 
 def _drafted(measured: Sequence[Measured]) -> list[Measured]:
@@ -290,7 +310,7 @@ def _draw_lines(
         axes.errorbar(
             [x for x, _ in line.points],
             [figure.value for figure in figures],
-            yerr=_whiskers(figures),
+            yerr=whiskers(figures),
             label=line.label,
             color=_colour(line.verifier),
             linestyle="--" if line.constant or line.verifier in dashed else style,
@@ -302,14 +322,6 @@ def _draw_lines(
     plain_axes(axes, "y")
     # A place that is named: matplotlib's search for the best one may take seconds, and then warns.
     axes.legend(frameon=False, fontsize=7, loc=legend)
-
-
-def _whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
-    # A percentile interval need not hold the value itself; whiskers cannot be negative.
-    return [
-        [max(0.0, figure.value - figure.low) for figure in figures],
-        [max(0.0, figure.high - figure.value) for figure in figures],
-    ]
 
 
 def _colour(verifier: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.files import write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable that names a folder of data; prompts are looked for in ``prompts/``."""
@@ -294,9 +295,7 @@ def _from_hub(suite: Suite) -> QuestionSet:
     questions = read_questions(_fetched(suite.name, suite.hub, looked), suite.name)
     cached = cache_folder() / "prompts" / suite.file
     cached.parent.mkdir(parents=True, exist_ok=True)
-    partial = cached.with_suffix(".partial")
-    partial.write_bytes(b"\n".join(msgspec.json.encode(q) for q in questions) + b"\n")
-    partial.replace(cached)
+    write_whole(cached, b"\n".join(msgspec.json.encode(q) for q in questions) + b"\n")
     origin = f"hub: {suite.hub.repository}@{suite.hub.revision}"
     return QuestionSet(suite.name, origin, questions)
 

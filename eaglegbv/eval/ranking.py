@@ -1,15 +1,16 @@
 """Which setting is best, and which cannot be told from it: by intervals, not by eye."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 import msgspec
 
-from eaglegbv.eval.batches import BASELINE, rate_of
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.batches import speeds_by_cell
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.figures import Figure, whole
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.summary import paired_ratio
-from eaglegbv.eval.timing import Timing
+from eaglegbv.eval.timing import Cell, Timing
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,29 +58,13 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
 def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
     values = {name: figure.pooled(own).value for name, own in records.items()}
     leader, *others = sorted(values, key=lambda name: -values[name])
-    below = {n: paired_ratio(figure, records[n], records[leader]).high < 1 for n in others}
+    sides = {n: paired_ratio(figure, records[n], records[leader]).side_of_one() for n in others}
     return Rank(
         leader=leader,
         value=values[leader],
-        tied=tuple(name for name in others if not below[name]),
-        behind=tuple(name for name in others if below[name]),
+        tied=tuple(name for name in others if sides[name] is not SideOfOne.BELOW),
+        behind=tuple(name for name in others if sides[name] is SideOfOne.BELOW),
     )
-
-
-class Cell(msgspec.Struct, frozen=True, order=True):
-    """A load: temperature, tokens of each prompt (0: the questions as they are), prompts."""
-
-    temperature: float
-    context: int
-    batch: int
-
-
-def spread(rates: Sequence[float]) -> Estimate:
-    """Return the median of some repeats between the least and the most."""
-    ordered = sorted(rates)
-    middle = len(ordered) // 2
-    value = ordered[middle] if len(ordered) % 2 else sum(ordered[middle - 1 : middle + 1]) / 2
-    return Estimate(value, ordered[0], ordered[-1])
 
 
 def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
@@ -87,20 +72,16 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
 
     Values are medians over repeats, ends the least and the most of them.
     """
-    calls: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
-    for t in timings:
-        cell = calls.setdefault(Cell(t.temperature, t.context, t.batch), {})
-        cell.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
-    found: dict[Cell, dict[str, Estimate]] = {}
-    for key, ways in sorted(calls.items(), key=lambda item: item[0]):
-        rates = {way: {r: rate_of(ts) for r, ts in own.items()} for way, own in ways.items()}
-        plain = rates.get(BASELINE, {})
-        ratios = {
-            way: [rate / plain[repeat] for repeat, rate in own.items() if repeat in plain]
-            for way, own in rates.items()
-        }
-        found[key] = {way: spread(own) for way, own in ratios.items() if own}
-    return {key: ways for key, ways in found.items() if ways}
+    found = {
+        cell: {way: _spread(own.ratios) for way, own in ways.items() if own.ratios}
+        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
+    }
+    return {cell: ways for cell, ways in found.items() if ways}
+
+
+def _spread(repeats: Sequence[float]) -> Estimate:
+    """Return the median of some repeats between the least and the most."""
+    return Estimate(median(repeats), min(repeats), max(repeats))
 
 
 def rank_ways(ways: dict[str, Estimate]) -> Rank:

@@ -1,26 +1,19 @@
 """Pictures of the page of results: small SVG files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.evidence import BatchResults, Evidence
-from eaglegbv.eval.picture import picture_style, plain_axes, save_picture
-from eaglegbv.eval.plots import (
-    acceptance_by_depth,
-    block_efficiency_by_paths,
-    block_efficiency_by_temperature,
-    measured_of,
-    seconds_by_phase,
-    tokens_per_second,
-)
-from eaglegbv.eval.ranking import Cell, over_plain
+from eaglegbv.eval.evidence import AGAIN, BatchResults, Evidence
+from eaglegbv.eval.picture import picture_style, plain_axes, save_picture, whiskers
+from eaglegbv.eval.plots import PICTURES, measured_of
+from eaglegbv.eval.ranking import over_plain
 from eaglegbv.eval.records import Results
-from eaglegbv.eval.results_page import AGAIN
 from eaglegbv.eval.study import Study
 from eaglegbv.eval.study_report import draw_study
+from eaglegbv.eval.timing import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,14 +65,8 @@ def _canvas(part: str, content: Evidence) -> "Canvas":
     if isinstance(content, BatchResults):
         return batch_canvas(over_plain(content.timings))
     assert isinstance(content, Results)
-    pictures = {
-        "tokens_per_second": tokens_per_second,
-        "seconds_by_phase": seconds_by_phase,
-        "acceptance_by_depth": acceptance_by_depth,
-        "block_efficiency_by_paths": block_efficiency_by_paths,
-        "block_efficiency_by_temperature": block_efficiency_by_temperature,
-    }
-    return pictures[part](measured_of(content))
+    picture = next(one for one in PICTURES if one.name == part)
+    return picture.draw(measured_of(content))
 
 
 def _copy_study(study: Study, path: Path) -> None:
@@ -115,7 +102,7 @@ def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) ->
         axes.errorbar(
             [batch for batch, _ in points],
             [figure.value for figure in figures],
-            yerr=_ranges(figures),
+            yerr=whiskers(figures),
             label=way,
             marker="o",
             markersize=3,
@@ -127,7 +114,3 @@ def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) ->
     axes.set_xticks(sorted(speeds), [str(batch) for batch in sorted(speeds)])
     axes.set_xlabel("batch")
     axes.legend(frameon=False, fontsize=7, loc="upper right")
-
-
-def _ranges(figures: Sequence[Estimate]) -> list[list[float]]:
-    return [[f.value - f.low for f in figures], [f.high - f.value for f in figures]]

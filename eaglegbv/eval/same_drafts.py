@@ -15,7 +15,6 @@ measured in the engine instead.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import nextafter, prod
 
 import msgspec
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.latin_hypercube import latin_hypercube
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.subtrees import Offer
@@ -43,8 +43,6 @@ from eaglegbv.verification import draft_law, judge_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms
 from eaglegbv.verifiers.inputs import fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
-
-_LARGEST = nextafter(1.0, 0.0)
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,13 +422,7 @@ class _Bench:
         return {n: (1 + share * total).cpu().numpy() for n, total in accepted.items()}
 
     def _numbers(self, requests: Sequence[Request], tree: DraftTree) -> list[VerifyUniforms]:
-        """Return the numbers of each judgement, as a Latin hypercube.
-
-        Of the J numbers that decide one thing in J judgements, one lies in each of J equal parts of
-        [0, 1), in random order. So every judgement's own numbers are independent and uniform as
-        always, and the mean over the judgements has less noise.
-        """
-        count = self._sampling.judgements
+        """Return the numbers of each judgement."""
         drawn = [
             VerifyUniforms.draw(
                 [Stream(request_seed(request.stream.seed, judgement)) for request in requests],
@@ -438,37 +430,6 @@ class _Bench:
                 paths=tree.paths,
                 length=tree.length,
             )
-            for judgement in range(count)
+            for judgement in range(self._sampling.judgements)
         ]
-        if count == 1:
-            return drawn
-        shapes = [drawn[0].selection.shape, drawn[0].acceptance.shape, drawn[0].correction.shape]
-        sizes = [prod(shape[1:]) for shape in shapes]
-        orders = np.stack(
-            [
-                np.random.default_rng([request.stream.seed, request.step]).permuted(
-                    np.tile(np.arange(count), (sum(sizes), 1)), axis=1
-                )
-                for request in requests
-            ]
-        )
-        parts = torch.from_numpy(orders).split(sizes, dim=1)
-        return [
-            VerifyUniforms(
-                *(
-                    _within(part[:, :, judgement].reshape(shape), numbers, count)
-                    for part, shape, numbers in zip(
-                        parts,
-                        shapes,
-                        (own.selection, own.acceptance, own.correction),
-                        strict=True,
-                    )
-                )
-            )
-            for judgement, own in enumerate(drawn)
-        ]
-
-
-def _within(part: Tensor, numbers: Tensor, parts: int) -> Tensor:
-    """Return ``numbers`` moved to their ``part`` of ``parts`` equal ones; never 1, by rounding."""
-    return ((part + numbers) / parts).clamp(max=_LARGEST)
+        return latin_hypercube(drawn, [[r.stream.seed, r.step] for r in requests])

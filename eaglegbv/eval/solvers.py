@@ -11,7 +11,7 @@ law of its selection (of the exact solver through its relabelling of drafts), th
 its own law b prescribes, and the residual.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import process_time
@@ -178,13 +178,17 @@ class Answer:
         return float(np.abs(law - node.target).sum())
 
 
-def standard_settings() -> list[Setting]:
-    """Return the standard sizes, with whole draft laws and with the most likely tokens of them."""
-    return [
-        Setting(vocab=vocab, drafts=n, width=width)
-        for vocab, n in STANDARD
-        for width in dict.fromkeys((vocab, min(vocab, WIDTH)))
-    ]
+def settings_of(
+    sizes: Iterable[tuple[int, int]] = STANDARD, widths: Sequence[int | None] = (None, WIDTH)
+) -> list[Setting]:
+    """Return every size with every width, each once.
+
+    Args:
+        sizes: V and n of each.
+        widths: Tokens that a draft law keeps; None, and any number beyond V, are all of them.
+    """
+    wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
+    return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]
 
 
 def compare(

@@ -1,6 +1,5 @@
 """The folder of a run: records are kept as they are measured, so a killed run loses none."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,10 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.figures import FIGURES
+from eaglegbv.eval.journal import Journal
+from eaglegbv.eval.json_files import read_json
 from eaglegbv.eval.records import Environment, Key, Record, Results, RunSettings, Setting
+from eaglegbv.files import write_whole
 
 
 class _Run(msgspec.Struct, kw_only=True):
@@ -62,38 +64,24 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, environment: Environment) -> None:
         self.path = path
         self.settings = settings
-        self._records_file = path / "records.jsonl"
+        self._journal = _journal(path)
         header = path / "run.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if header.is_file():
-                run = msgspec.json.decode(header.read_bytes(), type=_Run)
-            else:
-                run = _Run(settings=settings, environment=environment)
-                _write_whole(header, _pretty(run))
-        except (OSError, msgspec.DecodeError) as error:
+            if not header.is_file():
+                write_whole(header, _pretty(_Run(settings=settings, environment=environment)))
+        except OSError as error:
             raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
+        run = read_json(header, _Run, argument="out", expected="the head of a run")
         if run.settings != settings:
             raise another_run(path, run.settings, settings)
         self.environment = run.environment
-        self.records = self._read_records()
+        self.records = self._journal.resume()
         _check(path, settings, self.records, "out")
-
-    def _read_records(self) -> list[Record]:
-        if not self._records_file.is_file():
-            return []
-        whole, end, cut = self._records_file.read_bytes().rpartition(b"\n")
-        if cut:  # the process was killed while it wrote this line; it is measured again
-            os.truncate(self._records_file, len(whole) + len(end))
-        try:
-            return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
-        except msgspec.DecodeError as error:
-            raise InvalidArgument("out", str(self.path), f"records of a run ({error})") from error
 
     def add(self, record: Record) -> None:
         """Keep a record."""
-        with self._records_file.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        self._journal.add(record)
         self.records.append(record)
 
     @property
@@ -125,24 +113,24 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
         "summary": summary,
         "records": results.records,
     }
-    _write_whole(path, _pretty(content))
+    write_whole(path, _pretty(content))
     return path
 
 
-def read_results(path: Path, argument: str = "results") -> Results:
+def read_results(
+    path: Path, argument: str = "results", *, expected: str = "a results.json"
+) -> Results:
     """Read a ``results.json``.
 
     Args:
         path: The file.
         argument: What a user called it, for messages.
+        expected: What the file may be, likewise.
 
     Raises:
         InvalidArgument: The file cannot be read or is not one.
     """
-    try:
-        results = msgspec.json.decode(path.read_bytes(), type=Results)
-    except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument(argument, str(path), f"a results.json ({error})") from error
+    results = read_json(path, Results, argument=argument, expected=expected)
     _check(path, results.settings, results.records, argument)
     return results
 
@@ -160,13 +148,8 @@ def load_results(path: Path, argument: str = "results") -> Results:
     header = path / "run.json"
     if not header.is_file():
         return read_results(path / "results.json" if path.is_dir() else path, argument)
-    run = _read_header(header, argument)
-    lines = path / "records.jsonl"
-    try:
-        whole = lines.read_bytes().rpartition(b"\n")[0] if lines.is_file() else b""
-        records = [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument(argument, str(path), f"records of a run ({error})") from error
+    run = read_json(header, _Run, argument=argument, expected="the head of a run")
+    records = _journal(path).read(argument)
     _check(path, run.settings, records, argument)
     return Results(settings=run.settings, environment=run.environment, records=records)
 
@@ -192,18 +175,8 @@ def _check(path: Path, settings: RunSettings, records: Sequence[Record], argumen
         raise InvalidArgument(argument, str(path), expected)
 
 
-def _read_header(header: Path, argument: str) -> _Run:
-    try:
-        return msgspec.json.decode(header.read_bytes(), type=_Run)
-    except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument(argument, str(header), f"the head of a run ({error})") from error
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a process that is killed leaves it as it was, or whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+def _journal(folder: Path) -> Journal[Record]:
+    return Journal(folder / "records.jsonl", Record, "records of a run")
 
 
 def _pretty(content: object) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.picture import (
     CAPTION,
     COLOURS,
@@ -12,6 +12,7 @@ from eaglegbv.eval.picture import (
     picture_style,
     plain_axes,
     save_pictures,
+    whiskers,
 )
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.study import SampledCell, Study
@@ -19,14 +20,11 @@ from eaglegbv.eval.study import SampledCell, Study
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ABOVE, BELOW, OPEN = "more tokens", "fewer tokens", "not told apart"
-
-
-def side_of_one(ratio: Estimate) -> str:
-    """Say on which side of 1 the interval of a ratio lies."""
-    if ratio.low > 1:
-        return ABOVE
-    return BELOW if ratio.high < 1 else OPEN
+WORDS = {
+    SideOfOne.ABOVE: "more tokens",
+    SideOfOne.BELOW: "fewer tokens",
+    SideOfOne.OPEN: "not told apart",
+}
 
 
 def best(cells: Iterable[SampledCell]) -> SampledCell:
@@ -110,10 +108,10 @@ def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
     parts = []
-    for side in (ABOVE, BELOW, OPEN):
-        at = [f"{temperature:g}" for temperature, ratio in ratios if side_of_one(ratio) == side]
+    for side, words in WORDS.items():
+        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.side_of_one() is side]
         if at:
-            parts.append(f"{side} at T = {', '.join(at)}")
+            parts.append(f"{words} at T = {', '.join(at)}")
     return "; ".join(parts)
 
 
@@ -176,10 +174,7 @@ def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> No
     axes.errorbar(
         heats,
         [cell.tokens.value for cell in own],
-        yerr=[
-            [cell.tokens.value - cell.tokens.low for cell in own],
-            [cell.tokens.high - cell.tokens.value for cell in own],
-        ],
+        yerr=whiskers([cell.tokens for cell in own]),
         color=COLOURS["otbv"],
         elinewidth=0.6,
         marker="o",

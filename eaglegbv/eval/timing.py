@@ -1,6 +1,20 @@
-"""One timed call of a way to generate."""
+"""One timed call of a way to generate, and the load it was timed at."""
 
 import msgspec
+
+
+class Cell(msgspec.Struct, frozen=True, order=True):
+    """A load.
+
+    Attributes:
+        temperature: Of sampling.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        batch: Prompts.
+    """
+
+    temperature: float
+    context: int
+    batch: int
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +39,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     seconds: float
     first: int = 0
+
+    @property
+    def cell(self) -> Cell:
+        """The load it was measured at."""
+        return Cell(self.temperature, self.context, self.batch)
 
     @property
     def rate(self) -> float:

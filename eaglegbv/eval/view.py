@@ -14,7 +14,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import facts
-from eaglegbv.eval.store import load_results
+from eaglegbv.eval.store import load_results, read_results
 from eaglegbv.eval.summary import summarise
 from eaglegbv.trace import PROMPT_TOKENS
 
@@ -100,19 +100,12 @@ def content_of(path: Path) -> Content:
     Raises:
         InvalidArgument: It is neither.
     """
-    if path.is_dir() or _begins_with(path, b"{"):
-        return results_content(_run_of(path))
+    if path.is_dir():
+        return results_content(load_results(path, "path"))
+    if _begins_with(path, b"{"):
+        found = read_results(path, "path", expected="a trace, or a results.json")
+        return results_content(found)
     return trace_content(path)
-
-
-def _run_of(path: Path) -> Results:
-    try:
-        return load_results(path, "path")
-    except InvalidArgument as error:
-        if error.value == str(path) and path.is_dir():  # there is a run, and it is broken
-            raise
-        expected = f"a trace, or {error.expected}"
-        raise InvalidArgument("path", str(path), expected) from error
 
 
 def page(content: Content) -> str:

@@ -2,19 +2,16 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from eaglegbv.auto_plan import Planning
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.eval.baselines import Generation
-from eaglegbv.eval.timing import Timing
+from eaglegbv.eval.timing import Cell, Timing
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.params import SamplingParams
 from eaglegbv.uniforms import request_seed
-
-Cell: TypeAlias = tuple[float, int, int]
-"""Temperature, context and batch."""
 
 _CHOICES = (FORWARDS, REASONS)
 
@@ -113,8 +110,7 @@ class WatchedWay:
     def note(self, timing: Timing) -> None:
         """Count the last call, if the timing is of this way: calls without one only warmed up."""
         if timing.way == self.name:
-            cell = (timing.temperature, timing.context, timing.batch)
-            chosen = self.chosen.setdefault(cell, {})
+            chosen = self.chosen.setdefault(timing.cell, {})
             for metric, counts in self._last.items():
                 chosen.setdefault(metric, Counter()).update(counts)
 

@@ -1,6 +1,5 @@
 """Drafters side by side: counts by depth and category, the same questions for all."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from support.saved_pair import save_pair
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.eval.drafters import Conversations, category_table, depth_table, measure_drafter
+from eaglegbv.eval.evidence import DrafterResults
 from eaglegbv.eval.questions import Question
 from eaglegbv.llm import LLM
 from eaglegbv.request_metrics import RequestMetrics
@@ -102,9 +102,10 @@ def test_the_command(
     ]
     assert "maths" in lines[6]
     printed = run(capsys, *arguments, "--json")
-    content = json.loads(printed.out)
-    assert content["environment"]["device"] == "cpu"
-    reports = content["drafters"]
-    assert [r["name"] for r in reports] == ["head", "head", "ngram", "ngram"]
-    assert reports[0]["report"]["ratio"] is None
-    assert reports[3]["report"]["plan"]["paths"] == 2
+    found = msgspec.json.decode(printed.out, type=DrafterResults)
+    assert found.origin == str(data)
+    assert found.environment is not None
+    assert found.environment.device == "cpu"
+    assert [one.name for one in found.drafters] == ["head", "head", "ngram", "ngram"]
+    assert found.drafters[0].report.ratio is None
+    assert found.drafters[3].report.plan.paths == 2

@@ -1,7 +1,12 @@
 import numpy as np
 import pytest
 
-from eaglegbv.eval.estimates import bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.estimates import (
+    Estimate,
+    SideOfOne,
+    bootstrap_ratio,
+    bootstrap_ratio_of_ratios,
+)
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -29,3 +34,23 @@ def test_pairing_cancels_what_units_share() -> None:
 def test_nothing_measured_is_zero() -> None:
     assert bootstrap_ratio([], []).value == 0
     assert bootstrap_ratio([0.0], [0.0]).value == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "slack", "side"),
+    [
+        (1.1, 1.2, 0.0, SideOfOne.ABOVE),
+        (0.8, 0.9, 0.0, SideOfOne.BELOW),
+        (0.9, 1.1, 0.0, SideOfOne.OPEN),
+        (1.0, 1.1, 0.0, SideOfOne.OPEN),
+        (0.9, 1.0, 0.0, SideOfOne.OPEN),
+        (1.001, 1.1, 0.01, SideOfOne.OPEN),
+        (0.9, 0.999, 0.01, SideOfOne.OPEN),
+        (1.02, 1.1, 0.01, SideOfOne.ABOVE),
+        (0.9, 0.98, 0.01, SideOfOne.BELOW),
+    ],
+)
+def test_an_interval_that_holds_one_leaves_the_side_open(
+    low: float, high: float, slack: float, side: SideOfOne
+) -> None:
+    assert Estimate((low + high) / 2, low, high).side_of_one(slack) is side

@@ -6,7 +6,7 @@ import torch
 
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.harvest import Harvest, harvest, lead_ratio
+from eaglegbv.eval.harvest import Harvest, Lead, harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import NodeLaws, optimum_iid
 from eaglegbv.eval.same_drafts import Sampling, Text
 from eaglegbv.eval.solvers import exact, optimal_acceptance
@@ -87,7 +87,7 @@ def test_means_and_ratios_are_over_places_and_paired_by_text() -> None:
     assert found.mean(values).value == pytest.approx(3.0)
     double = found.ratio(2 * values, values)
     assert (double.value, double.low, double.high) == pytest.approx((2.0, 2.0, 2.0))
-    lead = lead_ratio((found, 3 * values), values, (found, 2 * values), values)
+    lead = lead_ratio(Lead(found, 3 * values, values), Lead(found, 2 * values, values))
     assert (lead.value, lead.low, lead.high) == pytest.approx((1.5, 1.5, 1.5))
 
 

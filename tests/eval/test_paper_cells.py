@@ -189,6 +189,34 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
         load_measured(tmp_path / "nothing.json")
 
 
+def test_reading_a_run_changes_nothing_of_it(tmp_path: Path) -> None:
+    here = site(tmp_path, FakeLLM(), engine_questions=18)
+    cells = measure_cells(here, CellStore(here, "bv"), "sheet", Way.ENGINE, SETTINGS)
+    parts = tmp_path / "parts.jsonl"
+    torn = parts.read_bytes() + b'{"sheet": "sh'  # as a writer's last line may be found
+    parts.write_bytes(torn)
+    assert measured_so_far(tmp_path).sheets == {"sheet": cells}
+    assert parts.read_bytes() == torn
+    CellStore(here, "bv")
+    assert parts.read_bytes() == torn[:-13]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    here = site(tmp_path, FakeLLM())
+    CellStore(here, "bv")
+    parts = tmp_path / "parts.jsonl"
+    for strange in (b'{"sheet": 1}\n', b"no JSON\n{"):
+        parts.write_bytes(strange)
+        with pytest.raises(InvalidArgument, match=r"out=.*parts of a run"):
+            measured_so_far(tmp_path)
+        with pytest.raises(InvalidArgument, match=r"out=.*parts of a run"):
+            CellStore(here, "bv")
+        assert parts.read_bytes() == strange
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match=r"out=.*the head of a run"):
+        CellStore(here, "bv")
+
+
 @pytest.mark.parametrize(("way", "together"), [(Way.ENGINE, 16), (Way.TIMED, 1)])
 def test_engines_answer_every_question_in_every_setting(
     tmp_path: Path, way: Way, together: int

@@ -184,7 +184,16 @@ def test_figures_of_a_cell() -> None:
 
 def test_quotes_stand_beside_ours() -> None:
     settings = cells_of(("token", "block"), depths=(4,), temperatures=(1.0,))
-    quote = Quote("1.083", "large models", "a summary", "block", "token", 1, 4, 1.0)
+    quote = Quote(
+        text="1.083",
+        models="large models",
+        source="a summary",
+        better="block",
+        worse="token",
+        paths=1,
+        depth=4,
+        temperature=1.0,
+    )
     sheet = Sheet("s", "Title", Way.SAME_DRAFTS, settings, quotes=(quote,))
     tables = sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
     assert tables[0].rows == [

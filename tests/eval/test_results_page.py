@@ -14,6 +14,7 @@ from eaglegbv.eval.evidence import (
     PaperResults,
     add_evidence,
     compact,
+    kind_among,
     kind_of,
     other_files,
     read_evidence,
@@ -67,6 +68,23 @@ def timings() -> tuple[Timing, ...]:
         for way, own in seconds.items()
         for r, s in enumerate(own)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mt-bench", "mt-bench"),
+        ("mt-bench-trained", "mt-bench"),
+        ("mt-bench-again", "mt-bench-again"),
+        ("mt-bench-again-2", "mt-bench-again"),
+        ("mt-benches", None),
+        ("gr-solvers", None),
+    ],
+)
+def test_a_file_is_of_the_longest_kind_that_its_name_begins_with(
+    name: str, kind: str | None
+) -> None:
+    assert kind_among(["mt-bench", "mt-bench-again", "batch"], name) == kind
 
 
 def test_settings_are_ranked_by_interval() -> None:

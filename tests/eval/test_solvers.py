@@ -14,7 +14,7 @@ from eaglegbv.eval.solvers import (
     nodes,
     optimal_acceptance,
     planned,
-    standard_settings,
+    settings_of,
 )
 from eaglegbv.verifiers.reference import convex_selection as convex
 from eaglegbv.verifiers.reference import race_selection as race
@@ -24,7 +24,7 @@ from eaglegbv.verifiers.reference.oracles import alpha_iid, draft_sets_iid
 from eaglegbv.verifiers.reference.race_selection import race_selection
 
 TINY = Setting(vocab=4, drafts=3, width=4)
-SIZES = [s for s in standard_settings() if s.vocab <= 1000 or s.width <= 64]
+SIZES = [s for s in settings_of() if s.vocab <= 1000 or s.width <= 64]
 
 
 @pytest.mark.parametrize("setting", SIZES, ids=str)
@@ -177,10 +177,20 @@ def test_a_node_past_the_time_limit_is_not_solved() -> None:
 
 
 def test_the_standard_table_is_complete() -> None:
-    sizes = {(s.vocab, s.drafts, s.width) for s in standard_settings()}
+    sizes = {(s.vocab, s.drafts, s.width) for s in settings_of()}
     assert {(10, 5, 10), (100, 3, 100), (1000, 2, 1000), (32_000, 4, 32_000)} <= sizes
     assert {(100, 3, 64), (1000, 2, 64), (32_000, 4, 64)} <= sizes
-    assert len(sizes) == len(standard_settings()) == 16
+    assert len(sizes) == len(settings_of()) == 16
+
+
+def test_a_width_beyond_the_vocabulary_is_the_whole_of_it() -> None:
+    found = settings_of([(10, 2), (4, 3)], [None, 8, 9])
+    assert [(s.vocab, s.drafts, s.width) for s in found] == [
+        (10, 2, 10),
+        (10, 2, 8),
+        (10, 2, 9),
+        (4, 3, 4),
+    ]
 
 
 @pytest.mark.parametrize(

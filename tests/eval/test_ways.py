@@ -8,6 +8,7 @@ from eaglegbv.auto_plan import AUTO
 from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.eval.batch_table import choice_lines
 from eaglegbv.eval.batches import Grid, measure
+from eaglegbv.eval.timing import Cell
 from eaglegbv.eval.ways import EngineWay, WatchedWay
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS
@@ -35,8 +36,8 @@ def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     for told in measure([watched, other], lambda count, _: asked[count], grid):
         watched.note(told)
     assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
-        (1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
-        (1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+        Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
+        Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
     }
     assert choice_lines(watched) == [
         "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",

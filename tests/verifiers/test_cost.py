@@ -1,9 +1,13 @@
-"""What a verification must not do: read on the host, allocate more than the logits hold."""
+"""What a verification must not do: read on the host, outgrow the logits, or take long."""
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
 
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import build_batch, random_requests
+from support.batched_trees import Batch, build_batch, random_requests
 from support.watch import Watch
 
 from eaglegbv.target_law import TargetLaw
@@ -51,17 +55,40 @@ def test_peak_memory_is_noticed() -> None:
     assert watch.peak == 8000
 
 
-@pytest.mark.parametrize("name", ["token", "block", "gbv", "otbv", "target_only"])
-def test_allocates_less_than_the_logits(name: str) -> None:
-    """Sixteen requests; the share is the same at every size of vocabulary."""
+def large_batch(name: str, vocab: int) -> tuple[Batch, TargetLaw]:
+    """Return sixteen requests, each with 24 drafted tokens at most, and laws of random logits."""
     verifier = make_verifier(name)
-    vocab, rng = 4096, np.random.default_rng(2)
+    rng = np.random.default_rng(2)
     paths = verifier.max_paths or 4
     length = 24 // paths
     requests = random_requests(Law.IID, rng, 16, paths=paths, length=length, vocab=8)
     batch = build_batch(Law.IID, requests, 8, rng, paths=paths, length=length)
     rows = torch.arange(16 * 25).view(16, 25)[:, : batch.tree.nodes]
-    target = TargetLaw.of_logits(torch.randn(16 * 25, vocab), rows)
+    return batch, TargetLaw.of_logits(torch.randn(16 * 25, vocab), rows)
+
+
+@pytest.mark.parametrize("name", ["token", "block", "gbv", "otbv", "target_only"])
+def test_allocates_less_than_the_logits(name: str) -> None:
+    """Sixteen requests; the share is the same at every size of vocabulary."""
+    batch, target = large_batch(name, vocab=4096)
     with Watch() as watch:
-        verifier.verify(batch.tree, target, batch.uniforms)
+        make_verifier(name).verify(batch.tree, target, batch.uniforms)
     assert watch.peak < target.logits.nbytes
+
+
+@torch.inference_mode()
+def test_otbv_costs_little_beside_one_pass_over_the_logits() -> None:
+    """Sixteen requests, large enough for the vocabulary to dominate the fixed costs."""
+    verifier = make_verifier("otbv")
+    batch, target = large_batch("otbv", vocab=65_536)
+    passes, verifications = [], []
+    for _ in range(6):
+        passes.append(seconds(lambda: torch.logsumexp(target.logits, dim=-1)))
+        verifications.append(seconds(lambda: verifier.verify(batch.tree, target, batch.uniforms)))
+    assert median(verifications[1:]) < 1.5 * median(passes[1:])
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start

@@ -9,12 +9,13 @@ from typing import Protocol
 
 import msgspec
 
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.questions import QuestionSet
 from eaglegbv.eval.report import with_interval
 from eaglegbv.llm import LLM
 
 AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"
+VERDICTS = {SideOfOne.ABOVE: AGREES, SideOfOne.BELOW: AGAINST, SideOfOne.OPEN: OPEN}
 
 SAME = 1e-6
 """Ratios nearer to 1 are rounding, and those of solvers to their tolerance."""
@@ -37,9 +38,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> str:
         """Whether the interval lies above equality, below it, or on both sides."""
-        if self.ratio is None or (self.ratio.low <= 1 + SAME and self.ratio.high >= 1 - SAME):
-            return OPEN
-        return AGREES if self.ratio.low > 1 else AGAINST
+        return OPEN if self.ratio is None else VERDICTS[self.ratio.side_of_one(SAME)]
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):

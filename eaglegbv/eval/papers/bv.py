@@ -20,6 +20,21 @@ _MODELS = "PaLM-2-S and -XXS, L = 8, mean of eight data sets"
 _READ = "public summaries of its Table 1: block efficiency 3.41 and 3.70, time 5% to 8% less"
 _LENGTHS = (4, 6, 8)
 
+
+def _quote(text: str, figure: Figure = Figure.TOKENS_A_STEP) -> Quote:
+    return Quote(
+        text=text,
+        models=_MODELS,
+        source=_READ,
+        better="block",
+        worse="token",
+        paths=1,
+        depth=8,
+        temperature=1.0,
+        figure=figure,
+    )
+
+
 BV = GridPaper(
     name="bv",
     title=f"Block verification ({_PAPER}): token, block and greedy block by draft length",
@@ -37,7 +52,7 @@ BV = GridPaper(
                 Rise("block", "depth", _PAPER),
                 Widening("block", "token", f"{_PAPER}, Figure 2"),
             ),
-            quotes=(Quote("1.083 (1.07 to 1.10)", _MODELS, _READ, "block", "token", 1, 8, 1.0),),
+            quotes=(_quote("1.083 (1.07 to 1.10)"),),
         ),
         Sheet(
             name="engine",
@@ -50,7 +65,7 @@ BV = GridPaper(
                 Order("block", "token", _PAPER),
                 Order("block", "greedy_block", f"{_PAPER}, Table 4"),
             ),
-            quotes=(Quote("1.083 (1.07 to 1.10)", _MODELS, _READ, "block", "token", 1, 8, 1.0),),
+            quotes=(_quote("1.083 (1.07 to 1.10)"),),
         ),
         Sheet(
             name="time",
@@ -58,19 +73,7 @@ BV = GridPaper(
             way=Way.TIMED,
             settings=cells_of(("token", "block"), depths=(8,), temperatures=(1.0,)),
             directions=(Order("block", "token", _PAPER, Figure.TOKENS_A_SECOND),),
-            quotes=(
-                Quote(
-                    "1.065 (1.05 to 1.08)",
-                    _MODELS,
-                    _READ,
-                    "block",
-                    "token",
-                    1,
-                    8,
-                    1.0,
-                    Figure.TOKENS_A_SECOND,
-                ),
-            ),
+            quotes=(_quote("1.065 (1.05 to 1.08)", Figure.TOKENS_A_SECOND),),
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """The cells of a paper's tables: measured in parts, each kept as soon as it is measured."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -10,11 +10,14 @@ import numpy as np
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.journal import Journal
+from eaglegbv.eval.json_files import read_json
 from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Setting, describe_environment
 from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
 from eaglegbv.eval.store import another_run
+from eaglegbv.files import write_whole
 from eaglegbv.llm import LLM
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
@@ -149,21 +152,20 @@ def load_measured(path: Path) -> Measured:
     Raises:
         InvalidArgument: It cannot be read, or is something else.
     """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Measured)
-    except (OSError, msgspec.DecodeError) as error:
-        raise InvalidArgument("cells", str(path), f"cells of a paper ({error})") from error
+    return read_json(path, Measured, argument="cells", expected="cells of a paper")
 
 
 def measured_so_far(folder: Path) -> Measured:
     """Return what a run has measured, finished or not: cells of as many questions as were done.
 
+    Nothing is written: the run may be going on in another process.
+
     Raises:
-        InvalidArgument: The folder holds no run.
+        InvalidArgument: The folder holds no run, or its parts cannot be read.
     """
     begun = load_measured(folder / "run.json")
     sheets: dict[str, dict[Setting, list[Cell]]] = {}
-    for part in _read(folder / "parts.jsonl"):
+    for part in _journal(folder).read():
         for cell in part.cells:
             sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
     joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
@@ -180,7 +182,7 @@ class CellStore:
         """Open ``site.folder`` for ``paper``.
 
         Raises:
-            InvalidArgument: It was begun with something else.
+            InvalidArgument: It was begun with something else, or holds something else.
         """
         llm, questions = site.llm, site.questions
         header = Run(
@@ -194,18 +196,18 @@ class CellStore:
             question_ids=tuple(question.id for question in questions.questions),
             questions_sha256=questions.sha256,
         )
-        self._folder, self._file = site.folder, site.folder / "parts.jsonl"
+        self._folder, self._journal = site.folder, _journal(site.folder)
         self._header, self._environment = header, describe_environment(str(llm.device))
         run = site.folder / "run.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         if run.is_file():
-            begun = msgspec.json.decode(run.read_bytes(), type=Measured)
+            begun = read_json(run, Measured, argument="out", expected="the head of a run")
             if begun.run != header:
                 raise another_run(site.folder, begun.run, header)
             self._environment = begun.environment
         else:
-            run.write_bytes(msgspec.json.encode(self._with({})))
-        self._parts = {(part.sheet, part.key): part.cells for part in _read(self._file)}
+            write_whole(run, msgspec.json.encode(self._with({})))
+        self._parts = {(part.sheet, part.key): part.cells for part in self._journal.resume()}
 
     @property
     def run(self) -> Run:
@@ -214,7 +216,7 @@ class CellStore:
 
     def publish(self, sheets: dict[str, list[Cell]]) -> None:
         """Write whole sheets to ``cells.json``."""
-        (self._folder / CELLS).write_bytes(msgspec.json.encode(self._with(sheets)) + b"\n")
+        write_whole(self._folder / CELLS, msgspec.json.encode(self._with(sheets)) + b"\n")
 
     def _with(self, sheets: dict[str, list[Cell]]) -> Measured:
         return Measured(run=self._header, environment=self._environment, sheets=sheets)
@@ -225,22 +227,12 @@ class CellStore:
 
     def add(self, sheet: str, key: str, cells: list[Cell]) -> None:
         """Keep a part."""
-        line = msgspec.json.encode(_Part(sheet=sheet, key=key, cells=cells))
-        with self._file.open("ab") as file:
-            file.write(line + b"\n")
+        self._journal.add(_Part(sheet=sheet, key=key, cells=cells))
         self._parts[sheet, key] = cells
 
 
-def _read(path: Path) -> Iterator[_Part]:
-    """Read parts; a line cut short by a kill is measured again."""
-    if not path.is_file():
-        return
-    whole = path.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
-        path.write_bytes(whole[:end])
-    for line in whole[:end].splitlines():
-        yield msgspec.json.decode(line, type=_Part)
+def _journal(folder: Path) -> Journal[_Part]:
+    return Journal(folder / "parts.jsonl", _Part, "parts of a run")
 
 
 def measure_cells(
@@ -283,7 +275,7 @@ def _texts(site: Site, temperature: float, first: int) -> list[Text]:
     """Return the answers to the questions from ``first`` on, decoded once for all sheets."""
     kept = site.folder / f"texts-T{temperature:g}-{first}.json"
     if kept.is_file():
-        return msgspec.json.decode(kept.read_bytes(), type=list[Text])
+        return read_json(kept, list[Text], argument="out", expected="texts of a run")
     texts = collect(
         site.llm,
         site.questions.questions[first : first + CHUNK],
@@ -291,9 +283,7 @@ def _texts(site: Site, temperature: float, first: int) -> list[Text]:
         max_tokens=site.options.max_tokens,
         seed=request_seed(site.options.seed, first),
     )
-    partial = kept.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(texts))
-    partial.replace(kept)
+    write_whole(kept, msgspec.json.encode(texts))
     return texts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.harvest import Harvest, harvest, lead_ratio
+from eaglegbv.eval.harvest import Harvest, Lead, harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import RULES
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Way, measure_cells
@@ -102,6 +102,10 @@ class Accepted:
     def ratio(self, above: tuple[str, int], below: tuple[str, int]) -> Estimate:
         """Return the ratio of two mean acceptances, paired by question."""
         return self.harvest.ratio(self.by_rule[above], self.by_rule[below])
+
+    def lead(self, rule: str, over: str, drafts: int) -> Lead:
+        """Return what a rule accepts beside another."""
+        return Lead(self.harvest, self.by_rule[rule, drafts], self.by_rule[over, drafts])
 
 
 def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
@@ -243,12 +247,7 @@ def _greedy_when_hot(found: Mapping[float, Accepted]) -> list[Finding]:
         Finding(
             statement=f"greedy / {other} at T = {min(found):g} at least at T = {max(found):g}",
             source=_NOTES,
-            ratio=lead_ratio(
-                (cold.harvest, cold.by_rule["greedy", USUAL_DRAFTS]),
-                cold.by_rule[other, USUAL_DRAFTS],
-                (hot.harvest, hot.by_rule["greedy", USUAL_DRAFTS]),
-                hot.by_rule[other, USUAL_DRAFTS],
-            ),
+            ratio=lead_ratio(*(own.lead("greedy", other, USUAL_DRAFTS) for own in (cold, hot))),
         )
         for other in ("optimum", "optimum w/o")
     ]

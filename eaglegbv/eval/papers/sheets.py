@@ -77,7 +77,7 @@ class Widening:
 Direction: TypeAlias = Order | Rise | Widening
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
     """A figure a paper gives of its own models, and the cells here it is put beside.
 

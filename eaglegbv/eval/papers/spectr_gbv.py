@@ -16,7 +16,17 @@ _PATHS = 3
 
 
 def _quote(text: str, worse: str, figure: Figure = Figure.TOKENS_A_STEP) -> Quote:
-    return Quote(text, _MODELS, _READ, "spectr_gbv", worse, _PATHS, 12, _TEMPERATURE, figure)
+    return Quote(
+        text=text,
+        models=_MODELS,
+        source=_READ,
+        better="spectr_gbv",
+        worse=worse,
+        paths=_PATHS,
+        depth=12,
+        temperature=_TEMPERATURE,
+        figure=figure,
+    )
 
 
 def _beaten(figure: Figure) -> tuple[Order, ...]:

@@ -1,0 +1,79 @@
+"""Numbers of several judgements lie in different parts, and each judgement's alone are uniform."""
+
+from math import nextafter
+
+import pytest
+import torch
+from scipy import stats
+
+from eaglegbv.eval.latin_hypercube import latin_hypercube
+from eaglegbv.verifiers.base import VerifyUniforms
+
+BATCH, LENGTH, PATHS = 3, 40, 5
+
+
+def draws(count: int, seed: int = 0) -> list[VerifyUniforms]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    return [
+        VerifyUniforms(
+            selection=numbers(BATCH, LENGTH, PATHS, 2),
+            acceptance=numbers(BATCH, LENGTH * PATHS),
+            correction=numbers(BATCH),
+        )
+        for _ in range(count)
+    ]
+
+
+def columns(uniforms: list[VerifyUniforms]) -> torch.Tensor:
+    """All numbers, ``[judgements, numbers]``."""
+    return torch.stack(
+        [torch.cat([u.selection.flatten(), u.acceptance.flatten(), u.correction]) for u in uniforms]
+    )
+
+
+SEEDS = [[number, 7] for number in range(BATCH)]
+
+
+def test_one_number_lies_in_each_part() -> None:
+    spread = latin_hypercube(draws(4), SEEDS)
+    places = (columns(spread) * 4).floor().sort(dim=0).values
+    assert (places == torch.arange(4.0).unsqueeze(1)).all()
+    assert [u.selection.shape for u in spread] == [(BATCH, LENGTH, PATHS, 2)] * 4
+    assert [u.correction.shape for u in spread] == [(BATCH,)] * 4
+
+
+def test_each_judgement_alone_is_uniform_and_independent() -> None:
+    for own in columns(latin_hypercube(draws(4), SEEDS)):
+        assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
+        assert stats.pearsonr(own[:-1].numpy(), own[1:].numpy()).pvalue > 1e-4
+
+
+def test_the_order_is_the_seeds() -> None:
+    first, again = (columns(latin_hypercube(draws(3), SEEDS)) for _ in range(2))
+    assert torch.equal(first, again)
+    other = columns(latin_hypercube(draws(3), [[number, 8] for number in range(BATCH)]))
+    assert not torch.equal(first, other)
+
+
+def test_a_single_judgement_keeps_its_numbers() -> None:
+    [own] = draws(1)
+    [kept] = latin_hypercube([own], SEEDS)
+    assert torch.equal(kept.acceptance, own.acceptance)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_no_number_is_one(count: int) -> None:
+    almost = nextafter(1.0, 0.0)
+    full = [
+        VerifyUniforms(
+            selection=torch.full_like(own.selection, almost),
+            acceptance=torch.full_like(own.acceptance, almost),
+            correction=torch.full_like(own.correction, almost),
+        )
+        for own in draws(count)
+    ]
+    assert columns(latin_hypercube(full, SEEDS)).max() < 1
