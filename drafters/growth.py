@@ -14,7 +14,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_law import DraftLaws, draft_laws, log_laws
 from eaglegbv.drafters.tree_builder import GrowingTree, stack_trees
 from eaglegbv.drafters.tree_choice import start_trees, support
-from eaglegbv.params import HOTTEST, SamplingParams
+from eaglegbv.params import COLDEST, HOTTEST, SamplingParams
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.transfer import fetch
 from eaglegbv.tree import DraftTree, Law
@@ -198,9 +198,10 @@ def laws_of(
 def draft_temperature(params: SamplingParams, plan: Plan) -> float:
     """Return the temperature of a request's draft laws: the plan's multiple of the request's own.
 
-    Capped at :data:`eaglegbv.params.HOTTEST`, the highest that :class:`SamplingParams` accepts.
+    Kept between :data:`eaglegbv.params.COLDEST` and :data:`eaglegbv.params.HOTTEST`, the limits of
+    :class:`SamplingParams`. Drafts may follow any law, so nothing is lost by it.
     """
-    return min(HOTTEST, params.temperature * plan.draft_temperature)
+    return min(HOTTEST, max(COLDEST, params.temperature * plan.draft_temperature))
 
 
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:

@@ -9,7 +9,7 @@ from eaglegbv.errors import InvalidArgument
 
 HOTTEST = 100.0
 """The highest temperature of a law, a request's or a draft's."""
-_COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
+COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
 """Logits divided by less overflow."""
 
 
@@ -69,8 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_ranges(self) -> None:
         require_number("temperature", self.temperature, 0.0, HOTTEST)
-        if 0 < self.temperature < _COLDEST:
-            expected = f"0, or a number in [{_COLDEST:g}, {HOTTEST:g}]"
+        if 0 < self.temperature < COLDEST:
+            expected = f"0, or a number in [{COLDEST:g}, {HOTTEST:g}]"
             raise InvalidArgument("temperature", self.temperature, expected)
         require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         require_number("min_p", self.min_p, 0.0, 1.0)

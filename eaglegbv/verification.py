@@ -24,7 +24,7 @@ from eaglegbv.verifiers.checked import CheckedVerifier, checked_verifier
 from eaglegbv.verifiers.figures import NodeFigures
 from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
 from eaglegbv.verifiers.inputs import find_faults
-from eaglegbv.verifiers.registry import make_any_verifier
+from eaglegbv.verifiers.registry import make_any_verifier, make_verifier
 from eaglegbv.verifiers.stateful import StatefulVerifier
 from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 
@@ -89,7 +89,8 @@ class Verification:
             logits: ``[rows, vocab]``, those of the whole forward.
         """
         plan, greedy = group.requests[0].plan, group.requests[0].params.greedy
-        verifier = self._verifier(judge_name(plan, greedy=greedy))
+        name = judge_name(plan, greedy=greedy)
+        verifier = make_verifier(name) if greedy else self._verifier(name)
         law = law_of_nodes(group, layout, logits)
         if isinstance(verifier, StatefulVerifier):
             return self._settle(verifier, group, law)

@@ -11,6 +11,7 @@ from support.eight_bits import needs_int8
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
+from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import DrafterMismatch, LawMismatch, StepFailed
 from eaglegbv.frames import SLOTS
@@ -198,6 +199,9 @@ def test_unknown_models_and_drafters_are_named(pair: tuple[Path, Path], tmp_path
         LLM(*pair, depth=99)
     with pytest.raises(InvalidArgument, match="verifier='best': expected one of"):
         LLM(*pair, verifier="best")
+    for plan in (Plan(verifier="greedy"), AutoPlan(verifier="greedy")):  # for temperature 0 alone
+        with pytest.raises(InvalidArgument, match="verifier='greedy': expected one of"):
+            LLM(*pair, plan=plan)
 
 
 def test_a_drafter_that_does_not_fit_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,6 +9,15 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+MOST_RHO = 1e100
+"""Largest rho that is kept.
+
+A debt may follow a text whose tokens its own step would hardly have drafted: b can be 1e-130 or
+less at each of them, and the product of the M / b soon exceeds what float64 holds. At this limit
+M_k is M_{k-1} already: where M_{k-1}(x) >= 1e-80, b is less than 1e-20 of rho M_{k-1}, and all
+other tokens together have less than 1e-80 times the size of the vocabulary.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -36,6 +45,18 @@ class Layers:
     def count(self) -> int:
         """Padded number of layers."""
         return self.rho.shape[1]
+
+
+def rho_after(rho: Tensor, target_prob: Tensor, plan_prob: Tensor) -> Tensor:
+    """Return ``rho M(x) / b(x)`` once a token x is entered, at most :data:`MOST_RHO`.
+
+    Args:
+        rho: float64, of any shape, as are the others.
+        target_prob: M(x), the law that the debt modifies.
+        plan_prob: b(x) > 0, by which the debt's own step would have selected x.
+    """
+    factor = (target_prob / plan_prob).clamp(max=MOST_RHO)
+    return (rho * factor).clamp(max=MOST_RHO)
 
 
 @dataclass(frozen=True, slots=True)

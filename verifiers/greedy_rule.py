@@ -16,7 +16,7 @@ from eaglegbv.tree import DraftTree
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.block_rule import longest_passed
 from eaglegbv.verifiers.correction import Residual, draw_residual
-from eaglegbv.verifiers.debts import Debts, Layers
+from eaglegbv.verifiers.debts import MOST_RHO, Debts, Layers, rho_after
 from eaglegbv.verifiers.drafted_path import DraftedPath, place_of, rows_at
 from eaglegbv.verifiers.figures import NodeFigures, along_path, at_children
 from eaglegbv.verifiers.modified_target import ModifiedNode
@@ -73,7 +73,8 @@ def verify_greedily(
     figures: Callable[[], NodeFigures] = dict
     if tree.length > 0:
         path = _path(descent)
-        products = torch.cat((rho.unsqueeze(1), path.ratios().cumprod(dim=1)), dim=1)
+        products = path.ratios().clamp(max=MOST_RHO).cumprod(dim=1).clamp(max=MOST_RHO)
+        products = torch.cat((rho.unsqueeze(1), products), dim=1)
         chances = _chances(path, products)
         accepted = longest_passed(chances, path.lengths, uniforms.plain.acceptance)
         rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
@@ -178,7 +179,7 @@ def _chances(path: DraftedPath, products: Tensor) -> Tensor:
     beside = (1 - path.target[:, 1:].sum(dim=2)).clamp(min=0)
     gain = (scaled - draft).clamp(min=0).sum(dim=2) + inner * beside
     loss = (draft - scaled).clamp(min=0).sum(dim=2)
-    tests = torch.where(loss > 0, gain / loss, 1.0)
+    tests = torch.where(loss == 0, 1.0, gain / loss)  # so that NaN passes no test
     chances = torch.cat((tests, products[:, -1:]), dim=1)
     depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
     return torch.where(depths == path.lengths.unsqueeze(1), products[:, 1:], chances)
@@ -225,9 +226,9 @@ def _settle(
         most,
     )
     lasts = (new > 0) & (b > 0)
-    factor = stop.ranked.target.gather(1, ranks).squeeze(1) / b
+    grown = rho_after(rho, stop.ranked.target.gather(1, ranks).squeeze(1), b)
     return Layers(
-        rho=_joined(old.rho, torch.where(lasts, rho * factor, 0.0)),
+        rho=_joined(old.rho, torch.where(lasts, grown, 0.0)),
         drafts=_joined(old.drafts, torch.where(lasts, drafts, 1)),
         remaining=_joined(old.remaining, torch.where(lasts, new, 0)),
         most_drafts=most,

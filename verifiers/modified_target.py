@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.target_law import TargetLaw
-from eaglegbv.verifiers.debts import Layers, SparseLaws
+from eaglegbv.verifiers.debts import Layers, SparseLaws, rho_after
 from eaglegbv.verifiers.drafted_path import place_of
 from eaglegbv.verifiers.multiplicity import draw_multiplicity
 from eaglegbv.verifiers.transport import RankedLaws, Transport, transport
@@ -109,7 +109,7 @@ class ModifiedNode:
         b = torch.where(ids.gather(2, at).squeeze(2) == tokens.unsqueeze(1), b, 0.0)
         # A layer whose law cannot produce the token has no further effect.
         lasts = self.active & (self.layers.remaining > 1) & (b > 0)
-        factor = self.ranked.target.gather(2, at).squeeze(2) / b
+        rho = rho_after(self.layers.rho, self.ranked.target.gather(2, at).squeeze(2), b)
         turn = (self.active.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
         drafts = draw_multiplicity(
             _flat(self.ranked),
@@ -120,7 +120,7 @@ class ModifiedNode:
             self.layers.most_drafts,
         ).view_as(ranks)
         return Layers(
-            rho=torch.where(lasts, self.layers.rho * factor, 0.0),
+            rho=torch.where(lasts, rho, 0.0),
             drafts=torch.where(lasts, drafts, 1),
             remaining=torch.where(lasts, self.layers.remaining - 1, 0),
             most_drafts=self.layers.most_drafts,

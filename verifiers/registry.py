@@ -43,7 +43,6 @@ _CLASSES: tuple[type[Verifier], ...] = (
     MaxFlowResolutionVerifier,
     LinearResolutionVerifier,
     TargetOnlyVerifier,
-    GreedyWalkVerifier,
 )
 
 _STATEFUL_CLASSES: tuple[type[StatefulVerifier], ...] = (GreedyBlockVerifier, SpecTrGbvVerifier)
@@ -58,11 +57,16 @@ STATEFUL_VERIFIERS: Mapping[str, type[StatefulVerifier]] = MappingProxyType(
 
 
 def make_verifier(name: str) -> Verifier:
-    """Return the stateless verifier of that name.
+    """Return the stateless verifier of that name, or the greedy walk.
+
+    A plan cannot choose the walk: it is lossless at temperature 0 only, where the engine uses it
+    whatever the plan's verifier is.
 
     Raises:
         InvalidArgument: No stateless verifier has that name.
     """
+    if name == GreedyWalkVerifier.name:
+        return GreedyWalkVerifier()
     if name not in VERIFIERS:
         raise InvalidArgument("verifier", name, one_of(sorted(VERIFIERS), name))
     return VERIFIERS[name]()

@@ -119,8 +119,7 @@ def check_verifier(name: str) -> None:
 
     found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
     if name not in found:
-        # "greedy" is the engine's own, for temperature 0.
-        raise InvalidArgument("verifier", name, one_of(sorted(found - {"greedy"}), name))
+        raise InvalidArgument("verifier", name, one_of(sorted(found), name))
 
 
 def verifier_names(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 LOSSLESS = [
     (name, law)
     for name, verifier in VERIFIERS.items()
-    if name != "greedy" and not name.startswith("global_resolution_")
+    if not name.startswith("global_resolution_")
     for law in sorted(verifier.laws)
 ]
 LAST = 1 - 2**-53
