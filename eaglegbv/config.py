@@ -169,6 +169,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.tree_nodes, 2 + self.fixed_beam * (self.depth - 1))
 
 
+MIN_SLOTS = 32
+"""Fewest slots of a KV pool: what is needed to prove that a target attends as it should."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and the seed of an engine.
 
@@ -209,7 +213,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_integer("max_batch", self.max_batch, 1, 4096)
         if self.kv_slots is not None:
-            require_integer("kv_slots", self.kv_slots, 16, 2**31 - 1)
+            require_integer("kv_slots", self.kv_slots, MIN_SLOTS, 2**31 - 1)
         if self.kv_bytes is not None:
             require_integer("kv_bytes", self.kv_bytes, 1, 2**63 - 1)
             if self.kv_slots is not None:

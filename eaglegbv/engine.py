@@ -177,7 +177,7 @@ class Engine:
             LawMismatch: The plan's verifier is not lossless for its law.
         """
         self.check_plan(plan)
-        require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+        check_priority(priority)
         plans = plans_of(plan, greedy=params.greedy)
         max_tokens = self._token_limit(prompt_ids, params, plans)
         # Behind the checks: what is refused changes no other request's numbers.
@@ -578,3 +578,12 @@ class Engine:
                 f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
             )
         return min(params.max_tokens, room)
+
+
+def check_priority(priority: int) -> None:
+    """Raise unless a request may have the priority.
+
+    Raises:
+        InvalidArgument: It is no integer of 64 bits.
+    """
+    require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)

@@ -1,6 +1,8 @@
 """Text in, text out: the Python API."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,14 +23,16 @@ from eaglegbv.auto_plan import (
     plans_of,
 )
 from eaglegbv.calibration import LARGEST, calibrate
+from eaglegbv.compiling import check_backend
 from eaglegbv.completion import Delta, Result
 from eaglegbv.config import EngineConfig
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.defaults import DRAFT_WIDTH
-from eaglegbv.engine import Engine
+from eaglegbv.engine import Engine, check_priority
 from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.frames import roomy
+from eaglegbv.hub import check_model
 from eaglegbv.loading import load_pair, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
@@ -37,10 +41,17 @@ from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.planner import PlanEstimate
 from eaglegbv.step_record import StepObserver
+from eaglegbv.targets.hf import load_config
 from eaglegbv.text import TextStream
-from eaglegbv.text_generator import TextGenerator
+from eaglegbv.text_generator import TextGenerator, load_tokenizer
 from eaglegbv.tree import Law
+from eaglegbv.turns import Turns
 from eaglegbv.verification import check_verifier
+
+_DRAFTERS = (
+    "a drafter for {}: a folder with an EAGLE head or a small language model, 'ngram' for prompt "
+    "lookup, or plan=Plan(verifier='none') for plain decoding"
+)
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}
@@ -55,6 +66,9 @@ class LLM(TextGenerator):
     ``drafter`` too, or pass ``plan=Plan(verifier="none")`` for plain decoding.
     ``LLM(..., backend="sglang")`` has SGLang serve the same calls: it gives another
     :class:`TextGenerator`, without what is said of this package's engine below.
+
+    Threads may share an LLM: they take turns step by step, and every step serves the requests of
+    all of them. In asyncio, call ``await asyncio.to_thread(llm.generate, ...)``.
 
     Attributes:
         pair: The target and what drafts for it.
@@ -123,15 +137,24 @@ class LLM(TextGenerator):
             DrafterMismatch: The drafter does not fit the model.
         """
         del backend  # settled by __new__
+        config = EngineConfig() if engine is None else engine
+        if not isinstance(config, EngineConfig):
+            raise InvalidArgument("engine", engine, "an EngineConfig")
         models = named_models(model, drafter)
         choices = PlanChoices(verifier, paths, depth, law, draft_width, draft_temperature)
         planning = choices.planning() if plan is None else choices.give_way_to(plan)
-        # Before minutes go by with loading.
+        # What can be wrong is found before minutes go by with loading.
         plans = plans_of(planning, greedy=False)
         check_verifier(plans[0])
         if not any(p.asks_drafter for p in plans):
             models = replace(models, drafter=None)
-        config = engine or EngineConfig()
+        elif models.drafter is None:
+            raise InvalidArgument("drafter", None, _DRAFTERS.format(models.target))
+        if compile_backend is not None:
+            check_backend(compile_backend)
+        check_model(models.target)
+        load_config(models.target)
+        tokenizer = load_tokenizer(models.target)
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(
             models.target,
@@ -149,6 +172,7 @@ class LLM(TextGenerator):
             models.drafter_name,
             plan=planning,
             device=target.device,
+            tokenizer=tokenizer,
         )
         self.dtype = target.dtype
         costs = self._costs(config, compile_backend)
@@ -157,6 +181,8 @@ class LLM(TextGenerator):
         )
         self._engine.check_plan(planning)
         self._open: dict[int, Answer] = {}
+        self._turns = Turns()
+        self._left: deque[Answer] = deque()
 
     def __repr__(self) -> str:
         facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
@@ -184,7 +210,7 @@ class LLM(TextGenerator):
                 self._roomy_step()
                 yield from self._new(answer)
             yield from self._new(answer)
-            result = answer.result()
+            result = self._result(answer)
             if result.error is not None:
                 raise result.error
             yield Delta(text=answer.text.flush(), token_ids=[], completion=result.completion)
@@ -211,22 +237,28 @@ class LLM(TextGenerator):
             observer: Receives the records.
             trees: Have the records say what became of every draft tree too.
         """
-        self._engine.observe(observer, trees=trees)
+        with self._turn():
+            self._engine.observe(observer, trees=trees)
 
     def unobserve(self, observer: StepObserver) -> None:
         """Tell ``observer`` no more."""
-        self._engine.unobserve(observer)
+        with self._turn():
+            self._engine.unobserve(observer)
 
     def reset_prefix_cache(self) -> None:
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
-        self._engine.reset_prefix_cache()
+        with self._turn():
+            self._engine.reset_prefix_cache()
 
     def explain_plans(self) -> list[PlanEstimate]:
         """Return what the engine expects of each plan for the running requests, best first."""
-        return self._engine.explain_plans()
+        with self._turn():
+            return self._engine.explain_plans()
 
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
-        self._engine.check_plan(self._planning(plan))
+        planning = self._planning(plan)
+        with self._turn():
+            self._engine.check_plan(planning)
 
     def _costs(self, config: EngineConfig, compile_backend: str | None) -> KnownCosts | None:
         """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
@@ -265,6 +297,7 @@ class LLM(TextGenerator):
         progress: bool,
     ) -> list[Result]:
         params = per_prompt(sampling_params, len(prompts))
+        check_priority(priority)
         answers: list[Answer | EagleGBVError] = []
         try:
             for prompt, own in zip(prompts, params, strict=True):
@@ -282,12 +315,22 @@ class LLM(TextGenerator):
                 if isinstance(answer, Answer):
                     self._close(answer)
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine to oneself; answers that are left meanwhile are let go of afterwards."""
+        try:
+            with self._turns:
+                yield
+        finally:
+            self._let_go()
+
     def _step(self) -> None:
         """Advance every open answer, whoever waits for it."""
-        for commit in self._engine.step():
-            answer = self._open.get(commit.request.number)
-            if answer is not None:  # else it was left during the step
-                self._follow(answer)
+        with self._turn():
+            for commit in self._engine.step():
+                answer = self._open.get(commit.request.number)
+                if answer is not None:
+                    self._follow(answer)
 
     # A generator calls from wherever it is asked for more: each step by itself.
     _roomy_step = roomy(_step)
@@ -300,18 +343,36 @@ class LLM(TextGenerator):
 
     def _new(self, answer: Answer) -> list[Delta]:
         """Return new pieces; also of a step that an interrupt left before they were made."""
-        self._follow(answer)
-        return answer.take()
+        with self._turn():
+            self._follow(answer)
+            return answer.take()
 
     def _result(self, answer: Answer | EagleGBVError) -> Result:
         if not isinstance(answer, Answer):
             return Result.of_error(answer)
-        self._follow(answer)
-        return answer.result()
+        with self._turn():
+            self._follow(answer)
+            return answer.result()
 
     def _close(self, answer: Answer) -> None:
-        self._engine.cancel(answer.request)
-        del self._open[answer.request.number]
+        """Let go of an answer, now or when the current turn ends.
+
+        The garbage collector closes streams too, on any thread and in the midst of anything, so
+        nothing is waited for here.
+        """
+        self._left.append(answer)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End the requests of answers that were left; whoever has a turn does it after that."""
+        while self._left and self._turns.try_enter():
+            try:
+                while self._left:
+                    answer = self._left.popleft()
+                    self._engine.cancel(answer.request)
+                    del self._open[answer.request.number]
+            finally:
+                self._turns.leave()
 
     def _try_add(
         self,
@@ -332,10 +393,11 @@ class LLM(TextGenerator):
         plan: Planning | PlanName | None,
         priority: int,
     ) -> Answer:
-        ids = self.encode(prompt)
-        request = self._engine.add(ids, params, self._planning(plan), priority=priority)
-        answer = Answer(request, TextStream(self.tokenizer, params.stop))
-        self._open[request.number] = answer
+        ids, planning = self.encode(prompt), self._planning(plan)
+        with self._turn():
+            request = self._engine.add(ids, params, planning, priority=priority)
+            answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))
+            self._open[request.number] = answer
         return answer
 
 

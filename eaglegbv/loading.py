@@ -72,7 +72,14 @@ class NamedModels:
 
 
 def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
-    """Return the models of a user's choice; where no target is named, those of the tiny pair."""
+    """Return the models of a user's choice; where no target is named, those of the tiny pair.
+
+    Raises:
+        InvalidArgument: A model or drafter is no name.
+    """
+    for argument, name in (("model", model), ("drafter", drafter)):
+        if name is not None and not (isinstance(name, str | Path) and str(name)):
+            raise InvalidArgument(argument, name, "a folder or a name, or None")
     if model is None:
         return NamedModels("tiny", TINY_TARGET, drafter or TINY_DRAFTERS[0])
     return NamedModels(str(model), model, drafter)

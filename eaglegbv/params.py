@@ -13,7 +13,7 @@ COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
 """Logits divided by less overflow."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
 
     The target law of a token is ``softmax`` of the logits after, in this order, penalties,
@@ -26,7 +26,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         min_p: Drop tokens less likely than ``min_p`` times the most likely one.
         max_tokens: Number of tokens to generate at most.
         stop: Strings that end the text; the text is cut before the first of them.
-        stop_token_ids: Token ids that end the text, beside the model's end-of-sequence tokens.
+        stop_token_ids: Token ids that end the text, besides the model's end-of-sequence tokens. The
+            one that does is the last of ``token_ids``, and its text is left out.
         seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
             else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
             running number, and a seed need not reproduce a text; the law is the same. ``None``

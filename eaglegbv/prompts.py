@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeAlias, cast
 
 from jinja2 import TemplateError
@@ -15,6 +16,16 @@ Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
 _PROMPT = "text, token ids or chat messages"
+
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise: it is a program, and its errors are those of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +54,9 @@ class PromptReader:
             raise InvalidArgument("prompt", prompt, _PROMPT)
         if prompt and all(isinstance(message, Mapping) for message in prompt):
             return self._apply_chat_template(cast("list[Message]", prompt))
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+        if any(isinstance(token, bool) or not isinstance(token, Integral) for token in prompt):
             raise InvalidArgument("prompt", prompt, _PROMPT)
-        return list(cast("list[int]", prompt))
+        return [int(token) for token in cast("list[int]", prompt)]
 
     def _apply_chat_template(self, messages: list[Message]) -> list[int]:
         plain = [_plain_message(message) for message in messages]
@@ -57,7 +68,7 @@ class PromptReader:
             encoded = self.tokenizer.apply_chat_template(
                 plain, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             expected = f"messages that the chat template of {self.model_name} takes ({error})"
             raise InvalidArgument("prompt", plain, expected) from error
         return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
@@ -98,7 +109,7 @@ def is_one(prompts: object) -> bool:
         return True
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
-    return bool(prompts) and isinstance(prompts[0], int | Mapping)
+    return bool(prompts) and isinstance(prompts[0], Integral | Mapping)
 
 
 def per_prompt(

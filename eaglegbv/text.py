@@ -1,6 +1,6 @@
 """Token ids to text as they come, and where a stop string ends it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ class TextStream:
     Attributes:
         tokenizer: Turns ids into text.
         stop: Strings that end the text.
+        ends: Tokens that end the text without being part of it.
         token_ids: Ids fed so far; those behind the one that completed a stop string are dropped.
         text: The text of ``token_ids``, cut before the first stop string.
         stopped: Whether a stop string was found.
@@ -25,6 +26,7 @@ class TextStream:
 
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str] = ()
+    ends: Collection[int] = ()
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     stopped: bool = False
@@ -41,7 +43,8 @@ class TextStream:
         """Add tokens; return text that is now certain and was not returned before."""
         for token in token_ids:
             self.token_ids.append(token)
-            self._decode()
+            if token not in self.ends:
+                self._decode()
             if self.stopped:
                 break
         return self._show(len(self.text) if self.stopped else self._certain())

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import cast, overload
 
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.auto_plan import PlanName, Planning
 from eaglegbv.completion import Completion, Delta, Result
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Message, Prompt, PromptReader, is_one
 
@@ -31,12 +33,13 @@ class TextGenerator(ABC):
         *,
         plan: Planning,
         device: torch.device,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.model_name = model_name
         self.drafter_name = drafter_name
         self.plan = plan
         self.device = device
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_name)
+        self.tokenizer = tokenizer
         self._reader = PromptReader(self.tokenizer, model_name)
 
     @overload
@@ -143,3 +146,18 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: The settings of the call are not usable.
         """
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or hub model.
+
+    Raises:
+        InvalidArgument: There is none that transformers can read.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        expected = f"a model with a tokenizer beside its weights ({reason})"
+        raise InvalidArgument("model", str(model), expected) from error
+    return tokenizer

@@ -53,8 +53,8 @@ BAD_SHAPES = [
 BAD_ENGINES = [
     ("max_batch", 0, "an integer in [1, 4096]"),
     ("max_batch", 4097, "an integer in [1, 4096]"),
-    ("kv_slots", 15, "an integer in [16, 2147483647]"),
-    ("kv_slots", 2**31, "an integer in [16, 2147483647]"),
+    ("kv_slots", 31, "an integer in [32, 2147483647]"),
+    ("kv_slots", 2**31, "an integer in [32, 2147483647]"),
     ("kv_bytes", 0, "an integer in [1, 9223372036854775807]"),
     ("prefill_tokens", 0, "an integer in [1, 2147483647]"),
     ("prefix_cache", 1, "true or false"),
@@ -95,7 +95,7 @@ def test_a_bad_engine_setting_is_named_with_what_was_expected(name, value, expec
 def test_the_ends_of_the_ranges_are_accepted():
     Plan(paths=1, depth=1, draft_width=1, draft_temperature=0.05)
     Plan(paths=MAX_PATHS, depth=MAX_DEPTH, draft_width=MAX_WIDTH, draft_temperature=20)
-    EngineConfig(max_batch=1, kv_slots=16, seed=2**64 - 1)
+    EngineConfig(max_batch=1, kv_slots=32, seed=2**64 - 1)
     EngineConfig(kv_bytes=1, prefill_tokens=1, prefix_cache=False, check_slots=True)
     EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
 
@@ -146,4 +146,4 @@ def test_a_plan_survives_a_round_trip():
 
 def test_a_pool_is_sized_once():
     with pytest.raises(InvalidArgument, match="kv_bytes=1: expected None where kv_slots is given"):
-        EngineConfig(kv_slots=16, kv_bytes=1)
+        EngineConfig(kv_slots=32, kv_bytes=1)

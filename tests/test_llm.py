@@ -200,7 +200,7 @@ def test_unknown_models_and_drafters_are_named(pair: tuple[Path, Path], tmp_path
     with pytest.raises(InvalidArgument, match="verifier='best': expected one of"):
         LLM(*pair, verifier="best")
     for plan in (Plan(verifier="greedy"), AutoPlan(verifier="greedy")):  # for temperature 0 alone
-        with pytest.raises(InvalidArgument, match="verifier='greedy': expected one of"):
+        with pytest.raises(InvalidArgument, match=r"verifier='greedy': expected .*one of"):
             LLM(*pair, plan=plan)
 
 
@@ -265,7 +265,7 @@ def test_compiled_without_a_compiler_it_answers_the_same(llm: LLM, pair: tuple[P
 
 def test_an_unknown_compiler_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(InvalidArgument, match=r"compile_backend='fast': expected one of .*flat"):
-        LLM("no/such/model", compile_backend="fast")
+        LLM("no/such/model", "ngram", compile_backend="fast")
 
 
 def test_only_heads_have_weights_to_quantise(pair: tuple[Path, Path]) -> None:
@@ -317,3 +317,44 @@ def test_a_step_that_breaks_off_ends_its_own_requests_only(
     monkeypatch.undo()
     llm._engine.check()
     assert llm.generate("good", PARAMS).token_ids == expected.token_ids
+
+
+def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    whole = llm.generate("ab", params)
+    last = next(n for n in range(3, 20) if whole.token_ids[n] not in whole.token_ids[:n])
+    stop = SamplingParams(
+        max_tokens=20, temperature=0, ignore_eos=True, stop_token_ids=(whole.token_ids[last],)
+    )
+    cut = llm.generate("ab", stop)
+    assert cut.token_ids == whole.token_ids[: last + 1]
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.text == llm.tokenizer.decode(whole.token_ids[:last], skip_special_tokens=True)
+    assert "".join(piece.text for piece in llm.stream("ab", stop)) == cut.text
+
+
+def test_faults_of_a_call_are_not_those_of_its_prompts(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match=r"priority=1.5: expected an integer"):
+        llm.generate(["a", "b"], priority=1.5)
+
+
+def test_what_would_be_missed_after_loading_is_missed_before(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("eaglegbv.llm.load_pair", load)
+    with pytest.raises(InvalidArgument, match=r"drafter=None: expected a drafter for .*'ngram'"):
+        LLM(pair[0])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((pair[0] / "config.json").read_text())
+    with pytest.raises(InvalidArgument, match=r"model='.*bare': expected a model with a tokenizer"):
+        LLM(bare, "ngram")
+    with pytest.raises(InvalidArgument, match=r"engine=.*: expected an EngineConfig"):
+        LLM(engine={"max_batch": 2})
+    with pytest.raises(InvalidArgument, match="model=5: expected a folder or a name"):
+        LLM(5)
+    with pytest.raises(InvalidArgument, match="drafter='': expected a folder or a name"):
+        LLM(drafter="")

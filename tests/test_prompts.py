@@ -1,5 +1,6 @@
 """Prompts in all their forms, and what is no prompt."""
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -59,3 +60,18 @@ def test_settings_are_for_all_prompts_or_one_each() -> None:
     assert per_prompt(own, 2) == own
     with pytest.raises(InvalidArgument, match="sampling_params=2: expected one, or one per prompt"):
         per_prompt(own, 3)
+
+
+def test_templates_that_break_are_a_fault_of_the_prompt(reader: PromptReader) -> None:
+    """A template is a program, and may raise anything: other prompts are answered all the same."""
+    broken = AutoTokenizer.from_pretrained(str(TINY_TARGET))
+    broken.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(InvalidArgument, match="messages that the chat template of broken takes"):
+        PromptReader(broken, "broken").encode(CHAT)
+
+
+def test_token_ids_may_be_numpys(reader: PromptReader) -> None:
+    ids = list(np.array([5, 6, 7]))
+    assert is_one(ids)
+    assert reader.encode(ids) == [5, 6, 7]
+    assert all(type(token) is int for token in reader.encode(ids))

@@ -259,3 +259,12 @@ def test_a_stop_of_several_bytes_per_character():
     stream, shown = feed_bytes("na🎲ïve", ("🎲ï",))
     assert "".join(shown) == "na"
     assert stream.stopped
+
+
+def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
+    tokenizer = byte_level()
+    *ids, last = tokenizer.encode("The answer is forty-two,")
+    stream = TextStream(tokenizer, ends=(last,))
+    shown = stream.feed([*ids, last]) + stream.flush()
+    assert shown == stream.text == tokenizer.decode(ids)
+    assert stream.token_ids == [*ids, last]

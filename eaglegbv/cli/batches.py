@@ -15,6 +15,7 @@ from eaglegbv.cli.options import (
     Model,
     QuestionData,
     QuestionsSet,
+    check_out,
     check_verifier,
     integers,
     load_llm,
@@ -113,6 +114,7 @@ def batch(
     )
     # Before models are loaded, which may take minutes: a missing file is said at once.
     check_verifier(verifier)
+    check_out(out)
     questions = _questions(questions_set, data, grid)
     held = quantization(draft_quantization)
     fleet = _Fleet(

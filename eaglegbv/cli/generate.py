@@ -22,6 +22,7 @@ from eaglegbv.cli.options import (
     MaxTokens,
     Model,
     base_plan,
+    check_out,
     fitting_paths,
     graph_mode,
     load_llm,
@@ -130,6 +131,7 @@ def generate(
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
     if trace_trees and trace is None:
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
+    check_out(trace, "trace")
     from eaglegbv.config import EngineConfig
     from eaglegbv.params import SamplingParams
 

@@ -1,6 +1,7 @@
 """Options that several commands share, and what they mean together."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -229,12 +230,18 @@ def _named(option: str, name: str, kind: type[Kind]) -> Kind:
 
 def read_text(path: Path) -> str:
     """Return a file's text; ``-`` is standard input."""
-    if str(path) == "-":
-        return typer.get_text_stream("stdin").read()
     try:
+        if str(path) == "-":
+            return typer.get_binary_stream("stdin").read().decode()
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument("prompt-file", str(path), f"a readable file ({error})") from error
+
+
+def check_out(path: Path | None, option: str = "out") -> None:
+    """Raise if a file cannot be written, before what is to be written takes minutes to measure."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise InvalidArgument(option, str(path), "a file in a folder that can be written to")
 
 
 def names(option: str, text: str) -> list[str]:

@@ -10,6 +10,7 @@ from eaglegbv.cli.options import (
     CudaGraphs,
     Device,
     Dtype,
+    check_out,
     check_verifier,
     graph_mode,
 )
@@ -70,6 +71,7 @@ def step(
     given = {name: size for name, size in sizes.items() if size is not None}
     model = msgspec.structs.replace(SHAPES[shape], **given)
     check_verifier(verifier)
+    check_out(out)
     setting = StepSetting(
         plan=Plan(verifier=verifier, paths=paths, depth=depth),
         batch=batch,

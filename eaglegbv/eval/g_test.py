@@ -170,13 +170,14 @@ def joint_law(
     law: dict[Text, float] = {(): 1.0}
     for length in range(1, tokens + 1):
         rows = next_laws([[*prompt, *text] for text in law])
+        count = np.count_nonzero(rows)
+        if count > most:
+            raise InvalidArgument(
+                "tokens", tokens, f"at most {most} possible texts, not {count} of {length}"
+            )
         law = {
             (*text, int(token)): mass * float(row[token])
             for (text, mass), row in zip(law.items(), rows, strict=True)
             for token in np.flatnonzero(row)
         }
-        if len(law) > most:
-            raise InvalidArgument(
-                "tokens", tokens, f"at most {most} possible texts, not {len(law)} of {length}"
-            )
     return law

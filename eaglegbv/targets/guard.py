@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
+from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
-
-MIN_SLOTS = 32
-"""Slots the check needs."""
 
 _TOLERANCE = 1e-4
 _LOW_PRECISION_TOLERANCE = 5e-2

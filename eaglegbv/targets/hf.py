@@ -29,6 +29,7 @@ from eaglegbv.compiling import (
     generating_products,
     making_graphs,
 )
+from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
@@ -37,7 +38,6 @@ from eaglegbv.products import in_use
 from eaglegbv.targets.attending import COMPILED, PLAIN
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 from eaglegbv.targets.guard import (
-    MIN_SLOTS,
     LayerCall,
     Probe,
     check_forward,

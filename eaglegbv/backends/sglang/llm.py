@@ -25,7 +25,7 @@ from eaglegbv.loading import named_folder, named_models
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.request import FinishReason
-from eaglegbv.text_generator import TextGenerator
+from eaglegbv.text_generator import TextGenerator, load_tokenizer
 from eaglegbv.tree import Law
 
 TORCH_TO_SGLANG = {
@@ -115,6 +115,7 @@ class SGLangLLM(TextGenerator):
         elif models.drafter is None:
             raise InvalidArgument("drafter", None, f"a drafter, for {self._plan.verifier!r}")
         sizes = engine or EngineConfig()
+        tokenizer = load_tokenizer(models.target)
         self._sglang = start_engine(
             models.target,
             None if models.drafter is None else named_folder(models.drafter),
@@ -128,6 +129,7 @@ class SGLangLLM(TextGenerator):
             models.drafter_name,
             plan=self._plan,
             device=torch.device(self._sglang.server_args.device),
+            tokenizer=tokenizer,
         )
 
     if not TYPE_CHECKING:  # which would take every name for an attribute
