@@ -121,6 +121,61 @@ def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
         assert name.replace("_", "-") in str(caught.value).replace("_", "-")
 
 
+@pytest.mark.parametrize(
+    "spelling", [{"enable_dp_attention": True, "dp_size": 2}, {"attn_dp_size": 2}]
+)
+def test_attention_data_parallelism_is_refused_by_either_spelling(
+    spelling: dict[str, Any], tmp_path: Path
+) -> None:
+    """SGLang turns the old one into the new one before it asks us."""
+    pair = save_sglang_pair(tmp_path)
+    import sglang.srt.server_args as sglang_arguments
+    from sglang.srt.plugins import load_plugins
+
+    from eaglegbv.errors import EagleGBVError
+
+    load_plugins()
+    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3) | {"tp_size": 2}
+    with environment(cpu_environment()), pytest.raises(EagleGBVError, match="--attn-dp-size 2"):
+        sglang_arguments.ServerArgs(**(own | spelling)).resolve_once()
+
+
+def test_targets_with_latent_attention_need_a_backend_that_reads_masks(tmp_path: Path) -> None:
+    """Whether attention is latent, SGLang says."""
+    pair = save_sglang_pair(tmp_path)
+    import sglang.srt.server_args as sglang_arguments
+    from sglang.srt.plugins import load_plugins
+    from transformers import DeepseekV3Config
+
+    from eaglegbv.errors import EagleGBVError
+
+    load_plugins()
+    config = DeepseekV3Config(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path / "latent")
+    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
+    own |= {"model_path": str(tmp_path / "latent")}
+    own |= {"prefill_attention_backend": None, "decode_attention_backend": None}
+    with environment(cpu_environment()):
+        sglang_arguments.ServerArgs(**(own | {"attention_backend": "triton"})).resolve_once()
+        with pytest.raises(EagleGBVError, match=r"flashinfer: it verifies chains only .* \(MLA\)"):
+            sglang_arguments.ServerArgs(
+                **(own | {"attention_backend": "flashinfer"})
+            ).resolve_once()
+
+
 def test_a_head_of_another_target_and_a_verifier_of_one_path_are_refused_at_start(
     tmp_path: Path,
 ) -> None:
