@@ -1,4 +1,4 @@
-"""Chat on the terminal; the answer appears as it is committed. An empty line ends it."""
+"""Chat in the terminal. The answer appears as it is committed; an empty line ends the chat."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The same prompts by each verifier: the text's law is the same, the number of forwards is not."""
+"""Run the same prompts with each verifier: same law of the text, different numbers of forwards."""
 
 import argparse
 
@@ -25,7 +25,7 @@ chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
 
 print(f"{'plan':<16}{'tokens':>8}{'forwards':>10}{'block efficiency':>18}{'tokens/s':>10}")
 for name, plan in PLANS.items():
-    # One at a time, so that seconds are those of a single request.
+    # One request at a time, so that the seconds are those of a single request.
     metrics = [llm.generate(chat, params, plan=plan).metrics for chat in chats]
     tokens = sum(m.committed_tokens for m in metrics)
     forwards = sum(m.target_forwards for m in metrics)

@@ -1,4 +1,4 @@
-"""Answer a chat message and a raw prompt with the packaged tiny pair, or with models of yours."""
+"""Answer a chat message and a raw prompt with the packaged tiny pair or with your own models."""
 
 import argparse
 
