@@ -1,1 +1,1 @@
-"""Who decodes next, and with whom."""
+"""Choice of the requests of each step, of their plans, and of the KV slots they hold."""

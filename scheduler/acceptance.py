@@ -1,24 +1,26 @@
-"""How far drafts get: the chance that a drafted path goes on at each depth, learned while running.
+"""How far drafts get: the chance of acceptance at each depth, learned while the engine runs.
 
 For requests of one kind (a temperature class), the hazard at depth d of a tree of K paths is the
-chance that a path accepted up to depth d - 1 is accepted at depth d too. It is estimated by counts
-that fade, from a prior that carries over what other numbers of paths have shown: with a_d the
-chance of a single draft and n(K, d) the drafts that count as independent there,
+chance that a path accepted up to depth d - 1 is accepted at depth d too. It is estimated from
+counts that fade, with a prior that carries over what trees with other numbers of paths have shown.
+With a_d the chance of a single draft, and n(K, d) the number of drafts that count as independent
+there:
 
     hazard(K, d) ~ 1 - (1 - a_d)^n(K, d),      a_d ~ a_(d-1) where little is known,
     n(K, d) = 1 + (K^e - 1) s^(d-1),           e the most likely one, s a constant.
 
-Drafts of a sure drafter are alike, and e is small; those of a vague one differ, and it is near 1.
+A confident drafter's drafts are alike, and e is small; those of an uncertain one differ, and e is
+near 1.
 
-A request differs from its kind by a shift of the log-odds, one for all depths: the maximum a
-posteriori under a normal prior, in one Newton step from 0, its evidence fading too. However long it
-is, one text says little about its kind: the more is known of a request, the less a further trial of
-it counts for its kind.
+A request differs from its kind by one shift of the log-odds, the same at all depths. The shift is
+the maximum a posteriori under a normal prior, computed in one Newton step from 0; its evidence
+fades too. A single text says little about its kind, however long it is. So the more is known about
+a request, the less a further trial of it counts for its kind.
 
-Plans are weighed by hopes: hazards whose prior is raised by a part of a standard error, so that
-depths of which little was seen look worth a try, and seen often are taken as they are.
+Plans are compared by hopes. These are hazards whose prior is raised by part of a standard error:
+depths that were seldom tried look worth a try, while those tried often are taken as measured.
 
-Only decided steps enter: what was accepted, never what is drafted now.
+The estimates use only decided steps: what was accepted, never what is drafted now.
 """
 
 import math
@@ -30,7 +32,7 @@ from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.scheduler.costs import Array, Ints
 
 _MEMORY = 1 - 1 / 400
-"""Weight that a trial of a cell keeps with every further one."""
+"""Weight that a trial of a cell keeps with every further trial."""
 
 _REQUEST_MEMORY = 1 - 1 / 60
 """Weight that a request's trials keep with every further step."""
@@ -48,16 +50,16 @@ _HINT_TRIALS = 10.0
 """Most trials of a cell that count for another kind of requests."""
 
 _INDEPENDENCE = np.array([0.2, 0.35, 0.5, 0.75, 1.0])
-"""Of K drafts K^e count as independent, e one of these, by what trials at depth 1 say."""
+"""Of K drafts K^e count as independent; e is the one of these that trials at depth 1 favour."""
 
 _USUAL_INDEPENDENCE, _INDEPENDENCE_VARIANCE = 0.35, 0.1
 """Prior mean and variance of e. The tiny pair has 0.3 at temperature 1 and 0.4 at 0."""
 
 _HOPE = 0.25
-"""Standard errors by which the prior of a chance is raised where plans are weighed.
+"""Standard errors by which the prior of a chance is raised when plans are compared.
 
-At every depth, so a little goes far: with a whole one, an engine that knows nothing yet spends its
-first hundred tokens on trees of eight levels.
+The raise applies at every depth, so a small one has a large effect: with a whole standard error, an
+engine that knows nothing yet spends its first hundred tokens on trees of eight levels.
 """
 
 _SURE = 0.999
@@ -66,12 +68,13 @@ _SURE = 0.999
 _RISE = 0.15
 """How much the log-odds of a chance rise from one depth to the next, where little is known.
 
-What got so far is a text that is easy to draft. On the tiny pair they rise by 0.23, 0.20 and 0.06
-from depth 1 to 4 at temperature 1, by 0.17, 0.07 and 0.23 at 0.
+A path that was accepted this far belongs to a text that is easy to draft. On the tiny pair the
+log-odds rise by 0.23, 0.20 and 0.06 from depth 1 to 4 at temperature 1, by 0.17, 0.07 and 0.23 at
+0.
 """
 
 _STAYING = 0.45
-"""Of the independent drafts beyond the first, so many stay at each depth."""
+"""Share of the independent drafts beyond the first that remains with each further depth."""
 
 
 @dataclass(slots=True)
@@ -79,8 +82,8 @@ class Evidence:
     """What a request's own steps say about it.
 
     Attributes:
-        score: Accepted less expected, over its trials.
-        information: Sum of h (1 - h) over them, h the expected chance.
+        score: Accepted drafts less expected ones, over the request's trials.
+        information: Sum of h (1 - h) over these trials, with h the expected chance.
     """
 
     score: float = 0.0
@@ -88,16 +91,16 @@ class Evidence:
 
     @property
     def shift(self) -> float:
-        """How far the request's log-odds are from its kind's."""
+        """Difference between the log-odds of the request and those of its kind."""
         return self.score / (self.information + 1 / _SHIFT_VARIANCE)
 
     @property
     def doubt(self) -> float:
-        """How far the shift may still be off: its standard deviation."""
+        """Standard deviation of the shift."""
         return 1 / math.sqrt(self.information + 1 / _SHIFT_VARIANCE)
 
     def age(self, steps: int = 1) -> None:
-        """Let evidence fade, also while nothing is drafted, so that a request is tried again."""
+        """Let evidence fade, even while nothing is drafted, so that drafting is tried again."""
         kept = _REQUEST_MEMORY**steps
         self.score *= kept
         self.information *= kept
@@ -105,13 +108,13 @@ class Evidence:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Chances of one kind of requests.
+    """Chances of one kind of request.
 
     Attributes:
-        trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent,
-            but for the latest few.
-        successes: Those of them that went on.
-        first: What the chance of a single draft at depth 1 is taken for while little is known.
+        trials: ``[MAX_PATHS, MAX_DEPTH]`` float64, steps whose accepted path reached the parent;
+            the latest few are not counted yet.
+        successes: Those of them in which a draft at this depth was accepted.
+        first: Assumed chance of a single draft at depth 1 while little is known.
     """
 
     trials: Array = field(default_factory=lambda: np.zeros((MAX_PATHS, MAX_DEPTH)))
@@ -121,7 +124,7 @@ class Acceptance:
     _uncounted: list[tuple[int, int, int, float]] = field(default_factory=list)
 
     def hint(self) -> "Acceptance":
-        """Return what these chances suggest about requests of another kind: soon outweighed."""
+        """Return what these chances suggest about another kind of request: a weak prior."""
         self._count()
         weight = np.minimum(1.0, _HINT_TRIALS / np.maximum(self.trials, 1.0))
         return Acceptance(self.trials * weight, self.successes * weight, self.first)
@@ -130,13 +133,13 @@ class Acceptance:
         """Learn from a decided step of one request.
 
         Args:
-            evidence: The request's own.
+            evidence: The request's own evidence, which is updated.
             paths: Drafted paths, K.
             offered: Depth of the tree.
             accepted: Accepted drafts, at most ``offered``.
         """
         tried = min(accepted + 1, offered)
-        # Those of the latest choice are near enough: to estimate them takes longer than this.
+        # The chances of the latest choice are close enough; a new estimate would take longer.
         known = self._known or self._chances()
         expected = known.listed[paths - 1][:tried]
         evidence.age()
@@ -146,7 +149,7 @@ class Acceptance:
         self._uncounted.append((paths - 1, tried, accepted, weight))
 
     def fade(self, kept: float) -> None:
-        """Let go of what was learned but for a share ``kept`` of it."""
+        """Forget all but a share ``kept`` of what was learned."""
         self._count()
         self.trials *= kept
         self.successes *= kept
@@ -154,16 +157,16 @@ class Acceptance:
 
     @property
     def hazards(self) -> Array:
-        """``[MAX_PATHS, MAX_DEPTH]`` float64, the kind's chances."""
+        """``[MAX_PATHS, MAX_DEPTH]`` float64, the chances of this kind of request."""
         return self._chances().hazards
 
     def expected_tokens(self, shifts: Array, limits: Ints, paths: Ints, depths: Ints) -> Array:
-        """Return ``[requests, plans]`` float64: tokens that a step of each plan may commit.
+        """Return ``[requests, plans]`` float64: tokens that a step of each plan should commit.
 
-        Of what little was seen it hopes the best.
+        The estimate is optimistic at depths that were seldom tried.
 
         Args:
-            shifts: ``[requests]`` float64, the requests' own.
+            shifts: ``[requests]`` float64, each request's shift of the log-odds.
             limits: ``[requests]`` int64, most tokens each may still commit, at least 1.
             paths: ``[plans]`` int64.
             depths: ``[plans]`` int64.
@@ -185,7 +188,7 @@ class Acceptance:
         return self._known
 
     def _count(self) -> None:
-        """Count what was observed since the last time: several at once take half as long."""
+        """Count the steps observed since the last count; several at once take half as long."""
         if self._uncounted:
             self._known = None
         for row, tried, accepted, weight in self._uncounted:
@@ -197,7 +200,7 @@ class Acceptance:
         self._uncounted.clear()
 
     def _estimate(self) -> "_Chances":
-        """Chain of priors: depth after depth, then each cell's own counts."""
+        """Estimate the chances: each depth has the one above as prior, each cell its depth."""
         independent = _INDEPENDENT_DRAFTS[self._likeliest()]
         singles = _single(self._rates(), independent)
         weights = self.trials.sum(axis=0)
@@ -220,7 +223,7 @@ class Acceptance:
         return result
 
     def _likeliest(self) -> int:
-        """Return which independence the trials at depth 1 speak for, by likelihood and prior."""
+        """Return the index of the most likely exponent e, from trials at depth 1 and the prior."""
         trials, successes = self.trials[:, 0], self.successes[:, 0]
         independent = _INDEPENDENT_DRAFTS[:, :, 0]
         singles = (trials * _single(self._rates()[:, 0], independent)).sum(axis=1)
@@ -231,19 +234,19 @@ class Acceptance:
         return int((likelihood.sum(axis=1) + prior).argmax())
 
     def _rates(self) -> Array:
-        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: shares of trials that went on, below 1."""
+        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: shares of successful trials, below 1."""
         rates: Array = np.minimum(self.successes / np.maximum(self.trials, 1e-9), _SURE)
         return rates
 
 
 @dataclass(frozen=True, slots=True)
 class _Chances:
-    """What counts amount to.
+    """Chances estimated from the counts.
 
     Attributes:
         hazards: ``[MAX_PATHS, MAX_DEPTH]`` float64, estimates.
-        hopes: Likewise, higher where little was seen.
-        listed: ``hazards`` as lists, for sums of a few of them.
+        hopes: ``[MAX_PATHS, MAX_DEPTH]`` float64, the same but higher where trials are few.
+        listed: ``hazards`` as lists, which sum a few of them faster.
     """
 
     hazards: Array
@@ -252,19 +255,19 @@ class _Chances:
 
 
 def _single(rates: Array, independent: Array) -> Array:
-    """Return the chance of one draft where any of several is accepted at ``rates``."""
+    """Return the chance of one draft, given ``rates`` at which any of several is accepted."""
     result: Array = -np.expm1(np.log1p(-rates) / independent)
     return result
 
 
 def _any(chances: Array, independent: Array) -> Array:
-    """Return the chance of any of several drafts, less than 1, from that of one."""
+    """Return the chance that any of several drafts is accepted, below 1, given that of one."""
     result: Array = np.minimum(-np.expm1(np.log1p(-chances) * independent), 1 - 1e-9)
     return result
 
 
 def _independent_drafts() -> Array:
-    """Return ``[exponents, MAX_PATHS, MAX_DEPTH]`` float64, drafts that count as independent."""
+    """Return ``[exponents, MAX_PATHS, MAX_DEPTH]`` float64, numbers of independent drafts."""
     paths = np.arange(1, MAX_PATHS + 1) ** _INDEPENDENCE[:, None]
     stay = _STAYING ** np.arange(MAX_DEPTH)
     result: Array = 1 + (paths[:, :, None] - 1) * stay

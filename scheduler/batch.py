@@ -1,4 +1,4 @@
-"""What a step's packed forward is made of: trees, ends of prompts, and other parts of texts.
+"""Contents of a step's packed forward: trees, ends of prompts, and other parts of texts.
 
 packed rows:  [ trees | ends of prompts ]  [ chunks ]
 logits:         nodes   last tokens          none
@@ -23,10 +23,11 @@ class Group:
     Attributes:
         requests: The requests.
         tree: Their trees, ``batch`` = number of requests.
-        counts: Rows of each tree in the forward: its nodes; padding too where the trees were drawn
-            on a device, which would have to be waited for to know how many are real.
-        segments: Their parts of the target's packed forward. The last rows of a segment are its
-            tree's nodes in order; a prompt's other tokens come before its root.
+        counts: Rows of each tree in the forward. Where the trees were drawn on the host these are
+            its nodes. Where they were drawn on a device, padding is included: finding out how many
+            nodes are real would mean waiting for the device.
+        segments: The requests' parts of the target's packed forward. The last rows of a segment
+            are its tree's nodes in order; a prompt's other tokens come before its root.
         slots: For each request, the KV slots allocated for this step, those of its segment first.
     """
 
@@ -38,7 +39,7 @@ class Group:
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
-        """Read prompts to their ends; the tree is its root, the prompt's last token."""
+        """Read prompts to their ends; each tree is only a root, the prompt's last token."""
         tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
         segments = [
             Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
@@ -48,7 +49,7 @@ class Group:
 
     @classmethod
     def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
-        """Read a tree per request."""
+        """Read one tree for each request."""
         visible = tree.ancestor_mask()
         drawn_on_host = tree.token_ids.device.type == "cpu"
         counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
@@ -71,10 +72,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a text that is read for its keys, values and features alone.
+    """A part of a text that is read only for its keys, values and features.
 
     Attributes:
-        request: Whose text.
+        request: The request whose text it is.
         segment: The part.
     """
 
@@ -83,21 +84,21 @@ class Chunk:
 
     @classmethod
     def of(cls, request: Request, slots: Tensor) -> Self:
-        """Read as many tokens as there are ``slots``, from the first unread one on."""
+        """Read as many tokens as there are ``slots``, starting at the first unread one."""
         tokens = request.tokens_from(request.context)[: len(slots)]
         return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a group's tokens and logits stand in the packed forward.
+    """Positions of a group's tokens and logits in the packed forward.
 
     Attributes:
         first_tokens: For each request, the packed row of its segment's first token.
         root_tokens: For each request, the packed row of its tree's root.
         logits: The group's rows of the forward's logits.
-        node_rows: ``[batch, nodes]`` int64, row of each node among those; padding nodes repeat the
-            root's.
+        node_rows: ``[batch, nodes]`` int64, row of each node within ``logits``; padding nodes
+            repeat the root's row.
     """
 
     first_tokens: list[int]
@@ -106,7 +107,7 @@ class Layout:
     node_rows: Tensor
 
     def committed_rows(self, b: int, nodes: Sequence[int]) -> list[int]:
-        """Return a request's packed rows down to its root, and those of ``nodes`` below it."""
+        """Return a request's packed rows down to its root, then those of ``nodes`` below it."""
         root = self.root_tokens[b]
         return [*range(self.first_tokens[b], root + 1), *(root + node for node in nodes)]
 
@@ -117,8 +118,8 @@ class Forward:
 
     Attributes:
         groups: Trees and ends of prompts.
-        layouts: For each group, where it stands.
-        chunks: Other parts of texts, behind the groups.
+        layouts: The layout of each group.
+        chunks: Other parts of texts, after the groups.
         logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted.
     """
 
@@ -129,7 +130,7 @@ class Forward:
 
     @classmethod
     def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:
-        """Lay the groups out one behind the other, and the chunks behind them."""
+        """Lay out the groups one after the other, followed by the chunks."""
         layouts: list[Layout] = []
         wanted: list[int] = []
         token = 0
@@ -150,18 +151,18 @@ class Forward:
 
     @property
     def segments(self) -> list[Segment]:
-        """All that is read, in order."""
+        """All segments to read, in order."""
         of_groups = [segment for group in self.groups for segment in group.segments]
         return of_groups + [chunk.segment for chunk in self.chunks]
 
     def chunk_features(self, features: Tensor) -> tuple[Tensor, ...]:
-        """Return each chunk's own of the ``[packed rows, feature_size]`` features, the last."""
+        """Split ``features``, ``[packed rows, feature_size]``, and return each chunk's part."""
         sizes = [chunk.segment.num_new for chunk in self.chunks]
         return features[len(features) - sum(sizes) :].split(sizes) if sizes else ()
 
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
-    """Split requests into lists that share a plan and are all greedy or all sampled."""
+    """Split requests into lists that share a plan and are either all greedy or all sampled."""
     groups: dict[tuple[object, ...], list[Request]] = {}
     for request in requests:
         key = (request.plan, request.params.greedy)

@@ -1,4 +1,4 @@
-"""Tokens a second of every plan, for every number of requests that draft by it."""
+"""Expected tokens a second of every plan, for every number of requests that draft by it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from eaglegbv.scheduler.costs import Array, Cell, Ints, StepCosts, StepShape, fe
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The plans that draft.
+    """The plans to choose from, other than plain decoding.
 
     Attributes:
         plans: The plans.
@@ -34,17 +34,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the requests of a step go on.
+    """How the requests of a step decode.
 
     Attributes:
-        plan: The plan of those that draft; :data:`PLAIN` where nobody does.
-        drafting: Which of the requests draft, by their places.
-        reason: Why.
-        each: ``[requests]`` float64, what they are expected to commit.
+        plan: The plan of those that draft; :data:`PLAIN` where none does.
+        drafting: Indices of the requests that draft.
+        reason: Why this was chosen.
+        each: ``[requests]`` float64, tokens each request is expected to commit.
         weights: ``[requests]`` float64, what a token of each is worth, 1 on average.
-        seconds: Expected time.
+        seconds: Expected time of the step.
         others: Further requests in the batch, whose plans are not chosen here.
-        lookups: The plans of those whose drafts are looked up, by their places.
+        lookups: Plans of the requests whose drafts are looked up, by index.
     """
 
     plan: Plan
@@ -63,26 +63,26 @@ class Choice:
 
     @property
     def tokens(self) -> float:
-        """What all of them together are expected to commit."""
+        """Tokens that all these requests together are expected to commit."""
         return float(self.each.sum())
 
     @property
     def worth(self) -> float:
-        """What these tokens are worth, and those of the others: one each, for which all wait."""
+        """Worth of these tokens, plus one token for each of the others, who wait for the step."""
         return float(self.each @ self.weights) + self.others
 
     @property
     def rate(self) -> float:
-        """Expected tokens a second, by their worth."""
+        """Expected worth of the tokens committed a second."""
         return self.worth / self.seconds
 
     @property
     def looked_up(self) -> int:
-        """Nodes of the drafts that are looked up."""
+        """Nodes of all drafts that are looked up."""
         return sum(plan.depth for plan in self.lookups.values())
 
     def shape(self, *, context: int) -> StepShape:
-        """Return the shape of the step, its requests attending to ``context`` slots."""
+        """Return the shape of the step, whose requests attend to ``context`` slots together."""
         return StepShape.of(
             self.plan,
             requests=self.batch,
@@ -92,26 +92,28 @@ class Choice:
         )
 
     def plan_of(self, place: int) -> Plan:
-        """Return the plan of one of the requests."""
+        """Return the plan of the request with index ``place``."""
         return self.lookups.get(place, self.plan if place in self.drafting else PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What every choice is expected to bring.
+    """Expected worth and time of every choice.
 
     Attributes:
         options: The plans, P of them.
         batch: Requests of the step, at least those that choose.
-        order: ``[requests, P]`` int64, requests by what they gain from a plan, most first.
-        worth: ``[requests, P]`` float64, of all tokens of the step when the first 1, 2, ... of them
-            draft.
-        seconds: ``[requests, P]`` float64, more than 0.
-        plain_seconds: Of a step in which nobody drafts, more than 0.
+        order: ``[requests, P]`` int64, requests in the order of what they gain from a plan, the
+            largest gain first.
+        worth: ``[requests, P]`` float64, worth of all tokens of the step when the first 1, 2, ...
+            requests in this order draft.
+        seconds: ``[requests, P]`` float64, time of that step, more than 0.
+        plain_seconds: Time of a step in which no request drafts, more than 0.
         each: ``[requests, P]`` float64, tokens of each request by each plan.
         weights: ``[requests]`` float64, what a token of each is worth, 1 on average.
-        usual: ``[requests, P]`` float64, ``seconds`` without what drafters missed.
-        missed: ``[requests]`` float64, seconds each one's drafter reads before it drafts.
+        usual: ``[requests, P]`` float64, ``seconds`` without the reading of missed positions.
+        missed: ``[requests]`` float64, seconds each request's drafter needs to read what it missed
+            before it drafts.
     """
 
     options: Options
@@ -141,16 +143,17 @@ class Outlook:
         """Compare choices.
 
         Args:
-            costs: Of steps, at least one of which was observed.
+            costs: What steps cost; at least one step was observed.
             options: The plans.
             tokens: ``[requests, P]`` float64, tokens a request is expected to commit by a plan.
             batch: Requests of the step, at least those of ``tokens``.
             context: KV slots they attend to.
-            missed: ``[requests]`` float64, seconds each one's drafter has to read before it drafts;
-                None for nothing.
-            left: ``[requests]`` float64, tokens each one goes on for: these are spread over them.
-            weights: ``[requests]`` float64, what a token of each is worth, 1 on average; None for
-                the same.
+            missed: ``[requests]`` float64, seconds each request's drafter needs to read what it
+                missed before it drafts; by default 0.
+            left: ``[requests]`` float64, tokens each request is expected to commit until it ends;
+                the seconds of ``missed`` are spread over them. By default all count in this step.
+            weights: ``[requests]`` float64, what a token of each is worth, 1 on average; by
+                default 1.
         """
         requests = len(tokens)
         drafting: Ints = np.arange(1, requests + 1)[:, None]
@@ -183,7 +186,7 @@ class Outlook:
     ) -> Self:
         own = missed[:, None] * np.minimum(1.0, each / left[:, None])
         gains = weights[:, None] * (each - 1)
-        # Seconds lost are tokens not decoded plainly.
+        # Lost seconds count as the tokens that plain decoding would have committed in them.
         net = gains - own * (batch / max(1e-9, plain_seconds))
         order = np.argsort(-net, axis=0, kind="stable")
         gains = np.take_along_axis(gains, order, axis=0)
@@ -202,7 +205,7 @@ class Outlook:
         )
 
     def at_once(self) -> Self:
-        """Return the same with all that drafters missed counted in the first step."""
+        """Return the same outlook with the reading of missed positions counted in one step."""
         return self._ranked(
             self.options,
             self.each,
@@ -221,11 +224,11 @@ class Outlook:
 
     @property
     def others(self) -> int:
-        """Number of requests in the batch that do not."""
+        """Number of requests in the batch that do not choose."""
         return self.batch - self.requests
 
     def plain(self, reason: PlanReason) -> Choice:
-        """Nobody drafts."""
+        """Return the choice in which no request drafts."""
         return Choice(
             plan=PLAIN,
             drafting=frozenset(),
@@ -237,7 +240,7 @@ class Outlook:
         )
 
     def best_drafting(self) -> Choice:
-        """Return the choice with the highest rate of those in which somebody drafts."""
+        """Return the choice with the highest rate among those in which some request drafts."""
         rates = self.worth / self.seconds
         row, column = np.unravel_index(int(rates.argmax()), rates.shape)
         return self._at(int(row), int(column), PlanReason.BEST)
@@ -251,7 +254,10 @@ class Outlook:
         return self._at(int(rates.argmax()), column, reason)
 
     def first(self, count: int, plan: Plan, reason: PlanReason) -> Choice:
-        """Those with most to gain draft by one plan, 1 or more of them; or all decode plainly."""
+        """Return the choice in which the ``count`` requests that gain most draft by ``plan``.
+
+        ``count`` is at least 1; with a plan that does not draft, all decode plainly.
+        """
         if not plan.speculative:
             return self.plain(reason)
         return self._at(count - 1, self.options.plans.index(plan), reason)

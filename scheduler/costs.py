@@ -1,15 +1,16 @@
 """What a step costs: measured times of steps, generalised over batches and plans.
 
-Two layers. A linear law of the step's shape, with coefficients of at least 0, fitted to relative
-errors by non-negative least squares over all steps seen, old ones fading:
+The estimate has two layers. The first is a linear law of the step's shape, with coefficients of at
+least 0. It is fitted to relative errors by non-negative least squares over all steps seen; old ones
+fade:
 
     seconds ~ step + a request + a token of context + a step that drafts + a request that drafts
               + a level of the trees + a node + a node's look at a token of its request's context
 
-It extrapolates to what was never run. On top, a correction for each (batch size, plan) that was
-run, because a machine is not linear: caches, kernels that fit sizes, graphs for some of them. The
-pace of the whole machine, which other programs change, is followed apart from both, so that a slow
-minute is not blamed on the plan that ran in it.
+The law extrapolates to steps that were never run. The second layer is a correction for each (batch
+size, plan) that was run, because a machine is not linear: there are caches, kernels that fit
+certain sizes, and graphs for some of them. The pace of the whole machine, which other programs
+change, is tracked apart from both, so that a slow minute is not blamed on the plan that ran in it.
 """
 
 import math
@@ -32,55 +33,57 @@ _MEMORY = 0.995
 """Weight that a step keeps in the linear law with every further one."""
 
 _PACE = 0.15
-"""Share of a surprise that the machine's pace takes."""
+"""Share of a surprise that is attributed to the machine's pace."""
 
 _PACE_MEMORY = 0.95
-"""What stays of the pace with every step: a change for good belongs into the law."""
+"""Share of the pace that is kept with every step: a lasting change belongs in the law."""
 
 _SLOWEST_RATE = 0.08
-"""Least share of a surprise that a correction takes; early ones take more."""
+"""Least share of a surprise that is attributed to a correction; early steps take more."""
 
 _TRUST = 2.0
-"""Steps after which a correction counts half."""
+"""Number of steps with which a correction counts half."""
 
 _FADING = 200.0
-"""Observed steps after which half of a correction is left that was not looked at again."""
+"""Observed steps after which a correction that was not updated has lost half its weight."""
 
 ALIKE = 2
-"""Steps alike in a row from which on their times are usual ones.
+"""Number of like steps in a row from which on their times are typical.
 
-The first of them finds caches full of what others needed, and takes up to a third longer. Where
-its shapes are new, memory is fetched and kernels are prepared for it besides. So probes are as many
-steps, too.
+The first of them finds caches full of what other steps needed, and takes up to a third longer.
+Where its shapes are new, memory is also allocated and kernels are prepared for it. Probes last for
+this many steps too.
 """
 
 _SURPRISE, _FIRST_SURPRISE = 0.35, 1.0
-"""Largest surprises (logarithms of seconds) taken at face value, and that of a cell's first step.
+"""Largest surprises (logarithms of seconds) taken at face value, in general and for a cell's first
+step.
 
-What the linear law said of a size that was never run may be far off; but a program that stood still
-for a second says nothing about it.
+The linear law's estimate for a size that was never run may be far off; but a program that was
+suspended for a second says nothing about that size.
 """
 
 _REFIT = 8
-"""Steps between two fits of the linear law, once it knows more than this many."""
+"""Steps between two fits of the linear law; up to this many steps, it is fitted after each."""
 
 _FEATURES = 8
-"""What the linear law multiplies."""
+"""Number of features that the linear law multiplies."""
 
 _DRAFTING, _NODE, _LOOK = 4, 6, 7
-"""Places in it of a request that drafts, a node, and a node's look at 1024 tokens."""
+"""Indices of three features: a request that drafts, a node, a node's look at 1024 tokens."""
 
 _RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0, 20.0))
-"""Doubts of the linear law's coefficients.
+"""Regularisation of the linear law's coefficients.
 
-What steps of one request, of one path, or of texts of one length cannot tell apart counts as a cost
-of the whole step, level or node: on most machines a further request or node costs little.
+Steps of a single request, of a single path, or of texts of equal length cannot tell some costs
+apart. These count as costs of the whole step, of a level or of a node: on most machines a further
+request or node costs little.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What decides the cost of a step.
+    """The features of a step that decide its cost.
 
     Attributes:
         requests: Requests in the batch, r.
@@ -88,7 +91,7 @@ class StepShape:
         drafting: Requests that draft, 0 ... r.
         paths: Paths each of those drafts; 0 where none drafts.
         depth: Tokens of a path.
-        looked_up: Nodes that nobody drafted, of the other requests, all together.
+        looked_up: Nodes of looked-up drafts of the other requests, all together.
     """
 
     requests: int
@@ -116,7 +119,7 @@ class StepShape:
 
     @property
     def cell(self) -> "Cell":
-        """Where the shape's correction is kept."""
+        """The cell whose correction applies to the shape."""
         if not self.drafting:
             return Cell(size_class(self.requests), 0, self.looked_up.bit_length())
         return Cell(size_class(self.requests), self.paths, self.depth)
@@ -126,7 +129,7 @@ class StepShape:
 class Cell:
     """Steps that share a correction: a class of batch sizes, and a plan.
 
-    Paths are 0 where no drafter is asked; depth then says about how many nodes were looked up.
+    Where no drafter runs, paths are 0 and depth is a class of the number of looked-up nodes.
     """
 
     size: int
@@ -145,10 +148,11 @@ class _Correction:
 
     Attributes:
         row: Features of the latest step.
-        log: Natural logarithm of the ratio, at the machine's usual pace.
-        steps: Steps so far.
-        latest: Number of the latest, among all steps observed.
-        earlier: Those of them that another run of the program observed: of made-up requests.
+        log: Natural logarithm of the ratio of measured to predicted time, at the machine's usual
+            pace.
+        steps: Number of steps so far.
+        latest: Number of the latest step, among all steps observed.
+        earlier: Number of steps that an earlier run of the program observed, of made-up requests.
     """
 
     row: Array
@@ -159,18 +163,18 @@ class _Correction:
 
     @property
     def share(self) -> float:
-        """Share of a surprise that the correction takes: earlier steps count as one."""
+        """Share of a surprise that the correction takes; all earlier steps count as one."""
         known = self.steps - self.earlier + min(1, self.earlier)
         return max(_SLOWEST_RATE, 1 / (known + 1))
 
     def trusted(self, now: int) -> float:
-        """Return the part of ``log`` to rely on: little of few steps, and of long ago."""
+        """Return the part of ``log`` to rely on: less with few steps, or if they are long past."""
         fresh = 0.5 ** ((now - self.latest) / _FADING)
         return float(self.log * fresh * self.steps / (self.steps + _TRUST))
 
 
 def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:
-    """Return ``[..., 8]`` what the linear law multiplies; arrays are broadcast together."""
+    """Return ``[..., 8]`` features of the linear law; the arrays are broadcast together."""
     columns = np.broadcast_arrays(*_columns(requests, context, drafting, paths, depth))
     return np.stack(columns, axis=-1).astype(np.float64)
 
@@ -183,9 +187,9 @@ def _columns(
     depth: int | Ints,
     looked_up: int = 0,
 ) -> tuple[ArrayLike, ...]:
-    """Return what the linear law multiplies, of numbers or arrays.
+    """Return the features of the linear law, as numbers or arrays.
 
-    Contexts count in units of 1024 tokens; those of nodes are taken to be of mean length.
+    Contexts count in units of 1024 tokens; nodes are assumed to attend to contexts of mean length.
     """
     drafts = np.minimum(drafting, 1)
     nodes = drafting * paths * depth + looked_up
@@ -200,7 +204,7 @@ def size_class(requests: int) -> int:
 
 
 class KnownCell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a cell; see :class:`_Correction` for ``row`` and ``log``."""
+    """What is saved of a cell; see :class:`_Correction` for ``row`` and ``log``."""
 
     size: int
     paths: int
@@ -216,14 +220,14 @@ class KnownCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned about steps, to be kept on disk.
+    """What was learned about steps, for saving to disk.
 
     Attributes:
         gram: ``[8][8]``, weighted products of features.
-        moment: ``[8]``, of features with times.
-        law: ``[8]``, seconds a feature.
+        moment: ``[8]``, weighted products of features with times.
+        law: ``[8]``, seconds per unit of each feature.
         cells: Corrections.
-        steps: Steps behind all of it.
+        steps: Number of steps from which all of this was learned.
     """
 
     gram: tuple[tuple[float, ...], ...]
@@ -241,16 +245,16 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def knows_drafts(self) -> bool:
-        """Whether any step drafted: else drafts would seem to cost nothing."""
+        """Whether any step drafted; if none did, drafts would seem to cost nothing."""
         return any(cell.paths for cell in self.cells)
 
 
 class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of steps before the first of them.
+    """What is known about the cost of steps before the first one runs.
 
     Attributes:
-        greedy: Of steps at temperature 0.
-        sampled: Of others.
+        greedy: Costs of steps at temperature 0.
+        sampled: Costs of other steps.
     """
 
     greedy: CostTable
@@ -259,7 +263,7 @@ class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class StepCosts:
-    """Learns what steps cost, from the steps themselves."""
+    """Learns from steps what steps cost."""
 
     _gram: Array = field(default_factory=lambda: np.zeros((8, 8)))
     _moment: Array = field(default_factory=lambda: np.zeros(8))
@@ -271,7 +275,7 @@ class StepCosts:
 
     @classmethod
     def of_table(cls, table: CostTable) -> Self:
-        """Go on from what was learned before, as if it had been learned just now."""
+        """Continue from what was learned before, as if it had just been learned."""
         costs = cls(
             _gram=np.array(table.gram),
             _moment=np.array(table.moment),
@@ -289,7 +293,7 @@ class StepCosts:
         return costs
 
     def table(self) -> CostTable:
-        """Return what was learned; the machine's present pace is left out."""
+        """Return what was learned, without the machine's present pace."""
         return CostTable(
             gram=tuple(map(tuple, self._gram.tolist())),
             moment=tuple(self._moment.tolist()),
@@ -310,7 +314,7 @@ class StepCosts:
 
     @property
     def steps(self) -> int:
-        """Steps observed."""
+        """Number of steps observed."""
         return self._steps
 
     def steps_in(self, cell: Cell) -> int:
@@ -319,7 +323,7 @@ class StepCosts:
         return 0 if correction is None else correction.steps
 
     def spans(self, size: int) -> bool:
-        """Return whether a class of batch sizes was observed, or a smaller and a larger one."""
+        """Return whether a class of batch sizes lies within the range of those observed."""
         sizes = [cell.size for cell in self._corrections]
         return bool(sizes) and min(sizes) <= size <= max(sizes)
 
@@ -327,8 +331,8 @@ class StepCosts:
         """Learn from one step.
 
         Args:
-            shape: What it ran.
-            seconds: How long it took, more than 0.
+            shape: Shape of the step.
+            seconds: Time it took, more than 0.
         """
         row = shape.features
         correction = self._corrections.setdefault(shape.cell, _Correction(row))
@@ -338,12 +342,12 @@ class StepCosts:
         usual = self._linear(row) * math.exp(correction.log)
         surprise = math.log(seconds / usual) - self._pace
         if correction.steps == 1 and surprise < -_SURPRISE:
-            # The first was held up by something else: this one stands for it.
+            # Something else held up the cell's first step, so this one replaces it.
             correction.log += surprise
             usual *= math.exp(surprise)
             surprise = 0.0
         elif correction.steps:
-            # What is common to all cells goes to the pace; a new cell's surprise is its own.
+            # What all cells have in common goes to the pace; a new cell's surprise is its own.
             surprise = max(-_SURPRISE, min(_SURPRISE, surprise))
             self._pace = _PACE_MEMORY * self._pace + _PACE * surprise
             surprise *= 1 - _PACE
@@ -353,7 +357,7 @@ class StepCosts:
         correction.steps += 1
         self._steps += 1
         correction.latest = self._steps
-        # Relative errors: a row and its time, at the usual pace, are divided by what was expected.
+        # To fit relative errors, a row and its time at the usual pace are divided by the estimate.
         scaled = row / usual
         self._gram *= _MEMORY
         self._gram += scaled[:, None] * scaled
@@ -364,13 +368,13 @@ class StepCosts:
             self._fit()
 
     def seconds(self, shape: StepShape) -> float:
-        """Return what a step is expected to take; 0 before the first was observed."""
+        """Return the expected time of a step; 0 before the first was observed."""
         if not self._steps:
             return 0.0
         return self._linear(shape.features) * self.factor(shape.cell)
 
     def node_seconds(self, context: float) -> float:
-        """Return what a further node of a request is expected to take.
+        """Return the expected seconds of a further node of a request.
 
         Args:
             context: KV slots that the request attends to.
@@ -380,19 +384,19 @@ class StepCosts:
 
     @property
     def request_seconds(self) -> float:
-        """What a further request that drafts is expected to take, besides its nodes."""
+        """Expected seconds of a further request that drafts, without its nodes."""
         return float(self._law[_DRAFTING]) * math.exp(self._pace)
 
     def linear(self, rows: Array) -> Array:
-        """Return the linear law of ``[..., 8]`` rows, in seconds."""
+        """Return the linear law's estimates for ``[..., 8]`` rows, in seconds."""
         result: Array = rows @ self._law
         return result
 
     def factor(self, cell: Cell) -> float:
-        """Return what multiplies the linear law in a cell."""
+        """Return the factor by which the linear law is multiplied in a cell."""
         correction = self._corrections.get(cell)
         if correction is None and not cell.paths:
-            # A lookup never run is plain decoding with more nodes.
+            # A lookup size that was never run takes the correction of plain decoding.
             correction = self._corrections.get(Cell(cell.size, 0, 0))
         own = 0.0 if correction is None else correction.trusted(self._steps)
         return math.exp(self._pace + own)
@@ -401,7 +405,7 @@ class StepCosts:
         return max(1e-9, float(row @ self._law))
 
     def _fit(self) -> None:
-        """Fit the linear law; what the corrections say of their own cells stays as it is."""
+        """Fit the linear law, and adjust the corrections so that their cells' estimates stay."""
         self._unfitted = 0
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))
         gram = self._gram / np.outer(scale, scale) + _RIDGE

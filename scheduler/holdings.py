@@ -1,4 +1,4 @@
-"""What requests hold of the KV pool: slots lent for a step, slots of their texts, shared blocks."""
+"""KV slots that requests hold: borrowed for a step, owned by their texts, or in shared blocks."""
 
 from collections.abc import Iterable
 
@@ -22,8 +22,8 @@ class Holdings:
         """Start with nothing held.
 
         Args:
-            allocator: Owner of the slots that nobody holds.
-            cache: Owner of those that texts share.
+            allocator: Owner of the free slots.
+            cache: Owner of the slots that texts share.
         """
         self._allocator = allocator
         self._cache = cache
@@ -32,18 +32,18 @@ class Holdings:
         """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
 
         Raises:
-            OutOfSlots: There are not so many; none is lent then.
+            OutOfSlots: Fewer than ``count`` slots are free; none is lent then.
         """
         request.borrowed = self._allocator.allocate(count)
         return request.borrowed
 
     def keep(self, request: Request, places: list[int]) -> None:
-        """Add the slots at ``places`` among the borrowed ones to the text; take the others back."""
+        """Move the borrowed slots at ``places`` to the text; take the other ones back."""
         if len(places) == len(request.borrowed):  # as after every plain step
             request.slots = torch.cat((request.slots, request.borrowed))
             request.borrowed = request.borrowed[:0]
             return
-        # In a step few slots are lent, which are sorted out faster in lists than in tensors.
+        # A step lends few slots, and lists sort them faster than tensors do.
         lent, chosen = request.borrowed.tolist(), set(places)
         kept = [slot for place, slot in enumerate(lent) if place in chosen]
         rest = [slot for place, slot in enumerate(lent) if place not in chosen]
@@ -52,17 +52,17 @@ class Holdings:
         self._take(request)
 
     def vacate(self, request: Request) -> None:
-        """Take everything back."""
+        """Take back all that a request holds."""
         self._cache.give_back(request)
         self._take(request)
         own, request.slots = request.slots, request.slots[:0]
         self._allocator.release(own)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check that every slot has one owner: free, a request's own, or a block's in use.
+        """Check that every slot has one owner: the pool, a request, or a block in use.
 
         Args:
-            requests: All that hold anything, in a pool that serves one engine.
+            requests: All requests that hold slots of the pool, which serves one engine.
 
         Raises:
             InvalidArgument: A slot has no owner, or two.
@@ -74,6 +74,6 @@ class Holdings:
         self._allocator.check([*self._cache.owned(), *own, *borrowed])
 
     def _take(self, request: Request) -> None:
-        """Take back what was lent for a step."""
+        """Take back the slots lent for a step."""
         lent, request.borrowed = request.borrowed, request.borrowed[:0]
         self._allocator.release(lent)

@@ -1,16 +1,18 @@
-"""Whose drafts are looked up in their own texts instead, in a step that was chosen.
+"""Choice of the requests whose next drafts are looked up in their own texts.
 
-A lookup costs no drafter's time, only rows of the target's forward, and how far it gets is told
-beforehand by how much of the text's end stood before where it looks: one token says little, and
-the whole of a loop nearly all. So it is settled in every step anew, from what the text is by then.
+A lookup takes no drafter's time, only rows of the target's forward. How far it gets can be judged
+beforehand by how many tokens at the text's end occurred before: one token says little, while within
+a loop the whole text matches and nearly all is accepted. So the choice is made anew in every step,
+from the text as it is by then.
 
-    where steps as they were chosen commit r tokens a second, a step is worth
-    tokens - r seconds    and a lookup of d nodes, beside those that go on as they are,
-    tokens - r d node
+    If steps as chosen without lookups commit r tokens a second, a step is worth
+    tokens - r seconds,    and a lookup of d nodes, added to that step, is worth
+    tokens - r d node.
 
-(Not the rate of the step itself: one long lookup would raise it so much that drafts of others,
-worth their time in any other step, would seem to lower it.) Those whose lookups are worth more than
-what they do otherwise look up, beside the others or with nobody drafting, whichever is worth more.
+(r is not the rate of the step with its lookups: one long lookup would raise it so much that drafts
+of other requests, worth their time in any other step, would seem to lower it.) A request looks up
+where this is worth more than what it would do otherwise. The other requests then go on as chosen,
+or all of them decode plainly, whichever is worth more.
 """
 
 from collections.abc import Sequence
@@ -24,12 +26,13 @@ from eaglegbv.scheduler.choice import Choice
 from eaglegbv.scheduler.costs import Array, Ints, StepCosts
 
 _FADE_EVERY, _FADED = 64, 0.95
-"""Steps after which what is known fades to so much, that lookups given up are tried again."""
+"""Steps after which what is known fades to this share, so that abandoned lookups are tried again.
+"""
 
 
 @dataclass(slots=True)
 class Lookups:
-    """How far lookups get, by how much of the text's end they found before."""
+    """How far lookups get, by the number of matched tokens at the text's end."""
 
     _by_match: dict[int, Acceptance] = field(default_factory=dict)
     _asked: int = 0
@@ -38,19 +41,20 @@ class Lookups:
         """Learn from a decided step of one request.
 
         Args:
-            matched: Tokens of the text's end that stood before, at least 1.
+            matched: Tokens at the text's end that occurred before, at least 1.
             offered: Tokens looked up.
-            accepted: Those of them that were accepted.
+            accepted: How many of them were accepted.
         """
         self._acceptance(_kind(matched)).observe(
             Evidence(), paths=1, offered=offered, accepted=accepted
         )
 
     def expected_tokens(self, matched: Ints, limits: Ints, depths: Ints) -> Array:
-        """Return ``[requests, depths]`` float64: tokens that a step may commit.
+        """Return ``[requests, depths]`` float64: tokens that a step should commit.
 
         Args:
-            matched: ``[requests]`` int64, tokens of each text's end that stood before; 0 for none.
+            matched: ``[requests]`` int64, tokens at each text's end that occurred before; 0 for
+                none.
             limits: ``[requests]`` int64, most tokens each may still commit.
             depths: ``[depths]`` int64.
         """
@@ -68,13 +72,13 @@ class Lookups:
         return tokens
 
     def _acceptance(self, kind: int) -> Acceptance:
-        # What repeated m tokens is taken to end with one of the next m + 1.
+        # After m repeated tokens, the prior chance that the next one repeats too is m / (m + 1).
         matched = 1 << (kind - 1)
         return self._by_match.setdefault(kind, Acceptance(first=matched / (matched + 1)))
 
 
 def _kind(matched: int) -> int:
-    """Return the class of a match: of 1, 2-3, 4-7, ... tokens; 0 for none."""
+    """Return the class of a match: 1 for 1 token, 2 for 2-3, 3 for 4-7, ...; 0 for none."""
     return matched.bit_length()
 
 
@@ -86,14 +90,14 @@ def look_up(
     *,
     context: int,
 ) -> Choice:
-    """Return the choice with lookups where they promise more, or without; timed as of now.
+    """Return the choice, with lookups where they promise more; its time is estimated afresh.
 
     Args:
-        choice: What the step would be.
-        plans: The lookups, D of them, of one path each.
-        tokens: ``[requests, D]`` float64, expected of each; 1 where nothing was found.
-        costs: Of steps.
-        context: KV slots they attend to.
+        choice: The step as chosen without lookups.
+        plans: The D lookups to choose from, of one path each.
+        tokens: ``[requests, D]`` float64, tokens expected of each; 1 where nothing was found.
+        costs: What steps cost.
+        context: KV slots that the requests attend to, all together.
     """
 
     def timed(option: Choice) -> Choice:
@@ -101,7 +105,7 @@ def look_up(
         return replace(option, seconds=max(1e-9, seconds))
 
     choice = timed(choice)
-    # Others in the batch commit at least a token each, and wait for the lookups too.
+    # Other requests in the batch commit at least a token each, and wait for the lookups too.
     rate = (choice.tokens + choice.others) / choice.seconds
     depths = np.array([plan.depth for plan in plans])
     node = costs.node_seconds(context / choice.batch)
@@ -114,7 +118,7 @@ def look_up(
     saved = drafting * rate * (costs.request_seconds + nodes * node)
 
     def instead(where: Array, base: Choice) -> Choice:
-        """Return ``base`` with lookups at some places."""
+        """Return ``base`` with lookups for the requests of ``where`` that found something."""
         taken = where & (found > 1)
         lookups = {place: plans[best[place]] for place in np.flatnonzero(taken).tolist()}
         return timed(
@@ -127,7 +131,7 @@ def look_up(
         )
 
     options = [instead(gained > choice.each - saved, choice)]
-    if choice.drafting:  # else this is what was just looked at
+    if choice.drafting:  # otherwise the plain choice is the one just considered
         plainly = replace(choice, plan=PLAIN, drafting=frozenset(), each=np.ones(len(tokens)))
         options.append(instead(gained > 1, plainly))
     return max(

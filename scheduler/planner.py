@@ -1,23 +1,23 @@
-"""Which plan each request's next step follows, where the user leaves the choice to the engine.
+"""Choice of the plan of each request's next step, where the user leaves it to the engine.
 
 Before a step, the planner knows what steps cost (:mod:`eaglegbv.scheduler.costs`) and how far
-drafts get (:mod:`eaglegbv.scheduler.acceptance`). Among all plans, and for each plan among all
-numbers of requests that draft by it, those with most to gain first, while the others decode
-plainly, it takes the choice with the most expected tokens a second:
+drafts get (:mod:`eaglegbv.scheduler.acceptance`). It considers every plan, and for each plan every
+number of requests that draft by it: those that gain most draft, the others decode plainly. It takes
+the choice with the most expected tokens a second:
 
     rate = (requests + sum over those that draft of weight * expected accepted tokens)
            / expected seconds
 
-Where nobody waits, the weights say who has most to come: a batch ends with its last request. Where
-drafting does not pay (a large batch, a poor drafter) nobody drafts. A drafter that was left behind
-has to read what it missed first; that counts as seconds, spread over the steps to come. What is
-known is checked now and then by a probe, of another plan or of plain decoding, on a budget of 0.6%
-of the time.
+If no request waits to be served, requests with more tokens to come get a larger weight, because a
+batch ends with its last request. Where drafting does not pay (a large batch, a poor drafter) no
+request drafts. A drafter that fell behind has to read what it missed first; these seconds are
+spread over the steps to come. Now and then a probe, of another plan or of plain decoding, checks
+what is known, on a budget of 0.6% of the time.
 
 Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
 committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;
-and given any past, a step of any plan follows the target's law. What is drafted in the step, or not
-yet verified, is never looked at.
+and given any past, a step of any plan follows the target's law. The planner never looks at what is
+drafted in the step or not yet verified.
 """
 
 from collections import deque
@@ -52,23 +52,24 @@ from eaglegbv.scheduler.prospects import (
 from eaglegbv.scheduler.reading_cost import ReadingCost
 
 _OFTEN, _SAMPLE_EVERY = 64, 5
-"""After so many steps of one kind, the time of one in five is enough.
+"""After this many steps of one kind, it is enough to time one in five.
 
-No divisor of the steps that choices hold: of these the first takes longer, for it was chosen anew.
+Five divides none of the numbers of steps for which a choice is kept. Otherwise the timed steps
+might always be the first after a choice, which take longer because the choice was made in them.
 """
 
 _READING_SHARE = 0.1
-"""Most that the reading of a whole prompt may take of what drafting is expected to save."""
+"""Largest share of the time drafting should save that reading a whole prompt may cost."""
 
 
 def _nothing(_: Request) -> int:
-    """Say that there is none, of whatever is asked about a request."""
+    """Return 0: the default of counts of a request that are not known."""
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A step whose time is a usual one, and where it belongs."""
+    """A step whose time is typical, and the book that learns from it."""
 
     book: PlanBook
     shape: StepShape
@@ -77,10 +78,10 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class PlanEstimate:
-    """What the planner makes of a plan, for a person to read.
+    """What the planner expects of a plan, in readable form.
 
     Attributes:
-        plan: Its name.
+        plan: Name of the plan.
         tokens: Tokens of a step, all requests together.
         seconds: Time of a step.
         rate: Tokens a second.
@@ -96,7 +97,7 @@ class Planner:
     """Chooses plans before steps, and learns from the steps."""
 
     def __init__(self, known: KnownCosts | None = None) -> None:
-        """Begin with what is known of costs; of acceptance nothing is."""
+        """Start with what is known of costs; nothing is known of acceptance."""
         self._books = {True: PlanBook(), False: PlanBook()}
         if known is not None:
             self._books = {
@@ -107,7 +108,8 @@ class Planner:
         self._options: dict[AutoPlan, Options] = {}
         self._held: dict[AutoPlan, HeldChoice] = {}
         self._timed: _Timed | None = None
-        # What the latest step did and nothing else, and how many did in a row.
+        # What the latest step did, if all its requests did the same, and for how many steps in a
+        # row.
         self._kind: tuple[bool, Cell] | None = None
         self._alike = 0
         self._reading = ReadingCost()
@@ -125,13 +127,13 @@ class Planner:
         """Give every automatic request among ``requests`` the plan of its next step.
 
         Args:
-            requests: Those that decode next.
-            others: Requests that take part in the step without decoding. Soon they will: a plan has
-                to pay in the batch that they make together.
-            waiting: Requests that wait to be served.
-            behind: For how many committed positions a request's drafter has not run yet.
-            matched: How much of the end of a request's text stood before where a lookup finds it;
-                0 where none does.
+            requests: The requests that decode next.
+            others: Number of requests that take part in the step without decoding. They will decode
+                soon, so a plan has to pay in the batch that all of them make together.
+            waiting: Number of requests that wait to be served.
+            behind: Number of committed positions that a request's drafter has not run yet.
+            matched: Number of tokens at the end of a request's text that occurred before, where a
+                lookup finds them; 0 where it finds none.
         """
         self._timed = None
         kind: tuple[bool, Cell] | None = None
@@ -172,7 +174,7 @@ class Planner:
         self._prospects.observe(request, offered=offered, accepted=accepted)
 
     def observe_step(self, seconds: float) -> None:
-        """Learn what the step took whose plans were assigned last."""
+        """Learn the time of the step whose plans were assigned last."""
         if self._timed is None:
             return
         book, shape = self._timed.book, self._timed.shape
@@ -181,19 +183,19 @@ class Planner:
             book.costs.observe(shape, seconds)
 
     def observe_reading(self, rows: int, seconds: float) -> None:
-        """Learn what drafters take to read ``rows`` positions, of prompts say."""
+        """Learn the time drafters took to read ``rows`` positions, of prompts for example."""
         self._reading.observe(rows, seconds)
 
     def worth_reading(self, request: Request, *, rows: int, batch: int) -> bool:
-        """Return whether its drafter does well to read ``rows`` positions before any draft.
+        """Return whether the request's drafter should read ``rows`` positions before it drafts.
 
-        Where nobody drafts it had better wait. Where somebody does, a short answer may not be worth
-        the reading of a long prompt, whose end is enough to draft by.
+        Where no request drafts, reading can wait. Where some do, reading a long prompt may not pay
+        for a short answer: the end of the prompt is enough to draft by.
 
         Args:
-            request: A request that decodes soon, one of ``batch`` alike.
+            request: A request that decodes soon, among ``batch`` similar ones.
             rows: Positions of its text that its drafter has not run.
-            batch: Number of requests that decode with it, itself included.
+            batch: Number of requests that decode together, including this one.
         """
         if request.auto is None:
             return request.drafted
@@ -205,7 +207,7 @@ class Planner:
         return saved > 0 and batch * rows * self._reading.seconds <= _READING_SHARE * saved
 
     def _saved(self, book: PlanBook, request: Request, plan: Plan, *, batch: int) -> float:
-        """Return the seconds that ``batch`` requests like this one are spared by drafts to come."""
+        """Return the seconds that drafts will save ``batch`` requests like this one."""
         tokens = self._prospects.expected_tokens([request], Options.of((plan,)), batch=batch).item()
         plain, drafting = (
             book.costs.seconds(
@@ -220,9 +222,8 @@ class Planner:
     def explain(self, requests: Sequence[Request]) -> list[PlanEstimate]:
         """Return what is expected of each plan for automatic requests, the best first.
 
-        Lookups are not among them: they are settled step by step.
-
-        Empty where nothing is known yet, or no request leaves its plan to the planner.
+        The list does not contain lookups, which are decided step by step. It is empty if nothing
+        is known yet or no request leaves its plan to the planner.
         """
         members = [request for request in requests if request.auto is not None]
         if not members or members[0].auto is None:
@@ -236,7 +237,7 @@ class Planner:
         return [PlanEstimate(plan_name(c.plan), c.tokens, c.seconds, c.rate) for c in choices]
 
     def _go_on(self, auto: AutoPlan, members: list[Request], *, batch: int) -> Choice | None:
-        """Return the choice that still holds for these requests, or None."""
+        """Return the kept choice if it still applies to these requests, or None."""
         held = self._held.get(auto)
         if held is None or not held.left or held.batch != batch:
             return None
@@ -268,7 +269,7 @@ class Planner:
             probe = book.probe(outlook, choice)
         numbers = [request.number for request in members]
         length = hold_length(self._held.get(auto), numbers, choice)
-        # What a probe shows is for the next choice: this one goes on behind it.
+        # A probe informs the next choice; the present one continues after it.
         left = deque([choice] * length)
         if probe is not None:
             left.extendleft([probe] * ALIKE)
@@ -276,7 +277,7 @@ class Planner:
         return left.popleft()
 
     def _age(self, auto: AutoPlan, members: list[Request]) -> None:
-        """Let what is known of those fade that did not draft by the choice that ends here."""
+        """Age the evidence of the requests that did not draft by the choice that ends here."""
         held = self._held.get(auto)
         if held is None:
             return
@@ -295,7 +296,7 @@ class Planner:
         *,
         context: int,
     ) -> Choice:
-        """Let those of temperature 0 look their drafts up that gain by it."""
+        """Let requests at temperature 0 look up their drafts where they gain by it."""
         found = [matched(request) if request.looks_up else 0 for request in members]
         if not any(found):
             return choice
@@ -332,11 +333,11 @@ class Planner:
 
 
 def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) -> int:
-    """Return the rows its drafter reads before it drafts again, beyond those of a usual step."""
+    """Return the positions its drafter must read before it drafts, 0 if a usual step reads them."""
     rows = behind(request)
     return rows if rows > 1 + auto.max_depth else 0
 
 
 def _context(members: list[Request], batch: int) -> int:
-    """Return how many KV slots a batch of them and others like them attends to, all together."""
+    """Return the KV slots that a batch of requests like these attends to, all together."""
     return sum(request.context for request in members) * batch // len(members)

@@ -1,20 +1,20 @@
-"""Texts that begin alike share the KV slots of their beginnings.
+"""Texts with a common beginning share its KV slots.
 
-A text is cut into blocks of ``BLOCK`` positions. A block is known by the block before it and its
-own tokens *and the token after them*: the row of an EAGLE head at a position reads the next token
-too, so that the last row of a block holds for texts that go on alike by one token more. Blocks are
-compared token by token; a hash alone would let two texts collide.
+A text is cut into blocks of ``BLOCK`` positions. A block is identified by the block before it, its
+own tokens *and the token after them*: the row of an EAGLE head at a position also reads the next
+token, so the last row of a block is valid only for texts that have that token in common too. Blocks
+are compared token by token; with a hash alone two texts could collide.
 
     positions   0 ... 15 | 16 ... 31 | 32 ...
     key       (root, x_0 ... x_16)   |
                 (block 1, x_16 ... x_32)
 
-Of some blocks the drafter's rows are final too; of others, which may come behind those, only the
-target's are. Both kinds may hold the same text.
+In some blocks the drafter's rows are final too; in others, which may follow those, only the
+target's are. A block of each kind may hold the same text.
 
-Blocks in use belong to the cache, and requests count as their users. A block without users is free
-memory that is remembered: it is taken back when a text begins like it, and forgotten, the least
-recently used first, when blank slots run out.
+Blocks in use belong to the cache, and requests count as their users. The slots of a block without
+users are free, but its contents are kept. A text that begins with it takes it back; when other free
+slots run out, the least recently used blocks are forgotten first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,30 +30,30 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
 
 BLOCK = 16
-"""Positions of a block."""
+"""Positions in a block."""
 
 _FORGET_SHARE = 16
-"""Blocks are forgotten by this part of the pool at once, so that their slots lie together."""
+"""One part in this many of the pool is forgotten at once, so that its slots lie together."""
 
 Key: TypeAlias = tuple[int, bool, tuple[int, ...]]
 
 _ROOT = 0
-"""Number of what every text begins behind."""
+"""Number that stands for the parent of a text's first block."""
 
 _WORTH_SKIPPING = 64
-"""Positions by which a find of the target's rows alone must be longer than another."""
+"""How many positions longer a match of the target's rows alone must be to be preferred."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Slots of ``BLOCK`` positions.
+    """KV slots of ``BLOCK`` positions.
 
     Attributes:
         key: Number of the block before, whether the drafter's rows are final too, and the tokens
             from the first position to the one after the last.
-        number: Own number, never used again.
+        number: The block's own number, never used again.
         slots: ``[BLOCK]`` int64.
-        users: Requests whose texts contain it.
+        users: Number of requests whose texts contain the block.
     """
 
     key: Key
@@ -69,13 +69,13 @@ class Block:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a cache did so far.
+    """What a cache has done so far.
 
     Attributes:
         asked: Tokens that requests had to read when they were admitted.
-        shared: Those among them that were read before, and were not read again.
-        stored: Blocks remembered.
-        forgotten: Blocks forgotten, their slots being needed.
+        shared: Those of them that were found in the cache, and were not read again.
+        stored: Blocks stored.
+        forgotten: Blocks forgotten because their slots were needed.
     """
 
     asked: int = 0
@@ -86,12 +86,12 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Blocks by their texts.
+    """Blocks, found by their tokens.
 
     Attributes:
         allocator: Owner of the slots.
-        enabled: Whether anything is shared at all.
-        counts: What it did so far.
+        enabled: Whether texts share blocks at all.
+        counts: What the cache has done so far.
     """
 
     allocator: SlotAllocator
@@ -106,7 +106,7 @@ class PrefixCache:
         self.allocator.add_keeper(self._forget)
 
     def match(self, request: Request) -> list[Block]:
-        """Return the blocks that ``request`` need not read; at least one token is left to read."""
+        """Return the blocks that ``request`` need not read; at least one token is left unread."""
         if not self.enabled:
             return []
         tokens = request.tokens_from(0)[: request.length_to_read]
@@ -122,7 +122,7 @@ class PrefixCache:
         return alone if BLOCK * (len(alone) - len(found)) > _WORTH_SKIPPING else found
 
     def _chain(self, tokens: Sequence[int], before: list[Block], *, followed: bool) -> list[Block]:
-        """Return ``before``, and the blocks that ``tokens`` begin with behind these."""
+        """Return ``before`` and the blocks of ``tokens`` that follow these."""
         blocks = list(before)
         for start in range(BLOCK * len(before), len(tokens) - BLOCK, BLOCK):
             parent = blocks[-1].number if blocks else _ROOT
@@ -133,7 +133,7 @@ class PrefixCache:
         return blocks
 
     def lend(self, request: Request, blocks: list[Block]) -> None:
-        """Let ``request``, which holds nothing, begin with ``blocks`` from :meth:`match`."""
+        """Let ``request``, which holds nothing, begin with ``blocks`` found by :meth:`match`."""
         self.counts.asked += request.length_to_read
         if not blocks:
             return
@@ -147,17 +147,17 @@ class PrefixCache:
         self.counts.shared += request.shared
 
     def store(self, request: Request, positions: int, *, followed: bool) -> None:
-        """Take the first ``positions`` positions over from ``request``, as far as blocks are full.
+        """Take over the full blocks among the first ``positions`` positions of ``request``.
 
-        Where the cache has a block of the same text, the request changes over to it, and its own
-        slots are freed: both hold the same, up to rounding.
+        Where the cache already has a block of the same text, the request switches to that block and
+        its own slots are freed: both hold the same values, up to rounding.
 
         Args:
-            request: What it holds.
+            request: The request that holds the positions.
             positions: Leading positions whose rows are final in the target's pool, and in the
-                drafter's if they are ``followed``; else the drafter must not look at them.
-            followed: Whether the drafter has run them, and nothing was skipped before them. Behind
-                what it skipped nothing is taken over then.
+                drafter's too if ``followed``; otherwise the drafter must not look at them.
+            followed: Whether the drafter has run these positions without skipping any before them.
+                If it has skipped some, nothing after them is taken over.
         """
         # The token after a block is part of its key.
         end = min(positions, request.length - 1) // BLOCK * BLOCK
@@ -187,8 +187,9 @@ class PrefixCache:
         request.shared = end
 
     def give_back(self, request: Request) -> None:
-        """End the request's use of its blocks; its other slots are its own to release."""
-        # Later blocks first: they are forgotten first, for nobody finds them without the earlier.
+        """End the request's use of its blocks; its other slots are left to the caller."""
+        # Later blocks go first so that they are forgotten first: without the earlier blocks they
+        # could not be found.
         for block in reversed(self._held.pop(request.number, [])):
             block.users -= 1
             if block.users == 0:
@@ -198,18 +199,18 @@ class PrefixCache:
         request.shared = 0
 
     def clear(self) -> None:
-        """Forget all blocks that nobody uses at the moment."""
+        """Forget all blocks that are not in use."""
         self._forget(BLOCK * len(self._idle))
 
     def owned(self) -> list[Tensor]:
-        """Return the slots of the blocks in use, each block's once."""
+        """Return the slots of the blocks in use, each block once."""
         return [block.slots for block in self._blocks.values() if block.users]
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check that users, and what requests believe to share, are what they should be.
+        """Check the users of all blocks, and the slots that requests share with them.
 
         Raises:
-            InvalidArgument: They are not.
+            InvalidArgument: They are inconsistent.
         """
         users: dict[int, int] = {}
         for request in requests:
@@ -235,7 +236,7 @@ class PrefixCache:
         block.users += 1
 
     def _forget(self, slots: int) -> None:
-        """Forget idle blocks of at least ``slots`` slots, the least recently used first."""
+        """Forget idle blocks of at least ``slots`` slots, the least recently used ones first."""
         wanted = max(slots, self.allocator.num_slots // _FORGET_SHARE)
         for number in list(self._idle)[: -(-wanted // BLOCK)]:
             block = self._idle.pop(number)
@@ -245,7 +246,7 @@ class PrefixCache:
 
 
 def idle_slots(blocks: Sequence[Block]) -> int:
-    """Return how many slots of ``blocks`` are free until they are lent."""
+    """Return how many slots of ``blocks`` count as free until the blocks are lent."""
     return BLOCK * sum(block.users == 0 for block in blocks)
 
 

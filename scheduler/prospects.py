@@ -10,26 +10,27 @@ from eaglegbv.scheduler.choice import Options
 from eaglegbv.scheduler.costs import Array, Ints
 
 _REQUEST_HOPE = 0.5
-"""Standard errors by which what is known of a request is raised, where it decodes alone.
+"""Standard errors by which a request's shift is raised, where the request decodes alone.
 
-A text of which little is known may be an easy one, and a few steps tell. Without that, one hard
-text in the beginning could keep drafting off for the next twenty texts (simulated).
+A text about which little is known may be an easy one, and a few steps show whether it is. Without
+the raise, one hard text at the beginning could keep drafting off for the next twenty texts
+(simulated).
 """
 
 _HORIZON = 256
-"""Tokens that a request is expected to go on for at most, whatever its limit.
+"""Most tokens that a request is expected to go on for, whatever its limit.
 
-What a drafter has to read is spread over them.
+The time a drafter needs to read what it missed is spread over these tokens.
 """
 
 
 @dataclass(slots=True)
 class RequestMemory(PlanState):
-    """What is known of one request.
+    """What is known about one request.
 
     Attributes:
         drafts: How far its drafts got.
-        matched: Of a lookup, how much of the text's end it had found.
+        matched: Tokens at the text's end that the latest lookup matched.
     """
 
     drafts: Evidence = field(default_factory=Evidence)
@@ -37,22 +38,22 @@ class RequestMemory(PlanState):
 
 
 class Prospects:
-    """What is known of drafts: of each kind of request, and of each request."""
+    """What is known about drafts: of each kind of request, and of each request."""
 
     def __init__(self) -> None:
-        """Begin knowing nothing."""
+        """Start knowing nothing."""
         self._acceptance: dict[tuple[int, float], Acceptance] = {}
 
     def expected_tokens(self, members: list[Request], options: Options, *, batch: int) -> Array:
-        """Return ``[requests, plans]`` what each request is expected to commit by each plan.
+        """Return ``[requests, plans]`` float64: tokens each request should commit by each plan.
 
-        They are some of a ``batch``, or all.
+        The requests are all of a ``batch`` or a part of it.
         """
         tokens = np.ones((len(members), len(options.plans)))
         temperatures = np.array([plan.draft_temperature for plan in options.plans])
         kinds = np.array([kind_of(request.params.temperature) for request in members])
         drafts = [memory_of(request).drafts for request in members]
-        # Only the request itself gains by what is learned of it, but the whole batch waits.
+        # Only the request itself gains from what is learned about it, but the whole batch waits.
         hope = _REQUEST_HOPE / batch
         shifts = np.array([own.shift + hope * own.doubt for own in drafts])
         limits = limits_of(members)
@@ -75,7 +76,7 @@ class Prospects:
     def _chances(self, kind: int, draft_temperature: float) -> Acceptance:
         key = kind, draft_temperature
         if key not in self._acceptance:
-            # Greedy requests draft other trees than sampled ones.
+            # Greedy requests draft different trees than sampled ones.
             like = [k for k in self._acceptance if (k[0] == 0) == (kind == 0)]
             nearest = min(like, key=lambda k: _distance(k, key), default=None)
             known = None if nearest is None else self._acceptance[nearest]
@@ -84,10 +85,10 @@ class Prospects:
 
 
 def memory_of(request: Request) -> RequestMemory:
-    """Return what is known of a request; at first, nothing.
+    """Return what is known about a request; nothing at first.
 
     Raises:
-        TypeError: It belongs to another planner.
+        TypeError: The request belongs to another planner.
     """
     if request.plan_state is None:
         request.plan_state = RequestMemory()
@@ -97,22 +98,22 @@ def memory_of(request: Request) -> RequestMemory:
 
 
 def limits_of(members: list[Request]) -> Ints:
-    """Return ``[requests]`` how many tokens each may still commit."""
+    """Return ``[requests]`` int64: how many tokens each may still commit."""
     return np.array([r.max_tokens - len(r.token_ids) for r in members])
 
 
 def tokens_to_come(members: list[Request]) -> Array:
-    """Return ``[requests]`` for how many tokens each is expected to go on."""
+    """Return ``[requests]`` float64: how many tokens each is expected to commit until it ends."""
     left: Array = np.clip(limits_of(members), 1, _HORIZON).astype(np.float64)
     return left
 
 
 def weights_of(members: list[Request]) -> Array:
-    """Return ``[requests]`` float64: what a token of each is worth where nobody waits.
+    """Return ``[requests]`` float64: what a token of each is worth if no request waits.
 
-    A batch takes as long as its last request, and runs less efficiently as it shrinks; so those
-    that have most to come are to catch up. The more so, the further they are behind: the square of
-    what is to come, which among others of its powers made simulated batches of 16 end first.
+    A batch takes as long as its last request, and runs less efficiently as it shrinks. So requests
+    with more tokens to come should catch up. The weights are the squares of the tokens to come: of
+    several powers, this one made simulated batches of 16 end first.
     """
     squares = tokens_to_come(members) ** 2
     weights: Array = squares / squares.mean()

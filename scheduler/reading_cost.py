@@ -1,36 +1,36 @@
-"""What it costs a drafter to read what it missed."""
+"""What it costs a drafter to read positions that it missed."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 _ROWS = 32
-"""Rows read at once that say something about what a row costs."""
+"""Rows that must be read at once to say something about the cost of a row."""
 
 _READINGS, _FEW_READINGS = 5, 2
-"""Latest readings that are remembered, and number below which they say nothing."""
+"""Number of latest readings kept, and least number needed for an estimate."""
 
 
 @dataclass(slots=True)
 class ReadingCost:
-    """What a drafter takes to read a position that it missed.
+    """Time a drafter takes to read a position that it missed.
 
     Attributes:
-        latest: Seconds of a position, at the latest times that many were read at once.
+        latest: Seconds per position of the latest readings of many positions at once.
     """
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=_READINGS))
 
     @property
     def seconds(self) -> float:
-        """Seconds of a position; 0 while too little is known.
+        """Seconds per position; 0 while too little is known.
 
-        The least: what is too dear is not read, so that a price could not fall which somebody's
-        hiccup had raised.
+        This is the least of the latest readings. Positions that seem too expensive are not read, so
+        an estimate raised by a single slow reading could never fall again.
         """
         return min(self.latest) if len(self.latest) >= _FEW_READINGS else 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from ``rows`` that were read in ``seconds``; few of them say nothing."""
+        """Learn from ``rows`` read in ``seconds``; readings of few rows are ignored."""
         if rows < _ROWS:
             return
         self.latest.append(seconds / rows)

@@ -1,15 +1,17 @@
-"""Who takes part in the next step: first come, first served, within slots and a token budget.
+"""Choice of the requests of each step: first come, first served, within slots and a token budget.
 
 Requests are served in order of precedence: by priority, a lower number first, then by arrival.
 
-- A waiting request is admitted when its text, a step of everybody and some growth of everybody fit
-  the free slots. Nobody who waits is overtaken.
-- Every running request takes part in every step: one that has read its text decodes, the others
-  share a budget of tokens, so that a long prompt does not hold up those that decode.
-- Slots are not claimed for whole answers. When they run short, the last in precedence is
-  pre-empted: it gives up its slots, waits in its old place, and later reads its text again. The
-  first in precedence fits the pool by itself, so that it always gets on.
-- A waiting request of a better priority pre-empts running ones of a worse one, if that lets it in.
+- A waiting request is admitted when the free slots hold its text, and a step and some growth of
+  every request. No waiting request is overtaken.
+- Every running request takes part in every step. A request that has read its text decodes; the
+  others share a budget of tokens, so that a long prompt does not hold up those that decode.
+- Slots are not reserved for whole answers. When they run short, the request last in precedence is
+  pre-empted: it gives up its slots, returns to its old place among the waiting requests, and later
+  reads its text again. The first in precedence fits the pool by itself, so it always makes
+  progress.
+- A waiting request of a better priority pre-empts running ones of a worse priority, if it can be
+  admitted then.
 """
 
 from bisect import bisect_left, insort
@@ -22,8 +24,8 @@ from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import BLOCK, Block, PrefixCache, idle_slots
 
 GROWTH = 32
-"""Tokens that every running request must have room for when another is admitted. Without it the
-newcomer would be pre-empted at once."""
+"""Tokens that every running request must have room for when another is admitted. Without this room
+the new request would be pre-empted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Portion:
     """A part of a text to read.
 
     Attributes:
-        request: Whose text.
+        request: The request whose text it is.
         count: Number of tokens, from ``request.context`` on.
     """
 
@@ -46,7 +48,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Who takes part in a step.
+    """The requests that take part in a step.
 
     Attributes:
         decoding: Requests that have read their texts.
@@ -58,17 +60,17 @@ class StepBatch:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody takes part."""
+        """Whether no request takes part."""
         return not self.decoding and not self.reading
 
     @property
     def requests(self) -> list[Request]:
-        """All of them."""
+        """All requests that take part."""
         return [*self.decoding, *(portion.request for portion in self.reading)]
 
 
 class Scheduler:
-    """Waiting requests, and those that run."""
+    """The waiting and the running requests."""
 
     def __init__(
         self,
@@ -81,10 +83,10 @@ class Scheduler:
         """Start empty.
 
         Args:
-            max_batch: Requests that run together at most.
-            prefill_tokens: Tokens of texts that a step reads at most.
-            cache: What was read before, over the pool's slots.
-            vacate: Makes a request that is pre-empted give back all it holds of the pool.
+            max_batch: Most requests that run together.
+            prefill_tokens: Most tokens of texts that a step reads.
+            cache: Blocks of texts read before, in the pool's slots.
+            vacate: Called to make a pre-empted request give back all it holds of the pool.
         """
         self.running: list[Request] = []
         self.preemptions = 0
@@ -96,17 +98,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def first(self) -> Request | None:
-        """The request that nobody precedes."""
+        """The request first in precedence, or None."""
         firsts = [*self.running[:1], *self._waiting[:1]]
         return min(firsts, key=_precedence, default=None)
 
@@ -114,7 +116,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidArgument: It can never fit the KV pool.
+            InvalidArgument: The request can never fit the KV pool.
         """
         slots = self._allocator.num_slots
         if request.slots_needed > slots:
@@ -126,12 +128,12 @@ class Scheduler:
         insort(self._waiting, request, key=_precedence)
 
     def next_batch(self) -> StepBatch:
-        """Admit who fits, pre-empt who does not any more, and return the next step's requests."""
+        """Admit requests that fit, pre-empt those that no longer do, and return the next step's."""
         self._admit()
         return self._grant()
 
     def remove(self, request: Request) -> None:
-        """Take a request out, waiting or running; what it holds is the caller's to free."""
+        """Remove a request, waiting or running; the caller frees what it holds."""
         for requests in (self.running, self._waiting):
             place = bisect_left(requests, _precedence(request), key=_precedence)
             if place < len(requests) and requests[place] is request:
@@ -141,7 +143,7 @@ class Scheduler:
         """Make a running request wait again, without any slots.
 
         Raises:
-            InvalidArgument: It does not run.
+            InvalidArgument: The request is not running.
         """
         if request not in self.running:
             raise InvalidArgument("request", request.number, "one that runs")
@@ -167,7 +169,7 @@ class Scheduler:
             insort(self.running, request, key=_precedence)
 
     def _find_room(self, request: Request) -> list[Block] | None:
-        """Return the blocks that ``request`` begins with, or None where it must wait."""
+        """Return the blocks that ``request`` begins with, or None if it must wait."""
         worse = [r for r in self.running if r.priority > request.priority]
         if worse and not self._fits_among(request, self.running[: -len(worse)]):
             worse = []
@@ -183,13 +185,13 @@ class Scheduler:
             self.preempt(worse.pop())
 
     def _fits_among(self, request: Request, others: list[Request]) -> bool:
-        """Whether ``request`` could run if ``others`` alone ran."""
+        """Return whether ``request`` could run beside ``others`` and no one else."""
         held = sum(other.context + _outlook(other) for other in others)
         room = held + _outlook(request) <= self._allocator.num_slots
         return room and len(others) < self._max_batch
 
     def _grant(self) -> StepBatch:
-        """Give running requests what a step takes, in order of precedence."""
+        """Grant running requests the slots and tokens of a step, in order of precedence."""
         decoding: list[Request] = []
         reading: list[Portion] = []
         free, budget = self._allocator.num_free, self._prefill_tokens
@@ -200,7 +202,7 @@ class Scheduler:
             unread = request.unread
             if unread and not budget:
                 continue
-            # A text is read in as small parts as need be; a tree is whole.
+            # A text can be read in parts of any size; a tree needs all its slots at once.
             least = 1 if unread else request.step_slots
             while free < least and place < len(self.running):
                 before = self._allocator.num_free
@@ -224,6 +226,6 @@ def _precedence(request: Request) -> tuple[int, int]:
 
 
 def _outlook(request: Request) -> int:
-    """Return the slots a request should have free: to read its text, for a step, to grow."""
+    """Return the slots a request should find free: to read its text, for a step, and to grow."""
     growth = min(GROWTH, request.max_tokens - len(request.token_ids))
     return request.unread + request.step_slots + growth

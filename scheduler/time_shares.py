@@ -1,4 +1,4 @@
-"""Whose time a step's time is."""
+"""How the time of a step is shared among its requests."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,14 @@ from eaglegbv.stopwatch import Phase
 def share_seconds(batch: StepBatch, seconds: Mapping[Phase, float], rows: int) -> None:
     """Share a step's time among its requests.
 
-    A forward's time goes by its ``rows``: those of tokens that were read to the requests that read
-    them, the others to the decoding ones. All time of a request that reads its text is prefill.
+    The time of a forward is shared by its ``rows``: rows of tokens that requests read count for
+    those requests, the other rows for the decoding ones. For a request that still reads its text,
+    all time counts as prefill.
 
     Args:
-        batch: Who took part.
-        seconds: The step's time by phase.
-        rows: Rows of its forward.
+        batch: The requests that took part.
+        seconds: Time of the step by phase.
+        rows: Rows of the step's forward.
     """
     read = sum(portion.count for portion in batch.reading)
     everybody = len(batch.decoding) + len(batch.reading)
