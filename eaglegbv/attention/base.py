@@ -1,4 +1,4 @@
-"""Packed forwards over a paged KV pool: what a request contributes, and what attention promises."""
+"""Packed forwards over a paged KV pool: the segments of requests, and the attention interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from eaglegbv.transfer import send
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One request's part of a packed forward: q new tokens over c committed and m pending ones.
+    """One request's part of a packed forward: q new tokens, c committed and m pending ones.
 
     The keys a new token may see are the committed tokens and some of the pending ones:
 
@@ -26,18 +26,18 @@ class Segment:
         [ context_slots                 ]     [ tree_slots                     ]
           all visible                           ``visible``, one row per new token
 
-    Slots are host tensors. The others may live on the host or on the model's device, all of them in
-    one place.
+    Slot tensors are on the host. The other tensors may be on the host or on the model's device, all
+    of them on the same one.
 
     Attributes:
         token_ids: ``[q]`` int64, the new tokens.
         positions: ``[q]`` int64, their positions in the text (siblings share one).
         context_slots: ``[c]`` int64, slots of the committed tokens at positions 0 ... c - 1.
-        tree_slots: ``[m]`` int64, m >= q: slots of the tokens not committed yet, including the new
-            ones, which own the last q and whose keys and values are written there.
+        tree_slots: ``[m]`` int64, m >= q: slots of the pending tokens, that is of those not yet
+            committed. The last q belong to the new tokens, whose keys and values are written there.
         tree_positions: ``[m]`` int64, positions of those tokens.
-        visible: ``[q, m]`` bool, what each new token sees of the pending ones (itself included), or
-            None for causal order: every pending token up to itself.
+        visible: ``[q, m]`` bool, which pending tokens each new token sees (itself included), or
+            None for causal order: each sees every pending token up to itself.
     """
 
     token_ids: Tensor
@@ -60,7 +60,7 @@ class Segment:
 
     @classmethod
     def causal(cls, token_ids: Tensor, context_slots: Tensor, new_slots: Tensor) -> Self:
-        """Return new tokens that follow the committed ones in order: prefill, or plain decoding.
+        """Return a segment of tokens that follow the committed ones: prefill or plain decoding.
 
         Args:
             token_ids: ``[q]`` int64.
@@ -103,12 +103,12 @@ class Segment:
         return torch.cat((self.context_slots, self.tree_slots))
 
     def pending_mask(self, device: torch.device | str | None = None) -> Tensor | None:
-        """Return ``[q, m]`` bool, the pending tokens each new one sees; None where it sees all.
+        """Return ``[q, m]`` bool, the pending tokens each new one sees; None if each sees all.
 
-        A lone new token does, in causal order or alone in its tree.
+        A single new token sees all, whether in causal order or alone in its tree.
 
         Args:
-            device: Where a causal mask is made; None for where the segment is.
+            device: Where a causal mask is made; by default where the segment is.
         """
         q, m = self.num_new, self.num_pending
         if q == 1 and (self.visible is None or m == 1):
@@ -121,16 +121,16 @@ class Segment:
     def key_mask(
         self, window: int | None, device: torch.device | str | None = None
     ) -> Tensor | None:
-        """Return ``[q, c + m]`` bool, the keys each new token sees; None where it sees all.
+        """Return ``[q, c + m]`` bool, the keys each new token sees; None if each sees all.
 
         Args:
             window: A key is seen if it is less than ``window`` positions back; None for no limit.
-            device: Where the mask is made; None for where the segment is.
+            device: Where the mask is made; by default where the segment is.
         """
         q, c, m = self.num_new, self.num_context, self.num_pending
         device = self.token_ids.device if device is None else device
         pending = self.pending_mask(device)
-        # With a short text a window changes nothing.
+        # A window makes no difference to a text that is not longer.
         if pending is None and (window is None or c + m <= window):
             return None
         mask = torch.ones((q, c + m), dtype=torch.bool, device=device)
@@ -145,9 +145,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """The new tokens of several segments behind each other: one row per token.
+    """The new tokens of several segments in sequence: one row per token.
 
-    Compared by identity: an attention implementation plans once per batch object and layer type.
+    Batches are compared by identity: an attention implementation plans once per batch object and
+    layer type.
 
     Attributes:
         segments: The parts, in order.
@@ -169,7 +170,7 @@ class PackedBatch:
         return self.offsets[-1]
 
     def effective_window(self, window: int | None) -> int | None:
-        """Return ``window``, or None where no text is longer: it changes nothing then."""
+        """Return ``window``, or None if no text is longer and so it makes no difference."""
         if window is not None and all(s.num_keys <= window for s in self.segments):
             return None
         return window
@@ -179,7 +180,7 @@ def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pac
     """Pack ``segments`` into one forward on ``device``.
 
     Raises:
-        InvalidArgument: There is no segment.
+        InvalidArgument: ``segments`` is empty.
     """
     if not segments:
         raise InvalidArgument("segments", segments, "at least one segment")
@@ -198,12 +199,12 @@ def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pac
 
 
 def offsets_of(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return where parts behind each other begin, and where the last of them ends."""
+    """Return where consecutive parts of these sizes begin, and where the last of them ends."""
     return (0, *accumulate(sizes))
 
 
 def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:
-    """Return tensors of the host or of ``device`` behind each other, there."""
+    """Concatenate tensors of the host or of ``device``, and return the result on ``device``."""
     if len({part.device for part in parts}) > 1:
         parts = [send(part, device) for part in parts]
     return send(torch.cat(list(parts)), device)
@@ -214,7 +215,7 @@ class PagedAttention(ABC):
 
     Attributes:
         pool: Keys and values.
-        recordable: Whether :meth:`static` computes by kernels alone, so that it can be recorded.
+        recordable: Whether :meth:`static` runs kernels only, so that it can be recorded.
     """
 
     pool: KVPool
@@ -222,14 +223,14 @@ class PagedAttention(ABC):
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Calls that slower attention served in place of faster, by what that lacks."""
+        """Number of calls left to slower attention, by the feature the faster one lacks."""
         return {}
 
     def static(self, bucket: Bucket, *, max_context: int) -> "StaticAttention":  # noqa: ARG002
         """Return attention over the same pool for batches of fixed sizes.
 
         Args:
-            bucket: Requests, one more that pads, and rows.
+            bucket: Number of requests, including one for padding, and number of rows.
             max_context: Most keys of a request.
         """
         return UnplannedAttention(self)
@@ -261,9 +262,9 @@ class PagedAttention(ABC):
             v: ``[rows, kv_heads, head_dim]``.
             batch: The packed segments the rows belong to.
             scale: Factor on q k.
-            window: Sliding window: position of the query less that of the key is below it.
+            window: Sliding window: a key is seen if it is less than ``window`` positions back.
             softcap: Scores become softcap * tanh(score / softcap) before masking.
-            sinks: ``[heads]``: a further score in every softmax's denominator.
+            sinks: ``[heads]``, an additional score in the denominator of every softmax.
 
         Returns:
             ``[rows, heads, head_dim]``.
@@ -271,15 +272,15 @@ class PagedAttention(ABC):
 
 
 class StaticAttention(PagedAttention):
-    """Attention of batches of fixed sizes: planned before a forward is replayed, not within it."""
+    """Attention of batches of fixed sizes, which is planned before a forward is replayed."""
 
     @abstractmethod
     def plan(self, batch: PackedBatch) -> None:
-        """Prepare for a batch of the fixed sizes, before a forward over it is replayed."""
+        """Prepare for a batch of the fixed sizes; called before a forward over it is replayed."""
 
 
 class UnplannedAttention(StaticAttention):
-    """Hands calls on to an attention that plans by itself, and so cannot be recorded."""
+    """Passes calls on to an attention that plans by itself, and so cannot be recorded."""
 
     def __init__(self, attention: PagedAttention) -> None:
         """Attend as ``attention`` does."""

@@ -2,8 +2,9 @@
 
     keys of a request | context | level 0: a slot for each branch | level 1: likewise | ...
 
-A fixed number of branches of every request go on side by side. Which slots their rows have is known
-from the start; whose path a branch continues, a chain of branches, only as the drafting goes on.
+A fixed number of branches of every request are drafted side by side. The slots of their rows are
+known from the start. Whose path a branch continues (a chain of branches) becomes known only during
+drafting.
 """
 
 from abc import ABC, abstractmethod
@@ -19,15 +20,15 @@ from eaglegbv.transfer import send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchShape:
-    """Sizes that stay.
+    """Sizes that stay fixed.
 
     Attributes:
-        requests: Requests, those that pad included.
+        requests: Number of requests, including those for padding.
         branches: Rows of each request.
         levels: Longest path of rows.
         max_context: Longest context.
         heads: Query heads.
-        scale: Of the scores.
+        scale: Factor on the scores.
     """
 
     requests: int
@@ -44,9 +45,9 @@ class BranchAttention(ABC):
     Attributes:
         pool: Keys and values.
         shape: The rows.
-        slots: ``[requests, levels, branches]`` int64, those of the rows; always the same memory.
-        most_keys: Most keys of all requests together, those of their rows included; None for any
-            number.
+        slots: ``[requests, levels, branches]`` int64, slots of the rows, always in the same memory.
+        most_keys: Most keys of all requests together, including those of their rows; None for no
+            limit.
     """
 
     most_keys: int | None = None
@@ -66,12 +67,12 @@ class BranchAttention(ABC):
         """Prepare for a step.
 
         Args:
-            contexts: For each request ``[c]`` int64 on the host, c >= 1.
-            slots: ``[requests, levels, branches]`` int64 on the host, those of the rows.
+            contexts: For each request, ``[c]`` int64 on the host with c >= 1, slots of its context.
+            slots: ``[requests, levels, branches]`` int64 on the host, slots of the rows.
         """
 
     def _load(self, slots: Tensor) -> None:
-        """Have the rows use ``slots``, as :meth:`plan` is given them."""
+        """Let the rows use ``slots``, shaped as in :meth:`plan`."""
         self.slots.copy_(send(slots, self.slots.device))
 
     @abstractmethod
@@ -79,12 +80,12 @@ class BranchAttention(ABC):
         """Write the keys and values of a level's rows, then attend.
 
         Args:
-            level: Counted from 0; all before have run.
+            level: Counted from 0; all levels before it have run.
             q: ``[requests * branches, heads, head_dim]``.
             k: ``[requests * branches, kv_heads, head_dim]``.
             v: ``[requests * branches, kv_heads, head_dim]``.
             chains: ``[requests, branches, level + 1]`` int64, the branch of each row's path at
-                every level, its own the last; None where every branch continues itself.
+                every level, with its own last; None if every branch continues itself.
 
         Returns:
             ``[requests * branches, heads, head_dim]``.
@@ -92,13 +93,13 @@ class BranchAttention(ABC):
 
 
 class TorchBranches(BranchAttention):
-    """In plain PyTorch; its sizes follow the longest context, so it cannot be recorded."""
+    """Attention in plain PyTorch; its sizes follow the longest context, so it is not recordable."""
 
     def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
         """See :meth:`BranchAttention.plan`."""
         self._load(slots)
         longest = max(len(context) for context in contexts)
-        # Padding repeats a slot of the request itself: nobody else's may be read.
+        # Padding repeats a slot of the request itself, because it must not read another's slots.
         rows = [torch.cat((c, c[:1].expand(longest - len(c)))) for c in contexts]
         lengths = torch.tensor([len(context) for context in contexts])
         device = self.pool.keys.device

@@ -1,4 +1,4 @@
-"""The attention that fits a pool."""
+"""Choice of the attention for a pool."""
 
 import logging
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 def paged_attention(pool: KVPool) -> PagedAttention:
     """Return the attention for a pool: FlashInfer on a GPU, PyTorch elsewhere.
 
-    Where FlashInfer is not installed or does not serve the pool, PyTorch's is taken on a GPU too; a
+    Where FlashInfer is not installed or does not support the pool, PyTorch is used on a GPU too. A
     warning says why, and its calls are counted as fall-backs by the argument that did not fit.
     """
     if not pool.keys.is_cuda:

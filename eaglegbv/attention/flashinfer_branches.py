@@ -16,10 +16,10 @@ from eaglegbv.transfer import send
 
 
 class FlashInferBranches(BranchAttention):
-    """Drafted rows as masked queries of their requests: one wrapper, planned once for all levels.
+    """Drafted rows as masked queries of their requests, with one wrapper planned for all levels.
 
-    The keys of all levels are listed from the start, those to come unseen. Which of them a row does
-    see may be found out while the recording runs: their bits are set in the mask then.
+    The keys of all levels are listed from the start, with those of later levels hidden. Which of
+    them a row sees may become known while the recording runs; then their bits are set in the mask.
 
         bits of a row | context: 1 ... 1 | level 0: 0 0 1 0 | level 1: 0 1 0 0 | level 2: 0 0 0 0 |
     """
@@ -29,7 +29,7 @@ class FlashInferBranches(BranchAttention):
 
         Args:
             pool: Keys and values.
-            wrappers: Makes wrappers over them.
+            wrappers: Makes wrappers over the pool.
             shape: The rows.
         """
         super().__init__(pool, shape)
@@ -38,13 +38,13 @@ class FlashInferBranches(BranchAttention):
         self._buffers, self._planned = wrappers.branches(shape)
         device = pool.keys.device
         with torch.inference_mode(mode=False):
-            # Where in the mask the bits of a row's drafted keys begin.
+            # The position in the mask at which the bits of a row's drafted keys begin.
             self._firsts = torch.zeros(
                 (shape.requests, shape.branches), dtype=torch.int64, device=device
             )
             self._branches = torch.arange(shape.branches, device=device)
             self._levels = torch.arange(shape.levels, device=device) * shape.branches
-            # The mask as it is planned: a recording that runs twice is to find it so both times.
+            # A copy of the mask as planned, so that each replay of a recording starts from it.
             self._planned_mask = torch.zeros_like(self._buffers.mask)
         self._own: tuple[Tensor, Tensor]
 
@@ -78,10 +78,10 @@ class FlashInferBranches(BranchAttention):
         return self._planned.attend(q, keys, values)
 
     def _begin(self) -> None:
-        """Make ready for the first level of a draft.
+        """Prepare for the first level of a draft.
 
-        Values that nobody sees yet are multiplied by 0, so what an earlier text left must not be
-        infinite, or no number.
+        Hidden values are multiplied by 0, so what an earlier text left there must not be infinite
+        or NaN.
         """
         _, values = self.pool.layer(0)
         values.index_fill_(0, self.slots.flatten(), 0)
@@ -90,12 +90,12 @@ class FlashInferBranches(BranchAttention):
         self._buffers.mask.copy_(self._planned_mask)
 
     def _show_own(self, level: int) -> None:
-        """Have every row see its own branch at a level; it sees those before."""
+        """Let every row see its own branch at this level; it already sees the earlier ones."""
         octets, bits = self._own
         self._buffers.mask.index_add_(0, octets[level].flatten(), bits[level].flatten())
 
     def _show(self, chains: Tensor) -> None:
-        """Have every row see the keys of its path alone."""
+        """Let every row see the keys of its own path only."""
         first = self._firsts.unsqueeze(2) + self._levels[: chains.shape[2]]
         octets, bits = _octets_and_bits(first + chains)
         mask = self._buffers.mask.copy_(self._planned_mask)
@@ -103,17 +103,17 @@ class FlashInferBranches(BranchAttention):
 
 
 def _octets_and_bits(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which bytes bits of a mask are in, and what they add to these: int64 and uint8."""
+    """Return the mask bytes that hold these bits, int64, and the bits' values there, uint8."""
     return places >> 3, torch.bitwise_left_shift(1, places & 7).to(torch.uint8)
 
 
 def _mask_of_context(length: int, drafted: int, branches: int) -> NDArray[np.uint8]:
-    """Return the packed mask of a request whose ``branches`` see all of its keys but the last."""
+    """Return the packed mask that shows ``branches`` all keys but the last ``drafted``."""
     seen = np.ones((branches, length), dtype=bool)
     seen[:, length - drafted :] = False
     return np.packbits(seen, bitorder="little")
 
 
 def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where parts of ``sizes`` begin, and the end."""
+    """Return where parts of ``sizes`` begin, and where the last ends."""
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""FlashInfer's kernels as they are used here: wrappers, what makes them, and what they serve."""
+"""Interface to FlashInfer's kernels: wrappers, their factory, and the pools they support."""
 
 from typing import Any, Protocol
 
@@ -10,23 +10,23 @@ from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.errors import InvalidArgument
 
 HEAD_DIMS = frozenset({64, 128, 256})
-"""Head sizes that the kernels are tested with upstream."""
+"""Head sizes with which the kernels are tested upstream."""
 
 DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 _BACKEND = "fa2"
-"""The kernels that read masks. Left to choose, FlashInfer 0.7 decodes by cuDNN at times, which has
-neither these plans nor this memory.
+"""A backend whose kernels read masks. If it may choose, FlashInfer 0.7 sometimes decodes with
+cuDNN, which has neither these plans nor this memory.
 """
 
 _PLAN_BYTES = 1 << 18
-"""What a plan of fixed sizes is given, on the device and the host each: some twelve bytes a tile of
-query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred of them.
+"""Memory for a plan of fixed sizes, on the device and on the host each: about twelve bytes for a
+tile of query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred plans.
 """
 
 
 class Wrapper(Protocol):
-    """What is used of FlashInfer's batch wrappers."""
+    """The part of FlashInfer's batch wrappers that is used."""
 
     _mask_indptr_buf: Tensor | None
 
@@ -34,17 +34,17 @@ class Wrapper(Protocol):
         """Prepare a batch."""
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        """Attend."""
+        """Compute attention as planned."""
 
     def reset_workspace_buffer(self, partial_results: Tensor, plans: Tensor) -> None:
         """Use other memory from now on."""
 
 
 class Kernels(Protocol):
-    """Makes wrappers; FlashInfer's, or a test's."""
+    """Factory of wrappers: FlashInfer's, or a test's."""
 
     def processors(self, device: torch.device) -> int:
-        """Return how many multiprocessors share the work."""
+        """Return the number of multiprocessors that share the work."""
 
     def prefill(self, workspace: Tensor) -> Wrapper:
         """Return a new wrapper for requests of several queries."""
@@ -57,13 +57,13 @@ class Kernels(Protocol):
 
 
 class FlashInferKernels:
-    """FlashInfer's wrappers."""
+    """Factory of FlashInfer's wrappers."""
 
     def __init__(self) -> None:
         """Import FlashInfer.
 
         Raises:
-            InvalidArgument: It is not installed.
+            InvalidArgument: FlashInfer is not installed.
         """
         try:
             import flashinfer
@@ -109,10 +109,10 @@ class FlashInferKernels:
 
 
 def check_pool(pool: KVPool) -> None:
-    """Check that FlashInfer serves a pool.
+    """Check that FlashInfer supports a pool.
 
     Raises:
-        InvalidArgument: Its head size or type is not among those of the kernels.
+        InvalidArgument: The kernels do not support its head size or dtype.
     """
     head_dim, dtype = pool.keys.shape[3], pool.keys.dtype
     if head_dim not in HEAD_DIMS:

@@ -1,10 +1,10 @@
 """Paged attention by FlashInfer's kernels, for GPUs.
 
 A batch is planned once per kind of layer, with lengths that are known on the host, so that nothing
-waits for the device. Three kernels, one for each shape of work:
+waits for the device. There are three kernels, one for each shape of work:
 
-- decode: one new token each that sees all its keys;
-- causal prefill: prompts and the rows a drafter catches up on, no mask read;
+- decode: one new token per request, which sees all its keys;
+- causal prefill: prompts and the rows a drafter catches up on, without a mask;
 - tree prefill: anything else, under a packed mask of one bit per (query, key).
 """
 
@@ -39,11 +39,11 @@ class FlashInferPagedAttention(PagedAttention):
 
         Args:
             pool: Keys and values, in half precision.
-            kernels: Makes wrappers; None for FlashInfer's.
+            kernels: Factory of wrappers; by default FlashInfer's.
 
         Raises:
-            InvalidArgument: FlashInfer is not installed, or the pool's head size or type is one it
-                does not serve.
+            InvalidArgument: FlashInfer is not installed, or does not support the pool's head size
+                or dtype.
         """
         check_pool(pool)
         self.pool = pool
@@ -92,7 +92,7 @@ class FlashInferPagedAttention(PagedAttention):
     def branches(self, shape: BranchShape) -> FlashInferBranches:
         """See :meth:`PagedAttention.branches`.
 
-        Recordings of one shape share it: all is planned again before any of them is replayed.
+        Recordings of one shape share the result: it is planned anew before each replay.
         """
         found = self._branches.get(shape)
         if found is None:

@@ -1,9 +1,9 @@
-"""Plans of FlashInfer's wrappers; page size 1, so that slots are pages.
+"""Plans of FlashInfer's wrappers. The page size is 1, so slots are pages.
 
-Lengths are known on the host, so that no plan waits for the device.
+Lengths are known on the host, so no plan waits for the device.
 
-``mask_indptr`` counts bytes. ``plan(packed_custom_mask=...)`` of 0.6.18 and 0.7.2 leaves it in
-bits, which is wrong for every request but the first, so it is written again.
+The kernels read ``mask_indptr`` in bytes. ``plan(packed_custom_mask=...)`` of 0.6.18 and 0.7.2
+leaves it in bits, which is wrong for every request but the first, so it is overwritten afterwards.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class LayerKind:
 
     Attributes:
         window: Sliding window, or None.
-        scale: Of the scores.
-        softcap: Of the scores, or None.
+        scale: Factor on the scores.
+        softcap: Cap of the scores, or None.
         heads: Query heads.
     """
 
@@ -38,14 +38,14 @@ class LayerKind:
 
 
 class FlashInferPlans:
-    """Plans batches over a pool, by whatever wrapper is to run them."""
+    """Plans batches over a pool for given wrappers."""
 
     def __init__(self, pool: KVPool) -> None:
         """Plan for ``pool``."""
         self._pool = pool
 
     def plan_decode(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> None:
-        """Plan a batch of one new token each that sees all its keys."""
+        """Plan a batch with one new token per request, which sees all its keys."""
         wrapper.plan(*self._pages(batch), kind.heads, *self._sizes, **self._settings(kind))
 
     def plan_causal(self, wrapper: Wrapper, batch: PackedBatch, kind: LayerKind) -> None:
@@ -67,10 +67,10 @@ class FlashInferPlans:
         """Plan drafted rows under masks.
 
         Args:
-            wrapper: What is planned.
+            wrapper: The wrapper to plan.
             pages: Offsets and slots of the requests' keys, both int32 on the host.
-            masks: Of the requests, where the pool is.
-            shape: The rows.
+            masks: Masks of the requests, on the pool's device.
+            shape: Sizes of the rows.
         """
         kind = LayerKind(None, shape.scale, None, shape.heads)
         queries = torch.arange(shape.requests + 1, dtype=torch.int32) * shape.branches
@@ -90,7 +90,7 @@ class FlashInferPlans:
         kind: LayerKind,
         masks: PackedMasks | None,
     ) -> None:
-        """Plan queries from their offsets (host) and pages, under masks or in causal order."""
+        """Plan queries with given offsets (host) and pages, under masks or in causal order."""
         wrapper.plan(
             queries,
             *pages,
@@ -104,7 +104,7 @@ class FlashInferPlans:
             self._mend_offsets(wrapper, masks)
 
     def _mend_offsets(self, wrapper: Wrapper, masks: PackedMasks) -> None:
-        """Write where masks begin, in bytes, over what FlashInfer's plan left in bits."""
+        """Overwrite the mask offsets that FlashInfer's plan left in bits with those in bytes."""
         planned = wrapper._mask_indptr_buf
         assert planned is not None  # the plan had masks
         planned.copy_(masks.byte_offsets, non_blocking=True)

@@ -12,10 +12,10 @@ from eaglegbv.graphs import Bucket, NotRecordable
 
 
 class StaticTreeAttention(StaticAttention):
-    """Masked attention of batches of fixed sizes, planned into memory that stays where it is.
+    """Masked attention of batches of fixed sizes, planned into fixed memory.
 
-    Every kind of layer has a wrapper of its own: one that has once been given a mask reads it
-    always. A window goes into the mask, whether texts have reached it or not.
+    Every kind of layer has a separate wrapper, because a wrapper that was once planned with a mask
+    always reads one. A window is part of the mask, whether texts have reached it or not.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class StaticTreeAttention(StaticAttention):
         *,
         max_context: int,
     ) -> None:
-        """Begin without wrappers: the first forward shows what kinds of layers there are.
+        """Start without wrappers: the first forward shows what kinds of layers there are.
 
         Args:
             pool: Keys and values.
-            wrappers: Makes wrappers over them.
-            bucket: Requests, one more that pads, and rows.
+            wrappers: Makes wrappers over the pool.
+            bucket: Number of requests, including one for padding, and number of rows.
             max_context: Most positions of a text.
         """
         self.pool = pool
@@ -72,7 +72,7 @@ class StaticTreeAttention(StaticAttention):
         """See :meth:`PagedAttention.attend`.
 
         Raises:
-            NotRecordable: There are sinks, which the kernels lack.
+            NotRecordable: The layer has sinks, which the kernels do not support.
         """
         if sinks is not None:
             raise NotRecordable("sinks")

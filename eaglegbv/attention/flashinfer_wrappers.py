@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over a pool, each made when it is first asked for."""
+"""FlashInfer's wrappers over a pool, each made on first use."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,40 +16,40 @@ from eaglegbv.config import MAX_DEPTH
 from eaglegbv.graphs import MAX_ROWS
 
 _TENSOR_CORE_GROUP = 4
-"""Fewest query heads of a key head whose rows are decoded by tensor cores, which FlashInfer advises
-for large groups.
+"""Fewest query heads per key head for which decoding uses tensor cores. FlashInfer advises them for
+large groups.
 """
 
 _MOST_ROW_KEYS = 1 << 22
-"""Keys of all requests of a draft together: 16 MiB of slots."""
+"""Most keys of all requests of a draft together: 16 MiB of slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWrapper:
-    """A wrapper, and the moment its plan has reached the device.
+    """A wrapper, and the moment when its plan has reached the device.
 
     A plan is copied from host memory that the next plan overwrites.
 
     Attributes:
-        wrapper: FlashInfer's.
-        copied: Comes after the copy; None on a CPU.
+        wrapper: FlashInfer's wrapper.
+        copied: Event recorded after the copy; None on a CPU.
     """
 
     wrapper: Wrapper
     copied: torch.cuda.Event | None
 
     def mark(self) -> None:
-        """Note that the copy was asked for."""
+        """Record that the copy was issued."""
         if self.copied is not None:
             self.copied.record()
 
     def wait(self) -> None:
-        """Wait for the copy of the plan before."""
+        """Wait until the previous plan has been copied."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend from ``[rows, heads, head_dim]`` to a layer of the pool, as it was planned.
+        """Attend from ``[rows, heads, head_dim]`` to a layer of the pool, as planned.
 
         Args:
             q: ``[rows, heads, head_dim]``, in any order in memory.
@@ -59,8 +59,8 @@ class PlannedWrapper:
         Returns:
             ``[rows, heads, head_dim]``.
         """
-        # Kernels read and write rows in order, though some models hand their heads over in another.
-        # And without ``out`` a wrapper would clear fresh memory in every layer.
+        # The kernels read and write contiguous rows, but some models pass strided heads. Without
+        # ``out``, a wrapper would also zero fresh memory in every layer.
         q = q.contiguous()
         pages = keys.unsqueeze(1), values.unsqueeze(1)
         return self.wrapper.run(q, pages, out=torch.empty_like(q))
@@ -70,11 +70,11 @@ class FlashInferWrappers:
     """Makes and keeps the wrappers over a pool, which share their memory for partial results."""
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
-        """Begin without wrappers.
+        """Start without wrappers.
 
         Args:
             pool: Keys and values.
-            kernels: Makes wrappers.
+            kernels: Factory of wrappers.
         """
         self._pool = pool
         self._kernels = kernels
@@ -83,7 +83,7 @@ class FlashInferWrappers:
         self._row_keys: Tensor | None = None
 
     def plain(self, work: Literal["decode", "causal", "tree"], kind: LayerKind) -> PlannedWrapper:
-        """Return the wrapper of a shape of work and kind of layer, ready to be planned."""
+        """Return the wrapper for a shape of work and a kind of layer, ready to be planned."""
         planned = self._plain.get((work, kind))
         if planned is None:
             room = self._workspace.room(kind.heads)
@@ -98,15 +98,15 @@ class FlashInferWrappers:
         return planned
 
     def static(self, buffers: TreeBuffers, rows: int, heads: int) -> PlannedWrapper:
-        """Return a new wrapper for as many ``rows`` that is planned into ``buffers``."""
+        """Return a new wrapper for ``rows`` rows that is planned into ``buffers``."""
         requests = len(buffers.last_pages)
         room = self._workspace.room(heads, rows=rows, requests=requests)
         return self._planned_by(self._kernels.static_prefill(room, buffers))
 
     def branches(self, shape: BranchShape) -> tuple[TreeBuffers, PlannedWrapper]:
-        """Return a new wrapper of drafted rows, and what it is planned into.
+        """Return a new wrapper of drafted rows, and the buffers it is planned into.
 
-        Those of all shapes share the list of keys: it is written anew before a replay.
+        Wrappers of all shapes share the list of keys, which is written anew before each replay.
         """
         rows, longest = shape.requests * shape.branches, self._longest(shape.max_context)
         with torch.inference_mode(mode=False):
@@ -121,14 +121,14 @@ class FlashInferWrappers:
             return buffers, self.static(buffers, rows, shape.heads)
 
     def most_row_keys(self, max_context: int) -> int:
-        """Return how many keys the requests of a draft may have together."""
+        """Return how many keys all requests of a draft may have together."""
         return min(MAX_ROWS * (self._longest(max_context) + MAX_DEPTH), _MOST_ROW_KEYS)
 
     def _longest(self, max_context: int) -> int:
         return min(max_context, self._pool.num_slots)
 
     def _by_tensor_cores(self, heads: int) -> bool:
-        """Return whether as many query heads read a key head as tensor cores are good for."""
+        """Return whether enough query heads share a key head for tensor cores to pay."""
         return heads // self._pool.keys.shape[2] >= _TENSOR_CORE_GROUP
 
     def _planned_by(self, wrapper: Wrapper) -> PlannedWrapper:

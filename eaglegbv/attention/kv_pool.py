@@ -1,8 +1,8 @@
-"""The paged KV pool: keys and values of every layer, one token a page, and who owns which slot.
+"""The paged KV pool: keys and values of every layer, with one token a page, and its slot owners.
 
-Slots are numbers, kept on the host; pools are storage. One allocator serves the target's pool and
-the drafter's: the token at position t of a request owns the same slot number in both. A committed
-tree node keeps its slot, a rejected one gives it back, and nothing is ever copied.
+Slots are numbers, kept on the host; pools are storage. One allocator serves both the target's pool
+and the drafter's: the token at position t of a request owns the same slot number in both. A
+committed tree node keeps its slot, a rejected one gives it back, and nothing is ever copied.
 """
 
 import heapq
@@ -16,21 +16,22 @@ from torch import Tensor
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 
 _BLANK, _TAKEN, _KEPT = 0, 1, 2
-"""States of a slot. Both blank and kept ones are free; what a kept one holds is still of use."""
+"""States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
+again."""
 
 _LINE = 64
-"""Bytes of a cache line, where pools begin."""
+"""Bytes of a cache line, to which pools are aligned."""
 
 
 class SlotAllocator:
     """Hands out slots 0 ... ``num_slots`` - 1, the lowest blank ones first.
 
-    Lowest first keeps the slots of few requests dense, so that attention may read its keys as one
-    slice of the pool instead of gathering them.
+    Handing out the lowest slots keeps the slots of few requests dense, so that attention may read
+    their keys as one slice of the pool instead of gathering them.
 
-    A free slot may be *kept*: it is handed out only after all blank ones, and whoever keeps it may
-    take it back until then, with what it holds. Blank slots between kept ones (nooks) come after
-    those behind them: one of them among its slots would cost a request its density.
+    A free slot may be *kept*: it is handed out only after all blank ones, and until then its keeper
+    may take it back with its contents. Blank slots below a kept one (nooks) are handed out after
+    the blank slots above it, because a single one among a request's slots would make them sparse.
 
         blank --allocate--> taken --release--> blank
                               |  ^
@@ -50,7 +51,7 @@ class SlotAllocator:
         if num_slots < 1:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
-        # Two heaps (a sorted list is one): blank slots from the floor on, and those below it.
+        # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
         self._blank = list(range(num_slots))
         self._nooks: list[int] = []
         self._floor = 0
@@ -70,18 +71,18 @@ class SlotAllocator:
 
     @property
     def num_kept(self) -> int:
-        """Number of free slots that somebody keeps."""
+        """Number of free slots that are kept."""
         return self._num_kept
 
     def add_keeper(self, blank: Callable[[int], None]) -> None:
-        """Have ``blank(count)`` called when blank slots are short by ``count``.
+        """Register ``blank(count)``, to be called when blank slots are short by ``count``.
 
-        It calls :meth:`blank` for as many of the slots it keeps, or for all if it has fewer.
+        It must call :meth:`blank` for as many of its kept slots, or for all if it has fewer.
         """
         self._keepers.append(blank)
 
     def allocate(self, count: int) -> Tensor:
-        """Take ``count`` slots: ``[count]`` int64, ascending.
+        """Take ``count`` slots and return them: ``[count]`` int64, ascending.
 
         Raises:
             OutOfSlots: Fewer than ``count`` are free; none is taken then.
@@ -101,7 +102,7 @@ class SlotAllocator:
         return torch.tensor(slots, dtype=torch.int64)
 
     def release(self, slots: Tensor) -> None:
-        """Give ``slots`` ``[count]`` back.
+        """Give back ``slots``, ``[count]``.
 
         Raises:
             InvalidArgument: A slot is not taken (released twice, or never handed out); the slots
@@ -112,7 +113,7 @@ class SlotAllocator:
             self._push(slot)
 
     def keep(self, slots: Tensor) -> None:
-        """Give ``slots`` back, to be handed out last.
+        """Give back ``slots`` so that they are handed out last.
 
         Raises:
             InvalidArgument: A slot is not taken.
@@ -125,7 +126,7 @@ class SlotAllocator:
             heapq.heappush(self._nooks, heapq.heappop(self._blank))
 
     def take_back(self, slots: Tensor) -> None:
-        """Take kept slots again, with what they hold.
+        """Take kept slots again, with their contents.
 
         Raises:
             InvalidArgument: A slot is not kept.
@@ -135,7 +136,7 @@ class SlotAllocator:
             self._num_kept -= 1
 
     def blank(self, slots: Tensor) -> None:
-        """Keep ``slots`` no longer: what they hold is of no use any more.
+        """Stop keeping ``slots``: their contents are no longer needed.
 
         Raises:
             InvalidArgument: A slot is not kept.
@@ -148,7 +149,7 @@ class SlotAllocator:
             self._blank, self._nooks, self._floor = sorted(self._blank + self._nooks), [], 0
 
     def check(self, owned: Iterable[Tensor]) -> None:
-        """Check that ``owned``, all owners' slots, and the free slots are every slot exactly once.
+        """Check that every slot occurs once among ``owned``, all owners' slots, and the free ones.
 
         Raises:
             InvalidArgument: A slot has two owners, an owner holds a free slot, or a taken slot has
@@ -203,7 +204,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the pool, all zeros; a CPU's memory is touched only as slots come into use.
+        """Allocate the pool, all zeros; on a CPU, memory is touched only when slots come into use.
 
         Raises:
             InvalidArgument: A size is below 1.
@@ -215,7 +216,7 @@ class KVPool:
         shape = (layers, slots, kv_heads, head_dim)
         self.keys = _zeros(shape, dtype, torch.device(device))
         self.values = _zeros(shape, dtype, torch.device(device))
-        # Views made once: indexing a tensor by layer costs as much as a small kernel.
+        # The views are made once: indexing a tensor by layer costs as much as a small kernel.
         self._layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -228,13 +229,13 @@ class KVPool:
         """Write keys and values of new tokens to one layer.
 
         Args:
-            layer: Its index.
+            layer: Index of the layer.
             slots: ``[rows]`` int64, on the pool's device.
             keys: ``[rows, kv_heads, head_dim]``.
             values: ``[rows, kv_heads, head_dim]``.
 
         Returns:
-            All of the layer, as :meth:`layer` does.
+            Keys and values of the whole layer, as from :meth:`layer`.
         """
         all_keys, all_values = self.layer(layer)
         all_keys.index_copy_(0, slots, keys)
@@ -254,10 +255,10 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU they are the system's own, which are written where they are used."""
+    """Return zeros; on a CPU, they are zero pages that the system provides on first use."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch would write them all: seconds for a large pool, and memory that nobody may need.
+    # torch would write them all: seconds for a large pool, and memory that may not be needed.
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _LINE, dtype=np.uint8)
     start = -memory.ctypes.data % _LINE

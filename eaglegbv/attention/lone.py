@@ -1,10 +1,10 @@
-"""Attention of a lone request as operations of a graph: no layer calls back from compiled code.
+"""Attention of a single request as operations of a graph, so that compiled code need not leave it.
 
     q of a row     \
     keys[read]      >  scores + mask  ->  softmax  ->  values[read]
     rows' own k, v -> keys[written], values[written]
 
-All that depends on the request comes as tensors, so that one graph serves any text.
+All that depends on the request is passed as tensors, so that one graph serves any text.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 
 _LEAST_KEYS = 2
-"""Graphs take sizes of 0 and 1 for fixed."""
+"""Least number of keys, because compiled graphs treat sizes of 0 and 1 as constants."""
 
 _FEW_ROWS = 16
-"""Most rows: the masks of a long prompt would take more than its keys."""
+"""Most rows: the masks of a long prompt would take more memory than its keys."""
 
 
 class LoneKeys(NamedTuple):
-    """Where one request's rows find keys and values, in a layer of a pool.
+    """Where one request's rows find keys and values in a layer of a pool.
 
     Attributes:
         keys: ``[slots, kv_heads, head_dim]``, of the pool.
         values: ``[slots, kv_heads, head_dim]``, of the pool.
-        written: ``[rows]`` int64, slots of the rows' own.
-        read: ``[keys]`` int64, slots of all that any row may see.
-        mask: ``[rows, keys]`` in the pool's dtype, added to scores: 0 where a row sees a key, -inf
-            elsewhere.
+        written: ``[rows]`` int64, slots of the rows themselves.
+        read: ``[keys]`` int64, slots of all keys that any row may see.
+        mask: ``[rows, keys]`` in the pool's dtype, added to the scores: 0 where a row sees a key,
+            -inf elsewhere.
     """
 
     keys: Tensor
@@ -44,9 +44,9 @@ class LoneKeys(NamedTuple):
 
 
 def attends_alone(segments: Sequence[Segment], pool: KVPool) -> bool:
-    """Return whether this is for ``segments``: a token's rows or a tree's, on a CPU.
+    """Return whether this attention fits ``segments``: one token or one tree, on a CPU.
 
-    Elsewhere kernels attend over pages as they lie, and here keys are gathered.
+    On other devices, kernels read the pages in place, while this attention gathers the keys.
     """
     few = len(segments) == 1 and segments[0].num_new <= _FEW_ROWS
     return few and pool.keys.device.type == "cpu"
@@ -61,17 +61,17 @@ def lone_keys(segment: Segment, pool: KVPool, layer: int) -> LoneKeys:
     if seen is not None:
         mask.masked_fill_(~seen, -torch.inf)
     missing = _LEAST_KEYS - len(read)
-    if missing > 0:  # one slot more than once, seen once
+    if missing > 0:  # repeat a slot, which is seen only once
         read, mask = read.repeat(_LEAST_KEYS), pad(mask, (0, missing), value=-torch.inf)
     return LoneKeys(keys, values, segment.new_slots.clone(), read.clone(), mask)
 
 
 def path_keys(context: Tensor, slots: Tensor, pool: KVPool, layer: int) -> list[LoneKeys]:
-    """Return what the rows of a path attend to, which run one after another and see all before.
+    """Return what each row of a path attends to; rows run in sequence and see all earlier ones.
 
     Args:
-        context: ``[c]`` int64, one or more, slots of the committed tokens.
-        slots: ``[rows]`` int64, slots the rows take, in order.
+        context: ``[c]`` int64, c >= 1, slots of the committed tokens.
+        slots: ``[rows]`` int64, slots of the rows, in order.
         pool: Keys and values.
         layer: Index of the layer in the pool.
     """
@@ -90,7 +90,7 @@ def attend_lone(q: Tensor, k: Tensor, v: Tensor, *, over: LoneKeys, scale: float
     over.values.index_copy_(0, over.written, v)
     rows, _, head_dim = q.shape
     kv_heads = k.shape[1]
-    # The query heads of a key head become its rows: keys are read once for all of them.
+    # The query heads that share a key head become its rows, so keys are read once for all of them.
     grouped = q.view(rows, kv_heads, -1, head_dim).transpose(0, 1)
     sharing = grouped.shape[2]
     out = scaled_dot_product_attention(

@@ -1,7 +1,7 @@
-"""Attention within a compiled graph: one operation that nobody looks into.
+"""Attention within a compiled graph, as one opaque operation.
 
-It plans a batch on the host, which no graph can hold. Operations take tensors and numbers alone, so
-the forward it belongs to is said around the call.
+It plans a batch on the host, which a graph cannot contain. Operations take only tensors and
+numbers, so the call's attention is set in a context variable around the call.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from eaglegbv.operations import define
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """What one forward of a model carries down to every layer's attention."""
+    """The attention and the batch that a model's forward passes to every layer."""
 
     attention: PagedAttention
     batch: PackedBatch
@@ -35,7 +35,7 @@ _ATTEND: ContextVar[Callable[..., Tensor]] = ContextVar("eaglegbv_attend")
 
 @contextmanager
 def attending(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Have compiled code attend by ``attend``, which takes what :func:`attend_opaque` does."""
+    """Let compiled code attend with ``attend``, which is called as :func:`attend_opaque` is."""
     token = _ATTEND.set(attend)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How many tokens the KV pools of a target and its drafter hold: told, or from free memory."""
+"""How many tokens the KV pools of a target and its drafter hold: as given, or as memory allows."""
 
 import os
 import re
@@ -10,8 +10,8 @@ import torch
 from eaglegbv.errors import InvalidArgument
 
 ACCELERATOR_SHARE, CPU_SHARE = 0.8, 0.25
-"""Parts of free memory that pools take if nothing is said: the rest is for what a step computes,
-and, on a CPU, for others."""
+"""Shares of free memory that pools take by default. The rest is for what a step computes and, on a
+CPU, for other programs."""
 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _USED = Path("/sys/fs/cgroup/memory.current")
@@ -20,12 +20,13 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of pools whose slots have the same numbers.
+    """The size of the target's and the drafter's pool, which have the same slot numbers.
 
     Attributes:
-        slots: Number of slots; None where memory decides.
-        bytes: Bytes of all pools together; None for a part of free memory. Not beside ``slots``.
-        longest_texts: Texts of full length that are of use at once, if memory decides freely.
+        slots: Number of slots; None if memory decides.
+        bytes: Bytes of all pools together; None for a share of free memory. Excludes ``slots``.
+        longest_texts: How many texts of full length to make room for at most, if free memory
+            decides.
         beside: Bytes that a slot takes in the drafter's pool.
     """
 
@@ -40,7 +41,7 @@ class PoolSize:
 
     @classmethod
     def of(cls, size: "int | PoolSize") -> "PoolSize":
-        """Return the size of a number of slots; a size is returned as it is."""
+        """Return the size for a number of slots; a size is returned unchanged."""
         return size if isinstance(size, PoolSize) else cls(slots=size)
 
     def slots_of(
@@ -51,11 +52,11 @@ class PoolSize:
         Args:
             bytes_per_slot: Bytes that a slot takes in the target's pool.
             max_context: Length of the longest text.
-            least: Slots without which nothing works.
+            least: Least number of slots required.
             device: Where the pools will be.
 
         Raises:
-            InvalidArgument: They are too few.
+            InvalidArgument: There are too few slots.
         """
         if self.slots is not None:
             if self.slots < least:
@@ -65,7 +66,7 @@ class PoolSize:
         room = self.bytes
         if room is None:
             share = CPU_SHARE if device.type == "cpu" else ACCELERATOR_SHARE
-            # Beyond this no request could use a slot: trees and recalled steps are small.
+            # Further slots could never be used: trees and recalled steps are small.
             of_use = self.longest_texts * max_context + 4096
             room = min(int(share * free_memory(device)), of_use * each)
         if room < least * each:
@@ -75,16 +76,16 @@ class PoolSize:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on ``device``."""
+    """Return the number of free bytes on ``device``."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what PyTorch keeps for later is free too
+        torch.cuda.empty_cache()  # memory that PyTorch caches is free too
         return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([pages, *_limits()])
 
 
 def _limits() -> list[int]:
-    """Return what Linux says is available, and what a container may still take."""
+    """Return the bytes that Linux reports as available, and those a container may still take."""
     found: list[int] = []
     if _MEMINFO.is_file():
         available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())

@@ -1,12 +1,13 @@
 """Paged attention in plain PyTorch: the CPU's implementation, and the reference for any other.
 
-A small forward costs what its operations cost to launch, so a batch is planned once per forward
-and kind of layer, and a layer runs two writes, one fused attention, and two gathers unless the
-keys are a slice of the pool:
+The cost of a small forward is that of launching its operations. So a batch is planned once per
+forward and kind of layer, and a layer runs two writes and one fused attention, plus two gathers
+unless the keys are a slice of the pool:
 
-- the slots of a lone segment that fill a range exactly are read in place, in the pool's order;
-- otherwise keys are gathered into buffers that are kept (fresh memory costs more than the copy),
-  segments of similar size padded together.
+- if the slots of a single segment fill a range exactly, they are read in place, in the pool's
+  order;
+- otherwise keys are gathered into buffers that are reused (fresh memory costs more than the copy),
+  with segments of similar size padded together.
 
 A request never reads a slot it does not own, not even with weight zero: 0 * NaN is NaN.
 """
@@ -26,28 +27,28 @@ from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.transfer import send, upload
 
 _MAX_PADDED_SCORES = 1 << 24
-"""Most padded scores (segments x queries x keys) of a group of segments: bounds its mask."""
+"""Most padded scores (segments x queries x keys) of a group of segments, to bound its mask."""
 
 _MAX_GATHERED = 1 << 23
-"""Most bytes of keys and values of a group on a CPU: more would be gathered past its caches."""
+"""Most bytes of keys and values of a group on a CPU: more would not stay in its caches."""
 
 _KEY_SCORES = 4
-"""Scores that take as long as to gather a key and its value."""
+"""Number of scores that take as long as gathering a key and its value."""
 
 _FREE_PADDING = 1 << 12
-"""Scores that take as long as a further group's operations."""
+"""Number of scores that take as long as the operations of a further group."""
 
 _FEW_QUERIES = 16
-"""Most queries of a segment for which the query heads of a key head are attended to together."""
+"""Most queries of a segment for which query heads that share a key head are attended to jointly."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RowMap:
-    """Which packed rows a group's rectangle of queries holds.
+    """Which packed rows the padded rectangle of a group's queries holds.
 
     Attributes:
         gather: ``[segments * queries]`` int64, packed row of each query; padding repeats a row.
-        kept: ``[real queries]`` int64, places of the real queries in the rectangle.
+        kept: ``[real queries]`` int64, indices of the real queries in the rectangle.
         packed: ``[real queries]`` int64, their packed rows.
     """
 
@@ -62,14 +63,14 @@ class _Group:
 
     Attributes:
         segments: Number of segments.
-        queries: Padded queries of a segment.
-        row_map: Where the queries lie; None where they are the whole batch as it lies.
+        queries: Queries of a segment, including padding.
+        row_map: Packed rows of the queries; None if they are the whole batch in order.
         key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
         mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
-            None where every key is seen, or causal order holds.
-        causal: Plain causal order without a mask.
+            None if every key is seen, or in causal order.
+        causal: Whether the order is plainly causal, without a mask.
         row_mask: ``[segments, 1, queries * query heads of a key head, keys]``, ``mask`` for each of
-            those heads; None where ``mask`` is, the queries are many, or heads share no keys.
+            those heads; None if ``mask`` is None, the queries are many, or no heads share keys.
     """
 
     segments: int
@@ -82,14 +83,14 @@ class _Group:
 
     @property
     def few(self) -> bool:
-        """Whether the queries are those of a token or a tree, and not of a prompt."""
+        """Whether the queries are those of a token or a tree rather than of a prompt."""
         return self.queries <= _FEW_QUERIES and not self.causal
 
 
 class _Layer(NamedTuple):
-    """A layer's keys and values as they are written and as they are read: views of a pool.
+    """Views of a layer's keys and values, for writing and for reading.
 
-    Made once: to select them in every call took a tenth of a row's attention.
+    They are made once: selecting them in every call took a tenth of the time of a row's attention.
 
     Attributes:
         keys: ``[slots, kv_heads, head_dim]``.
@@ -117,7 +118,7 @@ class TorchPagedAttention(PagedAttention):
 
         Args:
             pool: Keys and values.
-            instead: Why faster attention does not; calls are then counted as fall-backs.
+            instead: Why this runs instead of faster attention; its calls then count as fall-backs.
         """
         self.pool = pool
         self._instead = instead
@@ -198,7 +199,7 @@ class TorchPagedAttention(PagedAttention):
         return _by_head(keys.view(shape)), _by_head(values.view(shape))
 
     def _grow_buffers(self, count: int) -> None:
-        # Not inference tensors, which could not be written outside inference mode later.
+        # Buffers must not be inference tensors: those cannot be written outside inference mode.
         with torch.inference_mode(mode=False):
             self._key_buffer = self._key_buffer.new_empty((2 * count, *self._key_buffer.shape[1:]))
             self._value_buffer = torch.empty_like(self._key_buffer)
@@ -210,14 +211,14 @@ def _by_head(part: Tensor) -> Tensor:
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float) -> Tensor:
-    """Attend; the group's rows are a rectangle of queries, ``[segments * queries, heads, dim]``."""
+    """Attend with a group's padded rectangle of queries, ``[segments * queries, heads, dim]``."""
     segments, queries = group.segments, group.queries
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
     if group.few and heads > kv_heads:
-        # The query heads of a key head become its rows: keys are read once for all of them. Of
-        # many queries they are read again for every 32 rows, and nothing is won.
-        if queries == 1:  # they stand in that order already
+        # Query heads that share a key head become its rows, so keys are read once for all of them.
+        # With many queries the keys are read again for every 32 rows, and nothing is gained.
+        if queries == 1:  # they are in that order already
             rows = q.view(segments, kv_heads, -1, head_dim)
         else:
             rows = _by_head(q.view(segments, queries, kv_heads, -1, head_dim)).flatten(2, 3)
@@ -246,7 +247,7 @@ def _attend_explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend likewise with soft-capped scores or sinks, which the fused operation lacks."""
+    """Attend as ``_attend_fused`` does, with soft-capped scores or sinks, which that lacks."""
     segments, queries = group.segments, group.queries
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -273,7 +274,7 @@ def _attend_explicit(
 
 
 def _plan(batch: PackedBatch, window: int | None, pool: KVPool, sharing: int) -> tuple[_Group, ...]:
-    """Plan for layers in which ``sharing`` query heads read a key head."""
+    """Plan for layers in which ``sharing`` query heads share a key head."""
     dtype = pool.keys.dtype
     if len(batch.segments) == 1:
         return (_plan_single(batch.segments[0], window, dtype, batch.slots.device, sharing),)
@@ -318,14 +319,14 @@ def _plan_single(
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: 0 where a key is seen, -inf elsewhere."""
+    """Return the mask to add to the scores: 0 where a key is seen, -inf elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def _group_segments(segments: Sequence[Segment], most_keys: int) -> list[list[int]]:
-    """Partition segments by similar size: to pad a group takes no longer than to split it.
+    """Partition segments by similar size, so that padding a group costs no more than splitting it.
 
-    Groups of several have at most ``most_keys`` keys, padding included.
+    A group of several segments has at most ``most_keys`` keys, padding included.
     """
     order = sorted(range(len(segments)), key=lambda i: (segments[i].num_new, segments[i].num_keys))
     groups: list[list[int]] = []
@@ -354,12 +355,12 @@ def _plan_padded(
     device = batch.slots.device
     key_slots: list[Tensor] = []
     for segment, own in zip(segments, counts, strict=True):
-        padding = segment.tree_slots[:1].expand(keys - own)  # any slot of the request itself
+        padding = segment.tree_slots[:1].expand(keys - own)  # any slot of the same request
         key_slots += (segment.context_slots, segment.tree_slots, padding)
     real = torch.arange(keys) < torch.tensor(counts).unsqueeze(1)
     seen = send(real, device).unsqueeze(1).repeat(1, queries, 1)
     for row, (segment, own) in enumerate(zip(segments, counts, strict=True)):
-        # Of the last keys, the pending ones or all: without a window no others are hidden.
+        # This covers the last keys: the pending ones, since only a window hides others, or all.
         last = segment.pending_mask() if window is None else segment.key_mask(window)
         if last is not None:
             seen[row, : segment.num_new, own - last.shape[1] : own] = send(last, device)
@@ -376,7 +377,7 @@ def _plan_padded(
 
 
 def _row_mask(mask: Tensor | None, sharing: int) -> Tensor | None:
-    """Return a group's mask for the rows of ``sharing`` query heads of each key head."""
+    """Return a group's mask for the rows of the ``sharing`` query heads of each key head."""
     if mask is None or sharing == 1 or mask.shape[2] > _FEW_QUERIES:
         return None
     return mask.unsqueeze(3).expand(-1, -1, -1, sharing, -1).flatten(2, 3)

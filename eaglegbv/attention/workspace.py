@@ -7,36 +7,36 @@ from eaglegbv.attention.flashinfer_kernels import Kernels
 from eaglegbv.attention.kv_pool import KVPool
 
 _WORKSPACE_BYTES = 128 << 20
-"""Least of what wrappers are given for partial results."""
+"""Least memory for partial results that wrappers get."""
 
 _WORKSPACE_SLACK = 8 << 20
-"""More than the least that they were found to need: they align parts of it."""
+"""Memory beyond what wrappers were found to need, because they align parts of it."""
 
 _WAVES = 2
-"""Blocks that a multiprocessor runs at once, by FlashInfer's count."""
+"""Blocks that a multiprocessor runs at once, as FlashInfer counts them."""
 
 _TILE = 128
-"""Query rows of a block at most."""
+"""Most query rows of a block."""
 
 _MIDDLE_TILE, _SMALL_TILE = 64, 16
-"""Query rows of a block where no request can have more; large heads have no more than the first."""
+"""Query rows of a block if no request has more; with large heads, at most the first of these."""
 
 _LARGE_HEAD = 256
-"""Head size from which on blocks have fewer rows."""
+"""Head size from which blocks have fewer rows."""
 
 
 class Workspace:
-    """One piece of memory for all wrappers over a pool: they run one after another.
+    """One piece of memory for all wrappers over a pool, since they run one after another.
 
-    Where more is needed than before, earlier wrappers keep what they were given.
+    When more is needed than before, earlier wrappers keep the memory they got.
     """
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
-        """Begin without memory.
+        """Start without memory.
 
         Args:
-            pool: Whose key heads, head size and device count.
-            kernels: Tells how many multiprocessors share the work.
+            pool: The pool; its key heads, head size and device count.
+            kernels: Knows how many multiprocessors share the work.
         """
         self._pool = pool
         self._kernels = kernels
@@ -48,7 +48,7 @@ class Workspace:
         Args:
             heads: Query heads.
             rows: Packed rows of a recorded batch; 0 for one that is not recorded.
-            requests: Its requests.
+            requests: Number of requests of that batch.
         """
         device = self._pool.keys.device
         kv_heads, head_dim = self._pool.keys.shape[2:]
@@ -61,7 +61,7 @@ class Workspace:
             requests=requests,
         )
         if needed > len(self._memory):
-            # By powers of two, so that those of earlier wrappers add up to no more than this one.
+            # With powers of two, the earlier pieces together are no larger than this one.
             size = 1 << (needed - 1).bit_length()
             with torch.inference_mode(mode=False):
                 self._memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -77,19 +77,20 @@ def workspace_bytes(
     rows: int = 0,
     requests: int = 0,
 ) -> int:
-    """Return what a wrapper needs at most for partial results (``scheduler.cuh`` of 0.6.18).
+    """Return the most bytes a wrapper needs for partial results (``scheduler.cuh`` of 0.6.18).
 
-    Keys are split among blocks, a tile of query rows each, the query heads of a key head being
-    rows. There are as many blocks as run at once, or what a recorded batch may have: every request
-    may begin a tile. A block keeps a vector, and the sum of its weights, for every query head.
+    Keys are split among blocks. Each block handles a tile of query rows, where the query heads of
+    a key head count as rows. There are as many blocks as run at once, or as a recorded batch may
+    have: every request may begin a tile. A block keeps a vector, and the sum of its weights, for
+    every query head.
 
     Args:
         heads: Query heads.
         kv_heads: Key heads.
-        head_dim: Their size.
+        head_dim: Size of a head.
         processors: Multiprocessors of the device.
         rows: Packed rows of a recorded batch; 0 for one that is not recorded.
-        requests: Its requests.
+        requests: Number of requests of that batch.
     """
     group = heads // kv_heads
     tile = _tile((rows - requests + 1) * group, head_dim) if rows else _TILE
@@ -101,9 +102,10 @@ def workspace_bytes(
 
 
 def _tile(longest: int, head_dim: int) -> int:
-    """Return the query rows of a block where no request has more than ``longest`` (``utils.cuh``).
+    """Return the query rows of a block if no request has more than ``longest`` (``utils.cuh``).
 
-    Of a recorded batch that is told by its rows, as if all other requests had one.
+    For a recorded batch, FlashInfer derives ``longest`` from its rows, as if every other request
+    had one row.
     """
     if longest <= _SMALL_TILE:
         return _SMALL_TILE
