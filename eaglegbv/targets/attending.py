@@ -1,4 +1,4 @@
-"""How transformers' layers reach the paged attention: under two names, as they are and compiled."""
+"""Attention functions for transformers' layers: one for uncompiled and one for compiled models."""
 
 from collections.abc import Callable
 from typing import TypedDict, Unpack
@@ -10,14 +10,14 @@ from eaglegbv.attention.opaque import PagedCall, attend_opaque
 from eaglegbv.errors import ModelNotSupported
 
 PLAIN = "eaglegbv_paged"
-"""Name of the attention function of a model that runs as it is."""
+"""Name of the attention function of an uncompiled model."""
 
 COMPILED = "eaglegbv_paged_opaque"
-"""Name of that of a model that is compiled."""
+"""Name of the attention function of a compiled model."""
 
 
 class _Settings(TypedDict, total=False):
-    """What a layer says of its attention, under transformers' names; the rest is not for us."""
+    """Settings that a layer passes to its attention, by transformers' names; others are ignored."""
 
     scaling: float | None
     sliding_window: int | None

@@ -1,4 +1,4 @@
-"""What every target is: next-token logits, and features for the drafter, of packed segments."""
+"""Interface of targets: next-token logits, and features for the drafter, of packed segments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -40,17 +40,17 @@ class FeatureSpec:
 
     @classmethod
     def none(cls) -> Self:
-        """No features."""
+        """Return a specification without features."""
         return cls(FeatureKind.NONE)
 
     @classmethod
     def final(cls) -> Self:
-        """The final normed hidden state: ``[rows, hidden_size]``."""
+        """Return the specification of the final normed hidden state, ``[rows, hidden_size]``."""
         return cls(FeatureKind.FINAL)
 
     @classmethod
     def layer_inputs(cls, layers: Sequence[int]) -> Self:
-        """The inputs of ``layers``, concatenated: ``[rows, len(layers) * hidden_size]``."""
+        """Specify the concatenated inputs of ``layers``: ``[rows, len(layers) * hidden_size]``."""
         return cls(FeatureKind.LAYERS, tuple(layers))
 
     def width(self, hidden_size: int) -> int:
@@ -71,7 +71,7 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What one forward computes. It is valid until the next forward, which may overwrite it.
+    """Result of a forward. It is valid until the next forward, which may overwrite it.
 
     Attributes:
         logits: ``[rows asked for, vocab]`` float32, not warped.
@@ -83,7 +83,7 @@ class TargetOutput:
     features: Tensor | None
 
     def of_rows(self, rows: Tensor) -> Self:
-        """Keep the logits of some rows, ``[rows]`` int64 on the host: often all, in order."""
+        """Keep the logits of some rows, ``[rows]`` int64 on the host."""
         if len(rows) == len(self.logits) and torch.equal(rows, torch.arange(len(rows))):
             return self
         return replace(self, logits=self.logits.index_select(0, send(rows, self.logits.device)))
@@ -97,8 +97,8 @@ class Target(ABC):
         hidden_size: Width of a hidden state.
         num_layers: Number of decoder layers.
         max_context: Most positions the model handles.
-        dtype: Type of weights, keys and features.
-        device: Where everything lives.
+        dtype: Dtype of weights, keys and features.
+        device: Device of the model and its KV pool.
         eos_token_ids: Tokens that end a text.
         features: What :meth:`forward` captures, fixed when the target is built.
         allocator: Owner of the slots, shared with the drafter's pool.
@@ -116,7 +116,7 @@ class Target(ABC):
 
     @property
     def graph_counts(self) -> Mapping[str, int]:
-        """Forwards by whether a recording was replayed, or why not; empty where none is made."""
+        """Number of forwards that replayed a recording, or by why not; empty without recordings."""
         return {}
 
     @property
@@ -138,10 +138,10 @@ class Target(ABC):
         Args:
             segments: One per request; their slots must be taken from :attr:`allocator`.
             logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted (a prefill needs
-                its last row only); None for all.
+                only its last row); None for all rows.
 
         Raises:
-            InvalidArgument: There is no segment.
+            InvalidArgument: ``segments`` is empty.
         """
 
     @property

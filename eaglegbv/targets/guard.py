@@ -1,11 +1,11 @@
-"""Proof, when a target is built, that a transformers model honours the paged attention.
+"""Check, when a target is built, that a transformers model honours the paged attention.
 
-Some models never call the attention function they are given, some drop its arguments; their logits
-would be plausible and wrong. So a model must
+Some models never call the attention function they are given, and some drop its arguments; their
+logits would be plausible and wrong. So a model must
 
 1. call the function once in every layer, with the sliding window its configuration names;
-2. give a packed forward of two draft trees the logits and features of the plain model, path by
-   path.
+2. return, for a packed forward of two draft trees, the logits and features that the plain model
+   returns path by path.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from eaglegbv.errors import ModelNotSupported
 from eaglegbv.targets.base import FeatureKind, FeatureSpec, Target, TargetOutput
 
 MIN_SLOTS = 32
-"""Slots the check needs."""
+"""Number of slots the check needs."""
 
 _TOLERANCE = 1e-4
 _LOW_PRECISION_TOLERANCE = 5e-2
-"""Largest difference allowed, as a part of the largest value; the second for bfloat16 and float16.
-A model whose attention goes elsewhere misses them by far: its nodes see their siblings."""
+"""Largest difference allowed, as a fraction of the largest value; the second is for bfloat16 and
+float16. A model that attends in another way misses them by far: its nodes see their siblings."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A prompt and a draft tree behind it: tokens before the root, and each node's parent."""
+    """A prompt and a draft tree after it: tokens before the root, and each node's parent."""
 
     prompt: int
     parents: tuple[int, ...]
@@ -44,14 +44,14 @@ _SAMPLES = (_Sample(5, (0, 0, 0, 1, 1, 2)), _Sample(2, (0, 0, 1, 1)))
 
 
 def _tokens(sample: _Sample, vocab_size: int) -> list[int]:
-    """Return arbitrary tokens for the prompt and the nodes, different ones where possible."""
+    """Return arbitrary tokens for the prompt and the nodes, all different if possible."""
     count = sample.prompt + len(sample.parents)
     return [(7919 * (sample.prompt + i) + 13) % vocab_size for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asked of attention."""
+    """The attention that one layer asked for."""
 
     layer: int
     kv_heads: int
@@ -61,14 +61,14 @@ class LayerCall:
 
 
 class Probe(PagedAttention):
-    """Attention of a lone first token, which sees itself only; notes what each layer asks for."""
+    """Attention of a single first token, which sees only itself; records each layer's call."""
 
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
 
     @staticmethod
     def segment() -> Segment:
-        """Return the lone token's segment."""
+        """Return the segment of that token."""
         zero = torch.zeros(1, dtype=torch.int64)
         return Segment.causal(zero, zero[:0], zero)
 
@@ -96,8 +96,8 @@ def check_layers(
     """Check the calls of one probing forward.
 
     Raises:
-        ModelNotSupported: A layer did not call, layers differ in shape, or a window differs from
-            the configuration's.
+        ModelNotSupported: A layer did not call the function, layers differ in shape, or a window
+            differs from the configuration's.
     """
     layers = [call.layer for call in calls]
     if layers != list(range(config.num_hidden_layers)):
@@ -131,7 +131,7 @@ def _reach(window: int | None, max_context: int) -> int:
 
 
 def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
-    """Return what the plain model gives at every node of the sample trees, path by path."""
+    """Return the plain model's output at every node of the sample trees, path by path."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
     width = max(s.prompt + len(s.parents) for s in _SAMPLES)
     texts: list[list[int]] = []
@@ -142,7 +142,7 @@ def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput
         for node in range(len(nodes)):
             text = prompt + [nodes[i] for i in sample.path(node)]
             ends.append(len(text) - 1)
-            texts.append(text + [0] * (width - len(text)))  # nothing sees what comes later
+            texts.append(text + [0] * (width - len(text)))  # no token sees the padding after it
     with torch.no_grad():
         out = model(
             input_ids=torch.tensor(texts, device=model.device),
@@ -166,7 +166,7 @@ def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
         ModelNotSupported: Logits or features differ from ``expected`` by more than rounding.
     """
     taken = target.allocator.allocate(MIN_SLOTS)
-    slots = taken.flip(0)  # no order of slots may matter
+    slots = taken.flip(0)  # the order of slots must not matter
     prefills: list[Segment] = []
     trees: list[Segment] = []
     start = 0

@@ -1,9 +1,9 @@
 """Any transformers decoder-only model as a target, through its AttentionInterface.
 
-The model's own code runs unchanged (norms, rotary embedding, experts, soft-capped logits); only
-attention is ours, and products with weights are computed another way (:mod:`eaglegbv.joining`).
-The forward in progress reaches attention as a keyword argument, so nothing global says which
-request or which pool is meant.
+The model's own code runs unchanged (norms, rotary embedding, experts, soft-capped logits). Only
+attention is replaced, and products with weights are computed in another way
+(:mod:`eaglegbv.joining`). The forward in progress is passed to attention as a keyword argument, so
+no global state says which request or which pool is meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +51,8 @@ from eaglegbv.transfer import send
 class HFTarget(Target):
     """A transformers causal language model over a paged KV pool.
 
-    A model that does not go through the attention interface would be silently wrong, so a target
-    proves itself when it is built (see :mod:`eaglegbv.targets.guard`).
+    A model that bypasses the attention interface would be silently wrong, so a target checks itself
+    when it is built (see :mod:`eaglegbv.targets.guard`).
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class HFTarget(Target):
 
         Args:
             model: A decoder-only model.
-            features: What :meth:`forward` captures; None for nothing.
-            max_slots: Tokens the KV pool holds, all requests together, or what that follows from.
+            features: What :meth:`forward` captures; by default nothing.
+            max_slots: Tokens the KV pool holds, all requests together, or how to derive them.
             attention: Makes the attention over a pool.
-            compile_backend: Compile the model up to its last norm by this backend of
-                ``torch.compile``, such as ``"inductor"``, now; None runs it as it is.
+            compile_backend: Backend of ``torch.compile``, such as ``"inductor"``, with which the
+                model is compiled now, up to its last norm; None runs it uncompiled.
             graphs: Whether forwards of draft trees are recorded and replayed.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
-            InvalidArgument: ``features`` names a layer the model lacks, ``max_slots`` is too
-                small, there is no such backend or it makes no single graph of the model, or graphs
+            InvalidArgument: ``features`` names a layer the model lacks; ``max_slots`` is too small;
+                the backend does not exist or cannot make a single graph of the model; or graphs
                 cannot be recorded here.
         """
         size = PoolSize.of(max_slots)
-        _check_supported(model, size)  # before anything is computed
+        _check_supported(model, size)  # fail before anything is computed
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
         self._read_sizes()
         self.features = FeatureSpec.none() if features is None else features
@@ -95,7 +95,7 @@ class HFTarget(Target):
         self._compiled = False
         generates = can_generate(compile_backend, dtype=self.dtype, device=self.device)
         layer = self._prepare_products(generated=model.base_model if generates else None)
-        # Where forwards are padded, padding writes to a slot of the pool that nobody owns.
+        # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
         slots = self._usable_slots(size, layer, spare)
         self.allocator = SlotAllocator(slots)
@@ -109,8 +109,8 @@ class HFTarget(Target):
             self._prove(expected)
         self._static = self._static_forward(graphs)
         if self._static is not None:
-            self._prove(expected)  # recorded
-            self._prove(expected)  # replayed
+            self._prove(expected)  # this forward is recorded
+            self._prove(expected)  # this one is replayed
             self._static.counts.clear()
 
     def _read_sizes(self) -> None:
@@ -125,7 +125,7 @@ class HFTarget(Target):
         self.eos_token_ids = _eos_token_ids(self.model)
 
     def _prepare_products(self, *, generated: nn.Module | None) -> LayerCall:
-        """Join and pack the model's products, and return what its first layer asks of attention.
+        """Join and pack the model's products, and return its first layer's call of attention.
 
         Args:
             generated: The part of the model whose products a compiler generates, or None.
@@ -143,8 +143,8 @@ class HFTarget(Target):
     def _usable_slots(self, size: PoolSize, layer: LayerCall, spare: int) -> int:
         """Return the number of slots for requests; the pool has ``spare`` more.
 
-        A given number is that of slots for requests; where memory decides, the spare ones are among
-        those it has room for.
+        A given number counts only the slots for requests. If memory decides, it has to hold the
+        spare ones too.
         """
         included = spare if size.slots is None else 0
         fitting = size.slots_of(
@@ -254,24 +254,24 @@ class HFTarget(Target):
     def _compile(self, backend: str) -> None:
         """Compile the model up to its last norm, for one row and for any number of rows.
 
-        The output layer stays outside: it computes as many logits as a step asks for, and zero, one
-        and many rows would each need a separate graph.
+        The output layer is not compiled: it computes as many logits as a step asks for, and zero,
+        one and many rows would each need a separate graph.
 
         Raises:
-            InvalidArgument: There is no such backend, or the model cannot be one graph, or its head
-                calls another part of it.
+            InvalidArgument: The backend does not exist, the model cannot be a single graph, or its
+                head calls another part of it.
         """
         check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
-        # Models are not ours: one may branch by the number of rows, which not all graphs look at.
+        # A model's code may branch by the number of rows, which not all graphs check.
         kind = _single if backend == FLAT else None
         base.forward = compiled_by_kind(base.forward, backend, kind)
         self._compiled = True
         calls: list[object] = []
         counting = base.register_forward_pre_hook(lambda *_: calls.append(None))
         try:
-            self._probe(Probe())  # one row; the check of the target has several
+            self._probe(Probe())  # one row; the target's check has several
         except Unsupported as error:
             reason = str(error).strip().splitlines()[0]
             expected = f"none for {type(self.model).__name__}, which is not one graph ({reason})"
@@ -302,8 +302,8 @@ def load_config(
 
     Args:
         model: Folder or hub name.
-        revision: Of a hub model; None for the newest.
-        trust_remote_code: Whether the model's repository may bring code of its own.
+        revision: Revision of a hub model; None for the newest.
+        trust_remote_code: Whether to run code from the model's repository.
 
     Raises:
         InvalidArgument: There is no such model.
@@ -332,7 +332,7 @@ def _load_weights(
     model: str | Path, config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     try:
-        # Annotated as the model alone, though it comes with the report asked for.
+        # The annotation names only the model, though the loading report comes with it.
         opened: Any = AutoModelForCausalLM.from_pretrained(
             model,
             config=config,
@@ -346,7 +346,7 @@ def _load_weights(
             "model", str(model), f"weights of a causal language model ({reason})"
         ) from error
     loaded, report = opened
-    # transformers would go on with random numbers in their place.
+    # transformers would continue with random numbers in their place.
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])[:4]
         raise ModelNotSupported(
@@ -365,12 +365,12 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _single(input_ids: Tensor, *_: object, **__: object) -> bool:
-    """Return whether a forward has one row: the kinds a compiled model tells apart."""
+    """Return whether a forward has one row, which decides between a compiled model's graphs."""
     return input_ids.shape[1] == 1
 
 
 def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:
-    """Raise where a model cannot be driven, or a given number of slots is too small to prove it."""
+    """Raise if the engine cannot drive a model, or if given slots are too few to check it."""
     if size.slots is not None and size.slots < MIN_SLOTS:
         raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
     if model.config.is_encoder_decoder or not model._supports_attention_backend:
@@ -382,9 +382,9 @@ def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:
 
 
 def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
-    """Return the numbers of the hidden states captured, as transformers counts them.
+    """Return the indices of the captured hidden states, as transformers counts them.
 
-    They are outputs of layers; the last layer's is normed.
+    These states are outputs of layers; the last layer's is normed.
     """
     match features.kind:
         case FeatureKind.NONE:
@@ -399,9 +399,10 @@ def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: 
 
 @torch.no_grad()
 def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
-    """Return how many hidden states come before the first layer's, where only some are asked for.
+    """Return how many hidden states precede the first layer's output when only some are requested.
 
-    Transformers before 5.23 counts none; later versions count the embedding, as among all states.
+    Transformers before 5.23 counts none; later versions count the embedding, as they do when all
+    states are requested.
     """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
@@ -409,10 +410,10 @@ def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
 
 
 def _max_context(config: PreTrainedConfig) -> int:
-    """Return the most positions whose rotary embedding does not depend on the text's length.
+    """Return the most positions for which the rotary embedding does not depend on text length.
 
-    Beyond it "dynamic" and "longrope" scaling change the keys of all earlier tokens, which a cache
-    of keys cannot follow.
+    Beyond it, "dynamic" and "longrope" scaling change the keys of all earlier tokens, which a KV
+    cache cannot follow.
     """
     facts = config.to_dict()
     limit = int(config.max_position_embeddings)

@@ -3,9 +3,9 @@
     rows      [ tree | tree | ... ][ padding ]
     requests    0      1             one-row padding requests; the last takes all remaining rows
 
-Rows that pad write to a scratch slot behind those of the allocator, and see themselves alone. So
-nothing that a request holds is touched, and nothing of it depends on how it was padded, but for
-rounding: products of more rows may add up in another order.
+Padding rows write to a scratch slot after those of the allocator, and see only themselves. So they
+touch nothing that a request holds, and a request's results do not depend on its padding, except for
+rounding: products of more rows may be summed in another order.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class StaticForward:
     """Forwards of trees over static buffers, one recording for each bucket that occurs.
 
     Attributes:
-        counts: Forwards by what became of them: ``replayed``, or why they ran as they are.
+        counts: Number of forwards that were ``replayed``, or by the reason why they were not.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class StaticForward:
         max_context: int,
         device: torch.device,
     ) -> None:
-        """Begin with nothing recorded.
+        """Start with nothing recorded.
 
         Args:
             run: The forward, with logits of all rows.
-            attention: What it attends with, over a pool that has the scratch slot.
-            recorder: Makes work repeatable.
-            scratch_slot: A slot nobody owns.
+            attention: The attention it uses, over a pool that has the scratch slot.
+            recorder: Records work for replay.
+            scratch_slot: A slot without an owner.
             max_context: Most positions of a text.
-            device: Where the model is.
+            device: Device of the model.
         """
         self.counts: Counter[str] = Counter()
         self._run = run
@@ -67,7 +67,7 @@ class StaticForward:
         self._refused: dict[Bucket, str] = {}
 
     def forward(self, segments: Sequence[Segment]) -> TargetOutput | None:
-        """Score the segments' new tokens; None where they have to run as they are.
+        """Score the segments' new tokens; return None if they must run without a recording.
 
         The result is overwritten by the next forward.
         """
@@ -115,7 +115,7 @@ class StaticForward:
         return work
 
     def _pads(self, bucket: Bucket, segments: Sequence[Segment]) -> list[Segment]:
-        """Return the requests that fill a bucket up."""
+        """Return the padding requests that fill up a bucket."""
         spare = bucket.rows - sum(segment.num_new for segment in segments)
         lone = bucket.requests - len(segments)
         return [self._pad(1)] * lone + [self._pad(spare - lone)]
@@ -127,7 +127,7 @@ class StaticForward:
 
 
 class _Recorded:
-    """Static buffers of a bucket, and what computes over them."""
+    """Static buffers of a bucket, and the attention and recording that use them."""
 
     def __init__(self, bucket: Bucket, attention: StaticAttention, device: torch.device) -> None:
         self.attention = attention
@@ -139,7 +139,7 @@ class _Recorded:
             )
 
     def load(self, segments: Sequence[Segment]) -> None:
-        """Copy a step's numbers into the buffers, and plan its attention."""
+        """Copy a step's inputs into the buffers, and plan its attention."""
         for buffer, parts in (
             (self._token_ids, [segment.token_ids for segment in segments]),
             (self._positions, [segment.positions for segment in segments]),
@@ -153,7 +153,7 @@ class _Recorded:
 
 
 class _Results:
-    """Where all buckets leave their results: one of the largest size."""
+    """Buffers of the largest size, in which the forwards of all buckets leave their results."""
 
     def __init__(self, logits: Tensor, features: Tensor | None) -> None:
         self._logits = logits
@@ -161,7 +161,7 @@ class _Results:
 
     @classmethod
     def like(cls, output: TargetOutput) -> "_Results":
-        """Make room for results of the largest bucket of the same kind."""
+        """Make buffers for results like ``output``, as large as for the largest bucket."""
 
         def room(rows: Tensor) -> Tensor:
             return rows.new_empty((MAX_ROWS, *rows.shape[1:]))
@@ -171,13 +171,13 @@ class _Results:
             return cls(room(output.logits), features)
 
     def take(self, output: TargetOutput) -> None:
-        """Copy a forward's results here."""
+        """Copy a forward's results into the buffers."""
         rows = len(output.logits)
         self._logits[:rows].copy_(output.logits)
         if self._features is not None and output.features is not None:
             self._features[:rows].copy_(output.features)
 
     def first(self, rows: int) -> TargetOutput:
-        """Return the first rows, where they lie."""
+        """Return the first rows, as views of the buffers."""
         features = None if self._features is None else self._features[:rows]
         return TargetOutput(self._logits[:rows], features)

@@ -1,7 +1,7 @@
 """An exact toy target: the next token's law is a table over the last few tokens.
 
 Its laws are known in closed form, so tests can compare what an engine emits with the exact joint
-law, and the table of tokens by slot stands in for a KV pool: a slot freed too early, or a tree node
+law. A table of tokens by slot takes the place of a KV pool: a slot freed too early, or a tree node
 that sees its sibling, changes the law.
 """
 
@@ -19,10 +19,10 @@ _MAX_STATES = 1 << 20
 
 
 class TabularTarget(Target):
-    """Random logits for every state, a state being the last ``order`` tokens.
+    """Random logits for every state, where a state is the last ``order`` tokens.
 
-    A state's features are a random vector f, and its logits W f for one random output matrix W, so
-    that heads which share the output layer have something true to learn from.
+    A state's features are a random vector f, and its logits are W f with one random output matrix
+    W. So heads that share the output layer have a true relation to learn.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class TabularTarget(Target):
 
         Args:
             vocab_size: Number of tokens, at least 2.
-            order: Tokens a law depends on; those before the text's start count as a further token.
+            order: Tokens a law depends on; positions before the text's start count as one more
+                token.
             seed: Seed of the tables.
-            scale: Standard deviation of the logits: larger is more peaked.
+            scale: Standard deviation of the logits; larger values give more peaked laws.
             hidden_size: Width of a state's features.
             max_context: Most positions.
             max_slots: Number of slots.
@@ -52,7 +53,8 @@ class TabularTarget(Target):
             features: ``final``, or None for no features.
 
         Raises:
-            InvalidArgument: A size is out of range, or features are asked of layers (it has none).
+            InvalidArgument: A size is out of range, or features of layers are requested, which the
+                target lacks.
         """
         if vocab_size < 2:
             raise InvalidArgument("vocab_size", vocab_size, "an integer of at least 2")
@@ -106,7 +108,7 @@ class TabularTarget(Target):
             here = key_positions == (segment.positions - back).unsqueeze(1)
             if seen is not None:
                 here &= seen
-            # One visible token at most stands at a position; none before the text's start.
+            # At most one visible token is at each position, and none before the text's start.
             found = torch.where(here.any(1), tokens[here.int().argmax(1)], self.vocab_size)
             state = state * (self.vocab_size + 1) + found
         return state
