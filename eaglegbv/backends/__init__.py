@@ -1,1 +1,1 @@
-"""Other runtimes that serve with this project's draft trees and verifiers."""
+"""Other runtimes that can serve with this project's draft trees and verifiers."""

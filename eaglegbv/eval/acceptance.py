@@ -13,7 +13,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         forwards: Decoding forwards of the target.
-        by_depth: Entry d - 1: forwards that accepted d tokens or more.
+        by_depth: Entry d - 1 is the number of forwards that accepted at least d tokens.
     """
 
     forwards: int
@@ -35,7 +35,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def pooled(cls, parts: "Sequence[Acceptance]", depth: int) -> Self:
-        """Add counts up, each of ``depth`` entries."""
+        """Add up counts, each of ``depth`` entries."""
         columns = zip([0] * depth, *(part.by_depth for part in parts), strict=True)
         return cls(
             forwards=sum(part.forwards for part in parts),
@@ -54,5 +54,5 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Share of the forwards that accepted d tokens or more; they add up to the length."""
+        """Shares of the forwards that accepted at least d tokens; their sum is the length."""
         return tuple(count / max(1, self.forwards) for count in self.by_depth)

@@ -1,4 +1,4 @@
-"""The exact audit: a verifier's output law on random tiny problems, by enumeration."""
+"""The exact audit: a verifier's output law on random tiny problems, computed by enumeration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,24 +27,24 @@ from eaglegbv.verifiers.reference.registry import REFERENCES
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 
 MOST_TREES = 20_000
-"""Draft trees of one problem that are listed at most."""
+"""Most draft trees of one problem that are listed."""
 
 MOST_LP_ENTRIES = 5_000_000
-"""Entries of the linear program's matrix at most; above, the optimum is left out."""
+"""Most entries of the linear program's matrix; with more, the optimum is not computed."""
 
 HUB_PATHS = 2
-"""SpecHub draws pairs."""
+"""Number of paths of SpecHub, which drafts pairs."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How large an audit is.
+    """Sizes of an audit.
 
     Attributes:
-        vocab: Tokens.
+        vocab: Number of tokens.
         depth: Length of a path, L.
-        paths: Paths of an ``iid`` tree, K; children of every node for the other laws.
-        instances: Random problems.
-        iterations: Steps in a row, with the state of stateful verifiers carried along.
+        paths: Paths of an ``iid`` tree, K; for the other laws, children of every node.
+        instances: Number of random problems.
+        iterations: Steps in a row, between which stateful verifiers keep their state.
         seed: Seed of the problems.
 
     Raises:
@@ -74,17 +74,17 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Size of one problem."""
+        """Sizes of one problem."""
         return Shape(self.vocab, self.depth, self.paths)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit found.
+    """Result of an audit.
 
     Attributes:
         verifier: Name of the verifier.
         law: The draft law.
-        instances: Random problems.
+        instances: Number of random problems.
     """
 
     verifier: str
@@ -92,22 +92,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
 
     def passed(self, tolerance: float) -> bool:
-        """Return whether nothing speaks against the verifier; ``tolerance`` is of exact errors."""
+        """Return whether the verifier passed; ``tolerance`` limits the error of exact audits."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, str]:
-        """Return what was measured, for a reader: name of the figure -> its value."""
+        """Return the measured figures as text, by name."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject(ABC):
-    """A verifier under audit, and what it claims.
+    """A verifier under audit, and its claims.
 
     Attributes:
-        name: Its name.
-        laws: Draft laws it claims to be lossless for.
-        default_law: The one to audit where none is named.
+        name: Name of the verifier.
+        laws: Draft laws for which it claims to be lossless.
+        default_law: The law to audit if none is named.
         max_paths: Most paths it can use; ``None`` for any number.
     """
 
@@ -117,7 +117,7 @@ class Subject(ABC):
     max_paths: int | None = None
 
     def fitting_paths(self, law: Law, paths: int) -> int:
-        """Return as many of ``paths`` as the verifier and the law take."""
+        """Return ``paths``, or the most that the verifier and the law allow."""
         if law is Law.HUB:
             return HUB_PATHS
         return paths if self.max_paths is None else min(paths, self.max_paths)
@@ -126,7 +126,7 @@ class Subject(ABC):
         """Check that the verifier claims to be lossless for ``law``, and that trees can be listed.
 
         Raises:
-            LawMismatch: It makes no claim for this law or number of paths.
+            LawMismatch: The verifier makes no claim for this law or number of paths.
             InvalidArgument: There are too many draft trees.
         """
         if law not in self.laws:
@@ -147,24 +147,26 @@ class Subject(ABC):
     def audit(
         self, law: Law, sizes: Sizes, on_instance: Callable[[float], None] | None = None
     ) -> Result:
-        """Audit the verifier on drafts of ``law``; ``on_instance`` hears of each problem's figure.
+        """Audit the verifier on drafts of ``law``.
+
+        ``on_instance`` is called with the figure of each problem.
 
         Raises:
-            LawMismatch: It makes no claim for this law or number of paths.
+            LawMismatch: The verifier makes no claim for this law or number of paths.
             InvalidArgument: The problems are too large.
         """
 
 
 class AuditResult(Result, frozen=True, kw_only=True):
-    """What an exact audit found.
+    """Result of an exact audit.
 
     Attributes:
         max_abs_error: Largest deviation, over all problems and texts of ``depth + 1`` tokens, of
             the text's probability from the target's.
         block_efficiency: Mean over the problems of the expected tokens committed by one step.
-        lp_optimum: Mean of the largest block efficiency any lossless step can have (GBV, Theorem
+        lp_optimum: Mean of the largest block efficiency that a lossless step can have (GBV, Theorem
             4.3); None where the linear program is too large. A rule that leaves a modified target
-            behind may lie above it: it borrows from later steps.
+            may exceed it, because it borrows from later steps.
         seconds: Wall time.
     """
 
@@ -189,7 +191,7 @@ class AuditResult(Result, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactSubject(Subject):
-    """A verifier whose reference implementation is enumerated.
+    """A verifier whose reference implementation is audited by enumeration.
 
     Attributes:
         verify: The reference implementation.
@@ -200,11 +202,11 @@ class ExactSubject(Subject):
     def audit(
         self, law: Law, sizes: Sizes, on_instance: Callable[[float], None] | None = None
     ) -> AuditResult:
-        """Enumerate the law of what the verifier writes on random problems.
+        """Enumerate the law of the texts that the verifier writes on random problems.
 
-        The steps' texts are completed by the (modified) target, and the law of the first
-        ``depth + 1`` tokens, within which every debt of a first step falls due, is compared with
-        the target's. ``on_instance`` is told each problem's error.
+        The (modified) target completes the steps' texts. The law of the first ``depth + 1`` tokens,
+        within which every debt of a first step falls due, is compared with the target's.
+        ``on_instance`` is called with each problem's error.
         """
         self.check(law, sizes.shape)
         start = perf_counter()
@@ -233,7 +235,7 @@ class ExactSubject(Subject):
 
 
 def package_subjects() -> dict[str, ExactSubject]:
-    """Return all of the package's verifiers by name."""
+    """Return all verifiers of the package by name."""
     rules: Mapping[str, type[Rule]] = {**VERIFIERS, **STATEFUL_VERIFIERS}
     return {
         name: ExactSubject(
@@ -248,7 +250,7 @@ def package_subjects() -> dict[str, ExactSubject]:
 
 
 def committed(states: Mapping[ModifiedTarget, Number]) -> float:
-    """Return the expected number of tokens written, given the law of the states."""
+    """Return the expected number of tokens committed, given the law of the states."""
     return float(sum(mass * len(state.context) for state, mass in states.items()))
 
 
@@ -259,7 +261,7 @@ def optimal_block_efficiency(problem: Problem) -> float:
 
 
 def count_trees(law: Law, shape: Shape) -> int:
-    """Return how many draft trees have positive probability at most."""
+    """Return the largest possible number of draft trees of positive probability."""
     vocab, paths = shape.vocab, shape.paths
     if law is Law.IID:
         return int(vocab ** (paths * shape.length))

@@ -1,4 +1,4 @@
-"""Random tiny problems for an audit: pairs of laws that reach every corner of a verifier."""
+"""Random tiny problems for an audit: pairs of laws that cover all special cases of a verifier."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,31 +21,31 @@ NEARNESS = 0.9
 
 
 def random_weights(rng: np.random.Generator, vocab: int) -> Weights:
-    """Return a law, all laws being alike."""
+    """Return a law drawn uniformly from all laws."""
     return rng.dirichlet(np.ones(vocab))
 
 
 def weights_with_zeros(rng: np.random.Generator, vocab: int) -> Weights:
-    """Return weights of which two of five are 0, never all."""
+    """Return weights of which two in five, but never all, are 0."""
     kept = rng.random(vocab) < 0.6
     kept[rng.integers(vocab)] = True
     return random_weights(rng, vocab) * kept
 
 
 def tied_weights(rng: np.random.Generator, vocab: int) -> Weights:
-    """Return multiples of 1/8: ratios p/q tie exactly, and are often 0, 1 or infinite."""
+    """Return multiples of 1/8: ratios p/q often tie exactly, and are often 0, 1 or infinite."""
     return rng.multinomial(EIGHTHS, np.full(vocab, 1 / vocab)) / EIGHTHS
 
 
 def point_mass(rng: np.random.Generator, vocab: int) -> Weights:
-    """Return all mass on one token."""
+    """Return weights with all mass on one token."""
     weights = np.zeros(vocab)
     weights[rng.integers(vocab)] = 1.0
     return weights
 
 
 def _disjoint(rng: np.random.Generator, p: Weights) -> Weights:
-    """Off the target's support; anywhere if that is the whole vocabulary."""
+    """Return weights off the target's support, or anywhere if that is the whole vocabulary."""
     off = random_weights(rng, len(p)) * (p == 0)
     return off if off.sum() > 0 else random_weights(rng, len(p))
 
@@ -67,7 +67,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "one_hot": point_mass,
     }
 )
-"""How a target's law is drawn at a prefix."""
+"""Functions that draw a target's law at a prefix, by kind."""
 
 DRAFTS: Mapping[str, Draft] = MappingProxyType(
     {
@@ -80,15 +80,15 @@ DRAFTS: Mapping[str, Draft] = MappingProxyType(
         "one_hot": lambda rng, p: point_mass(rng, len(p)),
     }
 )
-"""How a draft law is drawn, given the target's law at the same prefix."""
+"""Functions that draw a draft law, given the target's law at the same prefix, by kind."""
 
 ROUND = ("random", "zeros", "random", "ties", "one_hot")
-"""The order of target kinds: two of five are positive everywhere."""
+"""Order of target kinds in a round; two in five are positive everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomTarget:
-    """A target whose law at every prefix is drawn on demand: a function of its fields alone."""
+    """A target whose law at every prefix is drawn on demand, as a function of the fields."""
 
     vocab: int
     kind: str
@@ -101,7 +101,7 @@ class RandomTarget:
 
 @dataclass(frozen=True, slots=True)
 class RandomDraft:
-    """A drafter of a target, likewise."""
+    """A drafter for a target, whose law at every prefix is drawn in the same way."""
 
     target: RandomTarget
     kind: str
@@ -124,24 +124,24 @@ def _draft_law(draft: RandomDraft, prefix: Prefix) -> Probs:
     p = draft.target(prefix)
     weights = np.array(p, dtype=np.float64)
     q = DRAFTS[draft.kind](rng, weights)
-    return p if q is weights else as_law(q)  # dividing again could break p = q
+    return p if q is weights else as_law(q)  # a second division could break p = q
 
 
 def as_law(weights: Weights) -> Probs:
-    """Return the law in proportion to ``weights``."""
+    """Return the law proportional to ``weights``."""
     return tuple((weights / weights.sum()).tolist())
 
 
 def instance(law: Law, shape: Shape, number: int, *, steps: int, seed: int) -> Sequence[Problem]:
-    """Return problem ``number``: one target, and for each of ``steps`` a draft law of its own.
+    """Return problem ``number``: one target, and for each of ``steps`` a separate draft law.
 
-    Kinds go round: every target kind meets every draft kind within 35 instances.
+    The kinds rotate so that every target kind meets every draft kind within 35 instances.
 
     Args:
         law: How a tree's children arise.
-        shape: Sizes.
-        number: Which instance, from 0.
-        steps: How many steps in a row.
+        shape: Sizes of the problem.
+        number: Number of the instance, from 0.
+        steps: Number of steps in a row.
         seed: Seed of the whole audit.
     """
     kinds = list(DRAFTS)

@@ -1,4 +1,4 @@
-"""Verifiers of a user's own, from a Python file, through the same audit as the package's."""
+"""A user's own verifiers, loaded from a Python file, in the same audit as the package's."""
 
 import importlib.util
 import sys
@@ -21,18 +21,18 @@ from eaglegbv.verifiers.stateful import StatefulVerifier
 
 
 class ReferenceVerifier(Rule, ABC):
-    """A rule written for the audit: one request at a time, every random choice by the chooser.
+    """A rule written for the audit: it judges one request, and the chooser makes all its choices.
 
-    The audit walks all branches of the chooser, so what it finds is exact.
+    The audit walks all branches of the chooser, so its result is exact.
     """
 
     @abstractmethod
     def decide(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
-        """Judge one tree: a pure function of the tree and the chooser's answers."""
+        """Judge one tree, as a pure function of the tree and the chooser's answers."""
 
 
 class StatefulReferenceVerifier(Rule, ABC):
-    """A :class:`ReferenceVerifier` that leaves a modified target to the next step."""
+    """A :class:`ReferenceVerifier` that leaves a modified target for the next step."""
 
     @abstractmethod
     def decide(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -40,17 +40,17 @@ class StatefulReferenceVerifier(Rule, ABC):
 
 
 DEFAULT_SAMPLES = 20_000
-"""Samples a problem of a batched verifier."""
+"""Default number of samples per problem for a batched verifier."""
 
 Audited = ReferenceVerifier | StatefulReferenceVerifier | Verifier | StatefulVerifier
 
 
 def load_verifiers(path: Path) -> list[Audited]:
-    """Return an object of every concrete verifier class that a Python file defines.
+    """Return an instance of every concrete verifier class that a Python file defines.
 
     Raises:
-        InvalidArgument: There is no such file, it cannot be imported, or its classes lack what
-            every verifier says about itself.
+        InvalidArgument: The file does not exist or cannot be imported, or its classes lack
+            attributes that every verifier has.
     """
     module = _load(path)
     bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier, StatefulVerifier)
@@ -71,10 +71,10 @@ def load_verifiers(path: Path) -> list[Audited]:
 
 
 def as_subject(verifier: Audited, samples: int | None) -> Subject:
-    """Return a user's verifier as the audit takes it: enumerated, or sampled if it is batched.
+    """Return the audit's subject for a user's verifier: enumerated, or sampled if it is batched.
 
     Raises:
-        InvalidArgument: ``samples`` are asked of a verifier that is not batched.
+        InvalidArgument: ``samples`` is given for a verifier that is not batched.
     """
     if isinstance(verifier, Verifier | StatefulVerifier):
         return sampled_subject(verifier, DEFAULT_SAMPLES if samples is None else samples)
@@ -101,7 +101,7 @@ def _load(path: Path) -> ModuleType:
     if spec is None or spec.loader is None or not path.is_file():
         raise InvalidArgument("module", str(path), "a readable Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except (OSError, SyntaxError, ImportError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ from eaglegbv.warp import WarpSettings, warp
 
 MOST_TEXTS = 20_000
 MOST_CELLS = 256
-"""About as many cells are compared at most: more see a small shift less well."""
+"""Approximate upper limit on the cells compared: with more, small shifts are harder to see."""
 
 FEWEST_CELLS = 8
 ROWS = 64
@@ -34,22 +34,22 @@ ROWS = 64
 
 
 class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit of a pair found.
+    """Result of the audit of a pair.
 
     Attributes:
         verifier: Name of the verifier.
         model: The target.
         drafter: The drafter.
-        samples: Texts generated.
+        samples: Number of generated texts.
         tokens: Tokens of a text that are compared.
-        cells: Cells compared: texts, rare ones merged with others that begin alike.
+        cells: Cells compared: texts, with rare ones merged with others that begin alike.
         statistic: G.
         p_value: Probability of a G at least as large if the engine is right.
-        level: A right engine is rejected with this probability.
-        detectable_shift: Total variation from the target that is noticed with probability 0.9,
-            spread as it is hardest to see.
+        level: Probability with which a right engine is rejected.
+        detectable_shift: Total variation from the target that is noticed with probability 0.9, if
+            it is spread in the way that is hardest to see.
         block_efficiency: Tokens per target forward.
-        seconds: Wall time, the exact law included.
+        seconds: Wall time, including the computation of the exact law.
     """
 
     verifier: str
@@ -67,11 +67,11 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against the engine."""
+        """Whether the test did not reject the engine."""
         return self.p_value >= self.level
 
     def figures(self) -> dict[str, str]:
-        """Return what was measured, for a reader: name of the figure -> its value."""
+        """Return the measured figures as text, by name."""
         return {
             "verifier": self.verifier,
             "texts": str(self.samples),
@@ -97,19 +97,19 @@ def audit_pair(
 ) -> PairResult:
     """Generate the same few tokens many times and compare them with their exact joint law.
 
-    The exact law comes from the plain transformers model, warped as ``params`` says, one forward
-    of whole sequences a token: it shares neither attention nor cache with the engine. Every text
-    has ``params.max_tokens`` tokens, the first of which is not speculated. With a small ``top_k``
-    there are few enough texts to list.
+    The plain transformers model gives the exact law, warped as ``params`` says, with one forward of
+    whole sequences for each token: it shares neither attention nor cache with the engine. Every
+    text has ``params.max_tokens`` tokens, the first of which is not speculated. With a small
+    ``top_k`` there are few enough texts to list them all.
 
     Args:
-        llm: The engine, with its plan, in float32: in less the two differ by rounding alone.
-        prompt: What all texts continue.
+        llm: The engine with its plan, in float32, so that the two differ only by rounding.
+        prompt: The prompt of all texts.
         params: Sampling settings, without penalties; the seed is that of the first text.
-        samples: Texts to generate.
-        level: Probability to reject a right engine.
-        progress: Show a progress bar.
-        tell: Called with what is about to be done, and then with how long it may take.
+        samples: Number of texts to generate.
+        level: Probability of rejecting a right engine.
+        progress: Whether to show a progress bar.
+        tell: Called with a message about what comes next, and then with how long it may take.
 
     Raises:
         InvalidArgument: There are too many possible texts, or a setting does not fit.
@@ -160,7 +160,7 @@ def audit_pair(
 
 
 def _foretold(llm: LLM, prompt: Sequence[int], seeded: Sequence[SamplingParams]) -> float:
-    """Return about how many seconds all texts take, by the first of them."""
+    """Return roughly how many seconds all texts will take, judging by the first of them."""
     few = seeded[:ROWS]
     start = perf_counter()
     llm.generate([list(prompt)] * len(few), few)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 INTERVAL = 1.96
 SINGLE = frozenset({"token", "block"})
-"""Verifiers of one path."""
+"""Verifiers that use a single path."""
 
 Axis: TypeAlias = Literal["temperature", "paths"]
 
 LABEL_GAP = 0.04
-"""Least distance of two labels, as a share of the axis' height."""
+"""Least distance of two labels, as a share of the height of the axis."""
 
 
 def draw(
@@ -36,7 +36,7 @@ def draw(
     Args:
         by_temperature: Figures at several temperatures.
         by_paths: Figures with several numbers of paths.
-        path: Where to.
+        path: File to write.
         caption: What was measured, in a line or two.
 
     Raises:
@@ -115,7 +115,7 @@ def _lines(axes: "Axes", curves: Mapping[str, list[Point]]) -> None:
 
 
 def _spread(places: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Move labels apart, upwards from the lowest, then back so that their mean stays."""
+    """Move labels apart, upwards from the lowest, then all back so that their mean is unchanged."""
     order = sorted(places, key=lambda name: places[name])
     moved: dict[str, float] = {}
     last = -float("inf")

@@ -1,7 +1,7 @@
-"""Texts written by a batched verifier with state, step after step, on tiny problems.
+"""Texts written by a batched stateful verifier, step after step, on tiny problems.
 
-A debt of an earlier step changes what later ones commit, so only whole runs can be judged: many
-requests side by side, each with its own debts, and every debt with the draft law of its own step.
+A debt of an earlier step changes what later ones commit, so only whole runs can be judged. Many
+requests run side by side. Each has its own debts, and every debt keeps the draft law of its step.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts in the making, one for each request.
+    """Texts in progress, one for each request.
 
     Attributes:
-        codes: ``[batch]`` int64, their texts as numbers (see :func:`prefix_of`).
-        lengths: ``[batch]`` int64, tokens of the texts.
-        layers: Their debts; column k is that of step k.
-        draft_laws: The draft law of step k.
+        codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
+        lengths: ``[batch]`` int64, number of tokens of each text.
+        layers: Debts of the texts; column k is that of step k.
+        draft_laws: The draft law of each step.
     """
 
     codes: Tensor
@@ -39,7 +39,7 @@ class Texts:
 
     @classmethod
     def start(cls, size: int) -> "Texts":
-        """Return requests that have written nothing."""
+        """Return requests whose texts are empty."""
         codes = torch.ones(size, dtype=torch.int64)
         return cls(codes, torch.zeros_like(codes), Layers.none(size), ())
 
@@ -56,7 +56,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class RunWriter:
-    """Writes by a verifier with state, one step after the other."""
+    """Writes texts with a stateful verifier, one step after the other."""
 
     verifier: StatefulVerifier
 
@@ -65,7 +65,7 @@ class RunWriter:
     ) -> Written:
         """Take one step for each of ``problems``, then steps without drafts.
 
-        Texts end with L + 1 tokens, within which every debt of a first step falls due; a step
+        Texts end after L + 1 tokens, within which every debt of a first step falls due. A step
         without drafts commits a token of the modified target.
         """
         vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
@@ -86,7 +86,7 @@ class RunWriter:
 
 
 def prefix_of(code: int, vocab: int) -> Prefix:
-    """Return the tokens of a code: a 1, then the tokens, as the digits of a number."""
+    """Return the tokens of a code, whose digits are a 1 and then the tokens."""
     tokens: list[int] = []
     while code > 1:
         code, token = divmod(code, vocab)
@@ -138,7 +138,7 @@ def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTr
 
 
 def _node_codes(trees: PathTrees, codes: Tensor, vocab: int) -> Tensor:
-    """Return the text that ends in each node, ``[batch, nodes]``; padding has the root's."""
+    """Return the code of each node's text, ``[batch, nodes]``; padding repeats the root's."""
     found = codes.unsqueeze(1).expand_as(trees.parents).clone()
     for depth in range(1, trees.path_nodes.shape[2] + 1):
         longer = found.gather(1, trees.parents) * vocab + trees.token_ids
@@ -154,7 +154,7 @@ def _extended(codes: Tensor, tree: DraftTree, verdict: Verdict, vocab: int) -> T
 
 
 def _laws(law: LawAt, codes: Tensor, vocab: int) -> Tensor:
-    """Return the laws after the texts of any shape ``[...]``: ``[..., vocab]`` float64."""
+    """Return the laws after texts with codes of any shape ``[...]``: ``[..., vocab]`` float64."""
     each, rows = codes.unique(return_inverse=True)
     table = [law(prefix_of(code, vocab)) for code in each.tolist()]
     return torch.tensor(table, dtype=torch.float64)[rows]
@@ -162,7 +162,7 @@ def _laws(law: LawAt, codes: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _OwnLaws:
-    """The draft law of every step so far, which its debts need."""
+    """The draft laws of all steps so far, which the debts need."""
 
     texts: Texts
     vocab: int

@@ -1,7 +1,7 @@
 """The sampled audit: a batched verifier's output law on random tiny problems, by G-tests.
 
-A batched verifier answers for given uniforms, so its law cannot be enumerated; it can be sampled,
-many trees in one call.
+A batched verifier takes given uniforms, so its law cannot be enumerated. But it can be sampled,
+with many trees in one call.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,16 @@ from eaglegbv.verifiers.stateful import StatefulVerifier
 
 
 class SampledResult(Result, frozen=True, kw_only=True):
-    """What a sampled audit found.
+    """Result of a sampled audit.
 
     Attributes:
-        samples: Steps sampled of each.
+        samples: Number of steps sampled for each problem.
         min_p_value: Smallest p-value of the problems' G-tests.
-        level: A right verifier's smallest p-value is below ``level / instances`` with probability
-            ``level`` at most.
-        detectable_shift: Total variation from the target that one problem's test notices with
-            probability 0.9, spread as it is hardest to see; of the problem that sees least.
+        level: The smallest p-value of a right verifier is below ``level / instances`` with
+            probability at most ``level``.
+        detectable_shift: Total variation from the target that the test of one problem notices with
+            probability 0.9, if it is spread in the way that is hardest to see; the largest of all
+            problems.
         block_efficiency: Mean number of tokens committed by a step.
         seconds: Wall time.
     """
@@ -48,7 +49,7 @@ class SampledResult(Result, frozen=True, kw_only=True):
     seconds: float
 
     def passed(self, tolerance: float) -> bool:
-        """Return whether no test rejects."""
+        """Return whether no test rejects the verifier."""
         del tolerance
         return self.min_p_value >= self.level / self.instances
 
@@ -68,9 +69,9 @@ class SampledSubject(Subject):
     """A verifier whose batched implementation is sampled.
 
     Attributes:
-        write: The implementation at work.
-        samples: Texts of each problem.
-        level: Probability to reject a right verifier.
+        write: Writes texts with the batched implementation.
+        samples: Number of texts for each problem.
+        level: Probability of rejecting a right verifier.
     """
 
     write: Writer
@@ -79,7 +80,7 @@ class SampledSubject(Subject):
 
     @classmethod
     def of(cls, verifier: Rule, write: Writer, samples: int) -> Self:
-        """Return the subject that says of itself what ``verifier`` does.
+        """Return a subject with the name and claims of ``verifier``.
 
         Raises:
             InvalidArgument: ``samples`` is not positive.
@@ -101,7 +102,7 @@ class SampledSubject(Subject):
     ) -> SampledResult:
         """Compare each problem's texts with the target's joint law by a G-test.
 
-        ``on_instance`` is told each problem's p-value.
+        ``on_instance`` is called with each problem's p-value.
         """
         self.check(law, sizes.shape)
         start = perf_counter()
@@ -133,7 +134,7 @@ class SampledSubject(Subject):
 
 
 def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> SampledSubject:
-    """Return a batched verifier as the audit takes it.
+    """Return the audit's subject for a batched verifier.
 
     Raises:
         InvalidArgument: ``samples`` is not positive.
@@ -145,6 +146,6 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Samp
 
 
 def _joint(problem: Problem) -> NDArray[np.float64]:
-    """Return the probability of every text of L + 1 tokens, by its number in base ``vocab``."""
+    """Return the probability of each text of L + 1 tokens, by its number in base ``vocab``."""
     joint = target_joint(problem.target_law, problem.shape.length + 1)
     return np.array([float(mass) for mass in joint.values()])

@@ -1,7 +1,7 @@
-"""Texts whose first step a batched verifier without state takes, and the target the rest.
+"""Texts whose first step is taken by a stateless batched verifier, and the rest by the target.
 
-Such a verifier keeps nothing between steps, so one step says all about it. Every draft tree of a
-tiny problem is listed once; samples of their exact law are judged.
+Such a verifier keeps nothing between steps, so one step shows its law. Every draft tree of a tiny
+problem is listed once, and the verifier judges trees sampled from their exact law.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from eaglegbv.verifiers.reference.enumeration import Problem, drafted_paths
 from eaglegbv.verifiers.reference.probs import Prefix
 
 CHUNK = 4096
-"""Trees of one call."""
+"""Number of trees judged in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWriter:
-    """Writes by one step of a verifier."""
+    """Writes texts with one step of a verifier."""
 
     verifier: Verifier
 
     def __call__(
         self, problems: Sequence[Problem], samples: int, generator: torch.Generator
     ) -> Written:
-        """Let the verifier take the step of the first problem; texts are completed by p."""
+        """Let the verifier take one step of the first problem; p completes the texts."""
         trees, target, masses = batch_of(problems[0])
         laws = _laws_by_code(problems[0])
         cells, committed = [], 0
@@ -54,7 +54,7 @@ class StepWriter:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts in the making: a row's first ``lengths`` tokens, the rest undecided."""
+    """Texts in progress: the first ``lengths`` tokens of a row; the rest is undecided."""
 
     tokens: Tensor
     lengths: Tensor
@@ -68,7 +68,8 @@ def _chunks(samples: int) -> list[int]:
 def _laws_by_code(problem: Problem) -> list[Tensor]:
     """Return the target's laws after all prefixes of lengths 0 ... L.
 
-    Entry d is ``[vocab ** d, vocab]``, rows by the prefix read as a number in base ``vocab``.
+    Entry d is ``[vocab ** d, vocab]``; its rows are in the order of prefixes as numbers in base
+    ``vocab``.
     """
     vocab, p = problem.shape.vocab, problem.target_law
     return [
@@ -78,7 +79,7 @@ def _laws_by_code(problem: Problem) -> list[Tensor]:
 
 
 def _complete(texts: Texts, laws: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-    """Continue texts by the target; return each whole text as a number in base ``vocab``."""
+    """Complete texts with the target; return each whole text as a number in base ``vocab``."""
     vocab = laws[0].shape[1]
     code = torch.zeros_like(texts.lengths)
     for d, law in enumerate(laws):
@@ -88,9 +89,9 @@ def _complete(texts: Texts, laws: Sequence[Tensor], generator: torch.Generator) 
 
 
 def batch_of(problem: Problem) -> tuple[DraftTree, TargetLaw, Tensor]:
-    """Return every draft tree of a problem as one batch, its target laws, and its law ``[batch]``.
+    """Return all draft trees of a problem, their target laws and their probabilities ``[batch]``.
 
-    Rows of the target belong to prefixes and are shared by all trees.
+    The rows of the target laws belong to prefixes, and all trees share them.
     """
     drafted = drafted_paths(problem)
     trees = [_Nodes.of(paths) for paths in drafted]

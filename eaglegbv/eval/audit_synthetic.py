@@ -1,4 +1,4 @@
-"""Block efficiency of verifiers on synthetic models: what changes with temperature and paths."""
+"""Block efficiency of verifiers on synthetic models, by temperature and number of paths."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,22 +18,23 @@ from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
 
 CHUNK = 500
-"""Trees drawn together."""
+"""Number of trees drawn together."""
 
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A synthetic pair of models, and what to measure on it.
 
-    At every prefix the target's logits are normal with deviation ``sharpness``, drawn anew, and the
-    drafter's are the target's plus normal noise; both are divided by the temperature.
+    At every prefix the target's logits are newly drawn normal numbers with standard deviation
+    ``sharpness``. The drafter's are the target's plus normal noise. Both are divided by the
+    temperature.
 
     Attributes:
-        vocab: Tokens.
+        vocab: Number of tokens.
         depth: Length of a drafted path, L.
-        sharpness: Deviation of the target's logits.
-        noise: Deviation of the drafter's error.
-        trees: Trees per figure.
-        seed: Seed of everything random.
+        sharpness: Standard deviation of the target's logits.
+        noise: Standard deviation of the drafter's error.
+        trees: Number of trees per figure.
+        seed: Seed of all random numbers.
     """
 
     vocab: int = 64
@@ -58,11 +59,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One verifier's block efficiency in one setting.
 
     Attributes:
-        verifier: Its name.
-        paths: K.
-        temperature: Of both models.
+        verifier: Name of the verifier.
+        paths: Number of paths, K.
+        temperature: Temperature of both models.
         block_efficiency: Mean number of tokens committed by a step.
-        error: Its standard error.
+        error: Standard error of the block efficiency.
     """
 
     verifier: str
@@ -86,7 +87,7 @@ def measure(
     temperatures: Sequence[float],
     settings: SyntheticSettings,
 ) -> Iterator[Figure]:
-    """Return the figures of every verifier in every setting it can run in, as they are measured.
+    """Yield the figures of every verifier in every setting it can run in, as they are measured.
 
     Verifiers with the same number of paths judge the same trees with the same random numbers. A
     verifier of one path is measured with one path, whatever ``paths`` says.
@@ -146,7 +147,7 @@ def draw_batch(
     temperature: float,
     generator: torch.Generator,
 ) -> Batch:
-    """Draw ``size`` trees of ``paths`` independent paths, each in a world of its own."""
+    """Draw ``size`` trees of ``paths`` independent paths, each from a separate pair of models."""
     shape = (size, 1 + paths * settings.depth, settings.vocab)
     logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
     noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a sampled audit needs of a verifier: texts."""
+"""Interface between a sampled audit and a verifier: the verifier writes texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Written:
 
 
 class Writer(Protocol):
-    """Writes texts of L + 1 tokens by the batched implementation of a verifier."""
+    """Writes texts of L + 1 tokens with the batched implementation of a verifier."""
 
     def __call__(
         self, problems: Sequence[Problem], samples: int, generator: torch.Generator
     ) -> Written:
-        """Write texts whose steps are those of ``problems``."""
+        """Write texts whose steps follow ``problems``."""

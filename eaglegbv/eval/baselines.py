@@ -1,8 +1,8 @@
 """Another library to compare with: transformers' own ``generate``, plain and assisted.
 
 ``transformers`` decodes plainly. Assisted generation drafts by prompt lookup (``lookup:TOKENS``),
-by the target's own first layers (``exit:LAYERS:TOKENS``) or by a small model
-(``assistant:FOLDER``); it takes one prompt at a time.
+with the target's own first layers (``exit:LAYERS:TOKENS``) or with a small model
+(``assistant:FOLDER``). It takes one prompt at a time.
 """
 
 import re
@@ -32,7 +32,7 @@ from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.stopwatch import Phase
 
 PLAIN = "transformers"
-"""Name of the baseline that drafts nothing."""
+"""Name of the baseline that does not draft."""
 
 EXPECTED = (
     f"{PLAIN}, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER, for transformers' plain "
@@ -42,12 +42,12 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A way of transformers' to generate.
+    """One of transformers' ways to generate.
 
     Attributes:
-        name: What users call it.
-        options: What ``generate`` is told.
-        draft_tokens: Tokens drafted at once by early exit; None elsewhere.
+        name: Name that users give.
+        options: Arguments for ``generate``.
+        draft_tokens: Number of tokens that early exit drafts at once; None for other baselines.
         assistant: Folder of the small model that drafts, or None.
     """
 
@@ -58,7 +58,7 @@ class Baseline:
 
     @property
     def max_batch(self) -> int | None:
-        """Most prompts at once: one where anything is drafted, None for any number."""
+        """Most prompts at once: 1 for baselines that draft, None for any number."""
         return None if self.name == PLAIN else 1
 
 
@@ -66,7 +66,7 @@ def baseline(name: str, *, argument: str = "baselines") -> Baseline:
     """Return the baseline of this name.
 
     Raises:
-        InvalidArgument: There is none; the message names ``argument``.
+        InvalidArgument: There is no such baseline; the message names ``argument``.
     """
     if name == PLAIN:
         return Baseline(name)
@@ -80,7 +80,7 @@ def baseline(name: str, *, argument: str = "baselines") -> Baseline:
 
 
 class Library:
-    """A target in transformers' own loop: loaded once, whatever the number of baselines."""
+    """A target in transformers' own loop, loaded once for all baselines."""
 
     def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
         """Load the target.
@@ -93,13 +93,13 @@ class Library:
         self._eos = self._model.generation_config.eos_token_id
 
     def generation(self, chosen: Baseline, *, ends: bool) -> "Generation":
-        """Return how to generate by a baseline.
+        """Return the generation by a baseline.
 
         Args:
-            chosen: Which.
-            ends: Whether an end of sequence ends an answer.
+            chosen: The baseline.
+            ends: Whether an end-of-sequence token ends an answer.
         """
-        # Nothing of the model's own settings: penalties or a top-k would change the law.
+        # Do not use the model's own settings: penalties or a top-k would change the law.
         config = GenerationConfig(pad_token_id=0, eos_token_id=self._eos if ends else None)
         if chosen.draft_tokens is not None:
             config.num_assistant_tokens = chosen.draft_tokens
@@ -121,12 +121,12 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """transformers' ``generate`` by one baseline; prompts are padded to the left.
+    """transformers' ``generate`` with one baseline; prompts are padded on the left.
 
     Attributes:
-        baseline: Which.
+        baseline: The baseline.
         model: The target; other baselines may share it.
-        config: Settings that it has while this baseline runs.
+        config: Generation settings of the model while this baseline runs.
         options: Further arguments of ``generate``.
     """
 
@@ -151,14 +151,14 @@ class Generation:
         seed: int,
         streamer: BaseStreamer | None = None,
     ) -> Tensor:
-        """Return answers ``[prompts, at most tokens]`` int64, drawn by the global generator.
+        """Return answers ``[prompts, most tokens]`` int64, drawn with the global generator.
 
         Args:
             prompts: Token ids.
-            tokens: Tokens of an answer at most.
-            temperature: 0 takes the most likely token.
-            seed: Of this call.
-            streamer: Is told of the prompt and then of each forward's tokens; one prompt only.
+            tokens: Most tokens of an answer.
+            temperature: Sampling temperature; 0 takes the most likely token.
+            seed: Seed of this call.
+            streamer: Receives the prompt and then the tokens of each forward; for one prompt only.
         """
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
@@ -184,14 +184,15 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class BaselineAnswer:
-    """An answer of a baseline, as :class:`eaglegbv.completion.Completion` is one of the engine.
+    """An answer of a baseline, like the engine's :class:`eaglegbv.completion.Completion`.
 
     Attributes:
-        text: The answer, special tokens left out.
-        token_ids: Its tokens.
+        text: The answer, without special tokens.
+        token_ids: Tokens of the answer.
         finish_reason: ``stop`` or ``length``.
-        metrics: Counts of the target's forwards. The first forward is prefill, with all it brings:
-            assisted generation drafts before the prompt is read. Of times only prefill is told.
+        metrics: Counts of the target's forwards. The first forward counts as prefill, with all that
+            belongs to it: assisted generation drafts before the prompt is read. Prefill is the only
+            phase whose time is known.
     """
 
     text: str
@@ -202,11 +203,11 @@ class BaselineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChatBaseline:
-    """A baseline that answers chat messages as the benchmark's runner asks for it.
+    """A baseline that answers chat messages for the benchmark's runner.
 
     Attributes:
-        generation: How to generate.
-        tokenizer: The target's, with a chat template.
+        generation: The baseline's generation.
+        tokenizer: The target's tokenizer, with a chat template.
     """
 
     generation: Generation
@@ -254,7 +255,7 @@ class ChatBaseline:
 
 
 class _Watch(BaseStreamer):
-    """Counts the target's forwards by what ``generate`` tells a streamer, and their drafts."""
+    """Counts the target's forwards and their drafts, from what ``generate`` sends a streamer."""
 
     def __init__(self, name: str, prompt_tokens: int) -> None:
         self._name = name
@@ -265,9 +266,9 @@ class _Watch(BaseStreamer):
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
-        """Note how many tokens each whole forward of ``model`` reads, while in the body.
+        """Record how many tokens each whole forward of ``model`` reads, within the context.
 
-        The last layer tells: early exit's drafts do not come that far.
+        The hook is on the last layer, which the drafts of early exit do not reach.
         """
         decoder: Any = model.get_decoder()
         handle = decoder.layers[-1].register_forward_pre_hook(self._note, with_kwargs=True)
@@ -282,16 +283,16 @@ class _Watch(BaseStreamer):
         self._rows = hidden.shape[1]
 
     def put(self, value: Tensor) -> None:
-        """Take note of the prompt, then of the tokens of each forward."""
+        """Record the prompt, then the tokens of each forward."""
         self._puts += 1
         if self._puts == 1:  # the prompt itself
             return
-        if self._puts == 2:  # of the forward that reads the prompt
+        if self._puts == 2:  # tokens of the forward that reads the prompt
             self.metrics.add_seconds(Phase.PREFILL, time.perf_counter() - self._start)
             return
         drafted, committed = self._rows - 1, value.numel()
         self.metrics.count_forward(
-            # A forward that all drafts pass brings one more token, but for the last of an answer.
+            # A forward whose drafts all pass adds one more token, except at an answer's end.
             offered=drafted,
             accepted=min(drafted, committed - 1),
             committed=committed,
@@ -300,4 +301,4 @@ class _Watch(BaseStreamer):
         )
 
     def end(self) -> None:
-        """Do nothing: counts are taken as they come."""
+        """Do nothing, because counts are recorded as they come."""

@@ -1,4 +1,4 @@
-"""Tokens a second, and the plans chosen, as lines for a terminal."""
+"""Tables for a terminal of tokens a second and of the plans chosen."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from eaglegbv.eval.ways import WatchedWay
 from eaglegbv.metrics import FORWARDS, REASONS
 
 FEW = 0.02
-"""Plans with a smaller share than this are printed together."""
+"""Plans with a smaller share than this are shown together."""
 
 
 def rate_table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:
-    """Return rows for a terminal, headings first: one row for each way, one column for each batch.
+    """Return table rows, headings first: one row for each way, one column for each batch size.
 
     Args:
-        rows: In the order of the table.
-        lengths: Whether to say how long the prompts are, as is needed where lengths differ.
+        rows: Rows in the order of the table.
+        lengths: Whether to state the lengths of the prompts, needed where they differ.
     """
     batches = sorted({row.batch for row in rows})
     lines: dict[tuple[float, int, str], dict[int, Row]] = {}
@@ -40,13 +40,13 @@ def rate_table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:
 
 
 def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
-    """Return the heading of a line; a context of 0 means questions of their own lengths."""
+    """Return the heading of a row; a context of 0 means questions at their original lengths."""
     length = f" {context or 'own'} tokens," if lengths else ""
     return f"T={temperature:g},{length} {way}"
 
 
 def choice_lines(way: WatchedWay) -> list[str]:
-    """Return one line for each cell: the shares of the plans chosen, and of the reasons why."""
+    """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
     lengths = any(cell.context for cell in way.chosen)
     return [
         f"{_label(cell.temperature, cell.context, way.name, lengths=lengths)}, batch {cell.batch}: "
@@ -56,7 +56,7 @@ def choice_lines(way: WatchedWay) -> list[str]:
 
 
 def _shares(counted: Counter[str]) -> str:
-    """Return names with their shares, the largest first, and the small ones together."""
+    """Return names with their shares, the largest first and the small ones combined."""
     total = max(1, counted.total())
     large = [(name, n) for name, n in counted.most_common() if n >= FEW * total]
     rest = counted.total() - sum(n for _, n in large)

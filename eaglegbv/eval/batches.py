@@ -1,9 +1,9 @@
-"""Tokens a second by batch and context: ways to generate side by side, in turns in one process.
+"""Tokens a second by batch and context of several ways to generate, which take turns in a process.
 
-Every way answers the same prompts with the same number of tokens, ends of sequence ignored; the
-time is that of the whole call, prompts included. Ways take turns, and the one that begins changes,
-so that whatever slows the machine for a while slows all of them alike. A small batch is measured
-on several prompts, batch after batch: drafts of one text may do well or badly by chance.
+Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
+time is that of the whole call, including prompts. Ways take turns, and which one begins changes, so
+that whatever slows the machine for a while slows all of them alike. A small batch is measured on
+several prompts, batch after batch, because drafts of a single text may be good or bad by chance.
 """
 
 import time
@@ -17,23 +17,23 @@ from eaglegbv.eval.ways import Way
 from eaglegbv.uniforms import request_seed
 
 BASELINE = "none"
-"""The way that others are compared with: plain decoding by the engine."""
+"""The way that others are compared with: the engine's plain decoding."""
 
 WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
         batches: Numbers of prompts.
         contexts: Lengths of the prompts; 0 for the questions as they are.
         temperatures: Sampling temperatures.
         tokens: Tokens of an answer.
-        repeats: How often.
+        repeats: Number of repeats.
         prompts: Least number of prompts that a repeat answers, batch after batch.
-        seed: Of everything drawn.
+        seed: Seed of all random numbers.
     """
 
     batches: Sequence[int]
@@ -56,7 +56,7 @@ class Grid:
                 raise InvalidArgument(name, list(values), f"integers of at least {low}")
 
     def calls(self, batch: int) -> int:
-        """Return how many batches of this size a repeat answers."""
+        """Return how many batches of this size are answered in a repeat."""
         return -(-self.prompts // batch)
 
 
@@ -68,8 +68,8 @@ def measure(
     """Time every way in every cell of a grid.
 
     Args:
-        ways: What to compare.
-        prompts: Returns so many prompts of so many tokens (0: as they are).
+        ways: The ways to compare.
+        prompts: Returns the given number of prompts of the given length (0: as they are).
         grid: What to measure.
     """
     for temperature in grid.temperatures:
@@ -112,15 +112,15 @@ def _cell(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A way in a cell, over the repeats.
+    """Figures of a way in a cell, over the repeats.
 
     Attributes:
-        way: Name.
-        batch: Prompts.
-        context: Tokens of each; 0 for the questions as they are.
-        temperature: Of sampling.
+        way: Name of the way.
+        batch: Number of prompts.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        temperature: Sampling temperature.
         rate: Median tokens a second.
-        ratio: Median of the ratio to plain decoding in the same repeat; None without that.
+        ratio: Median ratio to plain decoding in the same repeat; None if that was not measured.
     """
 
     way: str
@@ -133,11 +133,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a way came to in a cell.
+    """Speeds of a way in a cell.
 
     Attributes:
         rates: Tokens a second of each repeat.
-        ratios: Of the rate to that of plain decoding in the same repeat, where both were measured.
+        ratios: Ratio of the rate to that of plain decoding in the same repeat, where both were
+            measured.
     """
 
     rates: tuple[float, ...]
@@ -169,7 +170,7 @@ def _speeds(ways: Mapping[str, Mapping[int, Sequence[Timing]]]) -> dict[str, Spe
 
 
 def _rate(calls: Sequence[Timing]) -> float:
-    """Return tokens a second over the calls of a repeat."""
+    """Return tokens a second over all calls of a repeat."""
     return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
 
 

@@ -1,4 +1,4 @@
-"""Two settings side by side, question by question: of two runs, or of one."""
+"""Comparison of two settings question by question, within a run or between two runs."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.summary import paired_ratio
 
 FEWEST = 2
-"""Questions below which there is nothing to resample."""
+"""Least number of questions for a bootstrap."""
 
 WORDS = {
     SideOfOne.ABOVE: "higher",
@@ -26,7 +26,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         setting: Name of the setting.
-        records: Its conversations.
+        records: Conversations in this setting.
     """
 
     setting: str
@@ -38,11 +38,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         figure: Name of the figure.
-        a: Its value in A, repeats pooled.
-        b: In B.
-        ratio: B over A, with its 95% paired bootstrap interval over questions; None where A has
-            nothing to compare with.
-        questions: Questions that both answered to the end.
+        a: Value in A, repeats pooled.
+        b: Value in B, repeats pooled.
+        ratio: B over A, with its 95% paired bootstrap interval over questions; None if A's value
+            is 0.
+        questions: Number of questions that both answered to the end.
     """
 
     figure: str
@@ -63,9 +63,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two settings and the figures that tell them apart.
 
     Attributes:
-        a: Name of the setting that is compared with.
-        b: Name of the other.
-        differences: By figure.
+        a: Name of the setting that the other is compared with.
+        b: Name of the other setting.
+        differences: One for each figure.
     """
 
     a: str
@@ -89,8 +89,8 @@ def side(results: Results, setting: str) -> Side:
 def compare(a: Side, b: Side) -> Comparison:
     """Return every figure of both sides, and B over A with its paired interval.
 
-    Questions are resampled whole, the same draw for both sides, so what makes a question easy or
-    hard for both cancels. Repeats are pooled.
+    Questions are resampled as a whole, with the same draw for both sides, so what makes a question
+    easy or hard for both cancels out. Repeats are pooled.
 
     Raises:
         InvalidArgument: No question was answered to its end on both sides.
@@ -111,10 +111,10 @@ def compare(a: Side, b: Side) -> Comparison:
 
 
 def compare_runs(a: Results, b: Results) -> list[Comparison]:
-    """Compare all settings that both runs have measured, by name.
+    """Compare all settings that both runs have measured, matched by name.
 
     Raises:
-        InvalidArgument: They share none, or no question.
+        InvalidArgument: The runs share no setting, or no question.
     """
     measured = [{record.setting for record in results.records} for results in (a, b)]
     shared = [s.name for s in a.settings.settings if all(s.name in names for names in measured)]
@@ -125,7 +125,7 @@ def compare_runs(a: Results, b: Results) -> list[Comparison]:
 
 
 def unlike(a: Results, b: Results) -> list[str]:
-    """Say, a line each, what else differs between two runs than what is compared."""
+    """Return a line for each other difference between the two runs."""
     lines = [
         f"{field}: {_short(getattr(a.settings, field))} and {_short(getattr(b.settings, field))}"
         for field in RunSettings.__struct_fields__

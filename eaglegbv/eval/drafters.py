@@ -1,4 +1,4 @@
-"""Drafters side by side: what a verifier accepts of each, by depth and by category."""
+"""Comparison of drafters: what a verifier accepts of each, by depth and by category."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from eaglegbv.uniforms import request_seed
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Which conversations to hold.
+    """The conversations to hold.
 
     Attributes:
-        questions: What the user says.
+        questions: The user's messages.
         temperature: Temperature of the answers.
-        max_tokens: Tokens of an answer at most.
-        seed: Every answer's seed derives from it, the same for all drafters.
-        batch: Conversations held together.
+        max_tokens: Most tokens of an answer.
+        seed: Seed from which every answer's seed is derived, the same for all drafters.
+        batch: Number of conversations held together.
     """
 
     questions: Sequence[Question]
@@ -38,18 +38,18 @@ class Conversations:
 
 
 class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one drafter came to in one plan.
+    """Figures of one drafter with one plan.
 
     Attributes:
-        drafter: Name or folder.
-        plan: How it drafted, and who verified.
-        acceptance: Over all conversations.
+        drafter: Name or folder of the drafter.
+        plan: How it drafted, and the verifier.
+        acceptance: Counts over all conversations.
         length: Acceptance length with its 95% bootstrap interval over questions.
-        ratio: Acceptance length over the first drafter's in the same plan, paired by question;
+        ratio: Acceptance length over the first drafter's with the same plan, paired by question;
             None for the first.
-        by_category: Of each category of questions.
-        by_question: Of each question that was answered to its end.
-        errors: Conversations that broke off; they count in nothing.
+        by_category: Counts of each category of questions.
+        by_question: Counts of each question that was answered to its end.
+        errors: Number of conversations that broke off; they do not enter any figure.
     """
 
     drafter: str
@@ -75,9 +75,9 @@ def measure_drafter(
     Args:
         llm: The target with the drafter.
         plan: How to speculate.
-        conversations: Which.
-        first: Report of the drafter to compare with, in the same plan.
-        on_batch: Told how many conversations have just ended.
+        conversations: The conversations.
+        first: Report of the drafter to compare with, on the same plan.
+        on_batch: Called with the number of conversations that have just ended.
     """
     questions, depth = conversations.questions, plan.depth
     answered: dict[str, Acceptance] = {}
@@ -133,7 +133,7 @@ def _converse(
 
 
 def _ratio(own: Mapping[str, Acceptance], other: Mapping[str, Acceptance]) -> Estimate:
-    """Compare on the questions that both answered."""
+    """Return the ratio of acceptance lengths on the questions that both answered."""
     pairs = [(a, other[question]) for question, a in own.items() if question in other]
     return bootstrap_ratio_of_ratios(
         [a.accepted for a, _ in pairs],

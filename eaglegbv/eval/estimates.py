@@ -12,16 +12,16 @@ COVERAGE = 0.95
 
 
 class SideOfOne(Enum):
-    """Where the interval of a ratio lies."""
+    """Where the interval of a ratio lies relative to 1."""
 
     ABOVE = auto()
     BELOW = auto()
     OPEN = auto()
-    """It holds 1: the two figures cannot be told apart."""
+    """The interval contains 1: the two figures cannot be told apart."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A figure with its 95% interval; equal ends where a single unit was measured."""
+    """A figure with its 95% interval; the ends are equal if only one unit was measured."""
 
     value: float
     low: float
@@ -31,7 +31,7 @@ class Estimate(msgspec.Struct, frozen=True):
         """Return on which side of 1 the whole interval lies.
 
         Args:
-            slack: How far from 1 an end may lie and still count as 1.
+            slack: How far an end may be from 1 and still count as 1.
         """
         if self.low > 1 + slack:
             return SideOfOne.ABOVE
@@ -44,8 +44,8 @@ def bootstrap_ratio(
     """Return sum(numerators) / sum(denominators) with its percentile bootstrap interval.
 
     Args:
-        numerators: One entry a unit (a question); units are resampled whole.
-        denominators: As many.
+        numerators: One entry for each unit (a question); units are resampled as a whole.
+        denominators: One entry for each unit.
         seed: Seed of the resampling.
     """
     return bootstrap_ratio_of_ratios(
@@ -76,8 +76,9 @@ def bootstrap(
     """Return a figure of column sums with its percentile bootstrap interval.
 
     Args:
-        columns: Each with one entry a unit; units are resampled whole, all columns alike.
-        figure: From sums ``[columns, ...]`` to values ``[...]``.
+        columns: Columns with one entry for each unit; units are resampled as a whole, in all
+            columns alike.
+        figure: Maps sums ``[columns, ...]`` to values ``[...]``.
         seed: Seed of the resampling.
     """
     entries = np.array(columns, dtype=np.float64)

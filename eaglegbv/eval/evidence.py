@@ -1,4 +1,4 @@
-"""Measured files that a page of results is written from: compact, in one folder, by name."""
+"""Files of measurements from which a page of results is written: compact, named, in one folder."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,19 +20,19 @@ from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.stopwatch import Phase
 
 DIGITS = 6
-"""Of seconds."""
+"""Digits to which seconds are rounded."""
 
 
 _Content = TypeVar("_Content")
 
 
 class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
-    """A paper's comparison.
+    """Comparison with a paper.
 
     Attributes:
-        report: What ``bench paper`` wrote as ``report.json``.
-        title: Paper and what is compared.
-        environment: Where and when, if its folder tells.
+        report: The ``report.json`` that ``bench paper`` wrote.
+        title: The paper and what is compared.
+        environment: Where and when it was measured, if its folder tells.
     """
 
     report: Report
@@ -41,18 +41,19 @@ class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``bench batch --out`` wrote.
+    """Results that ``bench batch --out`` wrote.
 
     Attributes:
-        timings: Every call.
-        environment: Where and when.
+        timings: Timings of all calls.
+        environment: Where and when they were measured.
         model: Target.
         drafter: Drafter.
-        verifier: That of the fixed plans.
-        suite: Where the prompts are from.
-        compile_backend: What the engine was compiled by; empty for not at all.
-        dtype: What all models computed in; empty in files older than this field.
-        draft_quantization: How the drafter's weights were held; empty likewise.
+        verifier: Verifier of the fixed plans.
+        suite: Source of the prompts.
+        compile_backend: Backend with which the engine was compiled; empty if it was not.
+        dtype: Dtype in which all models computed; empty in files older than this field.
+        draft_quantization: How the drafter's weights were held; empty in files older than this
+            field.
     """
 
     timings: tuple[Timing, ...]
@@ -67,19 +68,19 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A drafter's report under the name it is shown by."""
+    """A drafter's report, with the name under which it is shown."""
 
     name: str
     report: DrafterReport
 
 
 class DrafterResults(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``bench drafters --json`` printed.
+    """Results that ``bench drafters --json`` printed.
 
     Attributes:
-        origin: Where the questions are from.
+        origin: Where the questions come from.
         drafters: Drafters and plans, in order.
-        environment: Where and when, if it was noted.
+        environment: Where and when they were measured, if it was recorded.
     """
 
     origin: str
@@ -99,16 +100,17 @@ KINDS: Mapping[str, type[Evidence]] = {
     "batch": BatchResults,
     "drafters": DrafterResults,
 }
-"""What a file is, by how its name begins: ``mt-bench-again.json`` is a run too."""
+"""Kind of a file, by how its name begins: ``mt-bench-again.json`` is a run too."""
 
 AGAIN = "-again"
-"""How the name of a second run of the same ends."""
+"""End of the name of a second run with the same settings."""
 
 
 def read_evidence(folder: Path) -> dict[str, Evidence]:
     """Return the content of every file of a folder, by name without suffix, in order of names.
 
-    Files whose names say nothing are other pages' and are not read; see :func:`other_files`.
+    Files with names of no known kind belong to other pages and are not read; see
+    :func:`other_files`.
 
     Raises:
         InvalidArgument: A file's content is not what its name says.
@@ -127,15 +129,15 @@ def _files(folder: Path) -> list[Path]:
 
 
 def add_evidence(folder: Path, name: str, source: Path) -> Path:
-    """Keep of a measured file or run what the page needs, as ``folder/name.json``.
+    """Save the parts of a measured file or run that the page needs, as ``folder/name.json``.
 
     Args:
-        folder: Where to.
-        name: What it is, see :data:`KINDS`.
-        source: Folder of a run or of a paper's comparison, or a file.
+        folder: Folder to write to.
+        name: Name, which states the kind; see :data:`KINDS`.
+        source: Folder of a run or of a comparison with a paper, or a file.
 
     Raises:
-        InvalidArgument: The name says nothing, or the source is not what it says.
+        InvalidArgument: The name is of no known kind, or the source is not of this kind.
     """
     content = _encoded(_from(kind_of(name), source))
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,7 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
 
 
 def kind_of(name: str) -> type[Evidence]:
-    """Return what a file of this name holds.
+    """Return the type of the content of a file with this name.
 
     Raises:
         InvalidArgument: The name begins with none of :data:`KINDS`.
@@ -162,16 +164,16 @@ def _kind(name: str) -> type[Evidence] | None:
 
 
 def kind_among(kinds: Iterable[str], name: str) -> str | None:
-    """Return the longest of ``kinds`` that a file's name is or begins with, or None."""
+    """Return the longest of ``kinds`` with which a file's name begins, or None."""
     found = [kind for kind in kinds if name == kind or name.startswith(f"{kind}-")]
     return max(found, key=len, default=None)
 
 
 def compact(results: Results) -> Results:
-    """Return a run with one turn a conversation, without texts: all figures stay the same."""
+    """Return a run with one turn per conversation and without texts; no figure changes."""
     return Results(
         settings=msgspec.structs.replace(
-            # The folder it was read from is of no interest elsewhere.
+            # The folder from which it was read matters to no reader of the page.
             results.settings,
             origin=Path(results.settings.origin).name,
         ),
@@ -195,9 +197,9 @@ def _sum(turns: Sequence[Turn]) -> Turn:
 
 
 def _add(a: RequestMetrics, b: RequestMetrics) -> RequestMetrics:
-    """Add up what figures are computed from.
+    """Add up the counts from which figures are computed.
 
-    Plans, cached tokens and pre-emptions are in none of them; kept files are smaller without.
+    No figure needs plans, cached tokens or pre-emptions, and files are smaller without them.
     """
     phases = [phase for phase in Phase if phase in a.seconds or phase in b.seconds]
     return RequestMetrics(
@@ -243,7 +245,7 @@ def _title(report: Path) -> str:
 
 
 def _environment(folder: Path) -> Environment | None:
-    """Return where a comparison was measured, by the first file of its folder that tells."""
+    """Return where a comparison was measured, from the first file of its folder that tells."""
     found = (_where(path.read_bytes()) for path in sorted(folder.glob("*.json")))
     return next(filter(None, found), None)
 
@@ -255,7 +257,7 @@ class _Where(msgspec.Struct):
 def _where(content: bytes) -> Environment | None:
     try:
         return msgspec.json.decode(content, type=_Where).environment
-    except msgspec.DecodeError:  # texts, say
+    except msgspec.DecodeError:  # for example, a file of texts
         return None
 
 
@@ -277,7 +279,7 @@ def _decode(path: Path, kind: type[_Content]) -> _Content:
 
 
 def _encoded(evidence: Evidence) -> bytes:
-    """Encode, a record a line; what a run's counts leave at zero is left out."""
+    """Encode with one record a line, leaving out counts of a run that are zero."""
     content = msgspec.to_builtins(evidence)
     if not isinstance(evidence, Results):
         return msgspec.json.encode(content)

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as ratios of two sums over conversations: one definition each."""
+"""Definitions of a benchmark's figures, each as the ratio of two sums over conversations."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ class Sums:
 
     @property
     def ratio(self) -> float:
-        """The figure; 0 where nothing was counted."""
+        """Value of the figure; 0 if nothing was counted."""
         return self.above / self.below if self.below else 0.0
 
 
@@ -32,8 +32,8 @@ class Figure:
     Attributes:
         name: Heading of its column.
         definition: What is divided by what, and whether prefill counts.
-        above: What a conversation adds to the numerator.
-        below: What it adds to the denominator.
+        above: Returns what a conversation adds to the numerator.
+        below: Returns what a conversation adds to the denominator.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Figure:
         return Sums(self.above(record), self.below(record))
 
     def by_question(self, records: Iterable[Record]) -> dict[str, Sums]:
-        """Return the sums of each question, repeats added up; broken conversations left out."""
+        """Return the sums of each question over its repeats, without broken conversations."""
         sums: defaultdict[str, Sums] = defaultdict(lambda: Sums(0.0, 0.0))
         for record in whole(records):
             sums[record.question_id] += self.of(record)
@@ -59,7 +59,7 @@ class Figure:
 
 
 def whole(records: Iterable[Record]) -> list[Record]:
-    """Return the conversations that did not break off: only these count."""
+    """Return the conversations that did not break off; the others do not count."""
     return [record for record in records if record.error is None]
 
 

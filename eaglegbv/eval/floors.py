@@ -1,9 +1,9 @@
-"""The least time that a machine allows a phase of a step.
+"""The least time that the machine allows for a phase of a step.
 
-The floor of a forward is the larger of two times: all its weights, and the keys and values it
-attends to, read once at the measured bandwidth; and its multiplications at the measured rate. Time
-above it goes to launches, to small kernels, to Python. Verification and commit have no floor here:
-what they compute is small.
+The floor of a forward is the larger of two times: reading all its weights, and the keys and values
+it attends to, once at the measured bandwidth; and doing its multiplications at the measured rate.
+Time above the floor goes to launches, small kernels and Python. Verification and commit have no
+floor here, because they compute little.
 """
 
 from eaglegbv.eval.machine import Machine
@@ -22,8 +22,8 @@ def forward_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
 def draft_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
     """Return the least seconds of drafting.
 
-    Every level of a tree reads the head once. The projection of features is left out: it is read
-    once a step.
+    Every level of a tree reads the head once. The projection of features is left out because it
+    is read only once a step.
     """
     if not setting.plan.speculative:
         return 0.0
@@ -35,7 +35,7 @@ def draft_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
 
 
 def _target_weights(rig: Rig) -> int:
-    """Return the number of weights that a forward multiplies with; the embedding is looked up."""
+    """Return the number of weights in a forward's products; the embedding is only looked up."""
     every: int = sum(p.numel() for p in rig.target.model.parameters())
     return every - rig.target.input_embeddings.numel()
 

@@ -1,4 +1,4 @@
-"""The G-test of observed texts against their exact joint law, and what it is able to see."""
+"""The G-test of observed texts against their exact joint law, and its power."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from scipy import optimize, stats
 from eaglegbv.errors import InvalidArgument
 
 SMALLEST_EXPECTED = 5.0
-"""Cochran's rule of thumb: from here on the chi-square law of G is close."""
+"""Expected count from which the chi-square law of G is accurate (Cochran's rule of thumb)."""
 
 SHIFT = 0.04
-"""Total variation that power is stated for: some thousands of samples in fifty cells notice it."""
+"""Total variation at which power is stated; some thousands of samples in fifty cells notice it."""
 
 LEVEL = 1e-4
-"""A right law is rejected once in ten thousand tests: many of them seldom fail by chance."""
+"""A right law is rejected once in ten thousand tests, so many tests seldom fail by chance."""
 
 POWER = 0.9
-"""Probability of noticing a shift that counts as detectable."""
+"""Probability with which a shift must be noticed to count as detectable."""
 
 Text = tuple[int, ...]
-"""Tokens of a text."""
+"""The tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class GTest:
 
     Attributes:
         statistic: G.
-        samples: Texts observed.
-        cells: Cells compared, after merging.
+        samples: Number of texts observed.
+        cells: Number of cells compared, after merging.
         p_value: Probability of a G at least as large if the law is right.
-        power: Probability to reject, at the level asked for, a law at the total variation asked
-            for from the expected one, spread over all cells alike: the spread hardest to see.
+        power: Probability of rejecting, at the given level, a law at the given total variation from
+            the expected one, spread evenly over all cells: the spread that is hardest to see.
     """
 
     statistic: float
@@ -58,10 +58,11 @@ def g_test(
     Args:
         observed: Cell indices, ``[samples]``.
         expected: Probabilities ``[cells]``.
-        smallest: Cells expected fewer times are merged with their neighbours: the chi-square law
-            of G needs filled cells, and fewer cells see a small shift better.
-        shift: Total variation the power is stated for.
-        level: Probability to reject a right law, for the power.
+        smallest: Cells with a smaller expected count are merged with their neighbours: the
+            chi-square law of G needs filled cells, and with fewer cells a small shift is easier to
+            see.
+        shift: Total variation at which the power is stated.
+        level: Probability of rejecting a right law, for the power.
     """
     counts = np.bincount(np.asarray(observed, dtype=np.int64), minlength=len(expected))
     counts = counts.astype(np.float64)
@@ -86,11 +87,11 @@ def g_test(
 def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
     """Return the bin of each cell: cells below ``smallest`` share one with the next such cells.
 
-    What is left of them at the end joins the bin before.
+    If the last shared bin stays below ``smallest``, it is merged with the bin before it.
     """
     bins = np.zeros(len(means), dtype=np.int64)
     used, filled = 0, 0.0
-    shared: int | None = None  # the bin that small cells are being put into
+    shared: int | None = None  # the bin to which small cells are being added
     for cell, mean in enumerate(means):
         if mean >= smallest:
             bins[cell], used = used, used + 1
@@ -108,10 +109,10 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
 
 
 def power(samples: int, cells: int, *, shift: float, level: float) -> float:
-    """Return the probability to reject a law at total variation ``shift``, spread evenly."""
+    """Return the probability of rejecting a law at total variation ``shift``, spread evenly."""
     if cells < 2:
         return 0.0
-    # Every cell moved by 2 * shift of its mean, up or down, is a total variation of shift.
+    # Moving every cell up or down by 2 * shift of its mean is a total variation of shift.
     critical = stats.chi2.isf(level, cells - 1)
     return float(stats.ncx2.sf(critical, cells - 1, samples * (2 * shift) ** 2))
 
@@ -119,7 +120,7 @@ def power(samples: int, cells: int, *, shift: float, level: float) -> float:
 def detectable_shift(
     samples: int, cells: int, *, level: float, power_wanted: float = POWER
 ) -> float:
-    """Return the total variation that is noticed with probability ``power_wanted``; 1 if none."""
+    """Return the total variation noticed with probability ``power_wanted``; 1 if there is none."""
 
     def missing(shift: float) -> float:
         return power(samples, cells, shift=shift, level=level) - power_wanted
@@ -137,10 +138,10 @@ def g_test_texts(
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
-    """Compare texts with the exact law of texts; one that the law lacks has probability 0.
+    """Compare texts with the exact law of texts; a text that the law lacks has probability 0.
 
-    Rare texts are merged with their neighbours in the order of ``law``: after :func:`joint_law`,
-    those that begin alike.
+    Rare texts are merged with their neighbours in the order of ``law``; after :func:`joint_law`,
+    these are texts that begin alike.
     """
     cells = {text: i for i, text in enumerate(law)}
     impossible = len(law)
@@ -156,16 +157,16 @@ def joint_law(
     *,
     most: int = 1_000_000,
 ) -> dict[Text, float]:
-    """Return the exact law of the first ``tokens`` tokens after ``prompt``, impossible ones out.
+    """Return the exact law of the first ``tokens`` tokens after ``prompt``; omit impossible texts.
 
     Args:
-        next_laws: From sequences of one length to the laws of their next token, ``[batch, vocab]``.
+        next_laws: Maps sequences of one length to the laws of their next token, ``[batch, vocab]``.
         prompt: The prompt.
         tokens: Number of tokens.
-        most: Texts there may be.
+        most: Most texts that are allowed.
 
     Raises:
-        InvalidArgument: There are more than ``most`` texts of positive probability.
+        InvalidArgument: More than ``most`` texts have positive probability.
     """
     law: dict[Text, float] = {(): 1.0}
     for length in range(1, tokens + 1):

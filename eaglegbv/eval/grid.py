@@ -1,4 +1,4 @@
-"""The settings a benchmark compares, from lists of what varies."""
+"""The settings that a benchmark compares, from lists of the values that vary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Grid:
     """Settings to compare.
 
     Attributes:
-        settings: Every combination that is lossless, once.
-        left_out: Names of those that are not, or that a law has too few paths for.
+        settings: Every lossless combination, once.
+        left_out: Names of combinations that are not lossless, or whose law needs more paths.
     """
 
     settings: tuple[Setting, ...]
@@ -39,22 +39,23 @@ def grid(
 ) -> Grid:
     """Return every combination once, in the order of the lists.
 
-    ``"none"`` has neither paths, depth nor law and stands once a temperature. A verifier that takes
-    fewer paths than asked for runs with as many as it takes, which its setting's name says.
-    Combinations of a verifier and a law it is not lossless for are left out, and named.
+    ``"none"`` has no paths, depth or law, and occurs once for each temperature. A verifier that
+    takes fewer paths than requested runs with as many as it takes, which its setting's name says.
+    Combinations of a verifier with a law for which it is not lossless are left out, and named.
 
     Args:
-        verifiers: Names of verifiers, ``"none"`` among them for plain decoding.
+        verifiers: Names of verifiers, including ``"none"`` for plain decoding.
         paths: Numbers of paths.
         depths: Lengths of a path.
         temperatures: Sampling temperatures.
-        base: All else of every plan.
+        base: All other values of every plan.
         laws: Draft laws, None for each verifier's own; by default that of ``base``.
         draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
-        baselines: Names of other libraries' ways, which stand once a temperature, after the rest.
+        baselines: Names of other libraries' ways, which come after the rest, once for each
+            temperature.
 
     Raises:
-        InvalidArgument: A value is out of range, or there is no such verifier.
+        InvalidArgument: A value is out of range, or a verifier does not exist.
         LawMismatch: A verifier takes none of the laws.
     """
     lists = (

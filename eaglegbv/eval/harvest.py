@@ -1,4 +1,4 @@
-"""Draft and target laws harvested from a pair: what stands at places of plainly decoded texts."""
+"""Draft and target laws of a pair, collected at positions of plainly decoded texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from eaglegbv.loading import Pair
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """Laws of one temperature at places of texts that the target wrote at it.
+    """Laws at one temperature, at places of texts that the target wrote at that temperature.
 
     Attributes:
-        laws: At every place the drafter's law of the next token, the first level of its trees, and
-            the target's on its support.
-        texts: ``[places]`` the text each stands in.
+        laws: At every place, the drafter's law of the next token, which is the first level of its
+            trees, and the target's law on its support.
+        texts: ``[places]``, index of the text of each place.
     """
 
     laws: NodeLaws
@@ -46,13 +46,13 @@ class Harvest:
         return sums[own].tolist(), counts[own].astype(np.float64).tolist()
 
     def nodes(self, *, width: int, drafts: int, count: int, seed: int) -> list[Node]:
-        """Return nodes for the solvers, evenly spread over the places, with drafts drawn.
+        """Return nodes for the solvers, spread evenly over the places, with drawn drafts.
 
         Args:
-            width: Most likely tokens that draft laws keep.
-            drafts: n.
-            count: Nodes at most.
-            seed: Of drafts and uniforms.
+            width: Number of most likely tokens that draft laws keep.
+            drafts: Number of drafts, n.
+            count: Most nodes.
+            seed: Seed of drafts and uniforms.
         """
         laws = self.laws.top(width)
         places = np.unique(np.linspace(0, laws.count - 1, min(count, laws.count)).astype(np.int64))
@@ -62,11 +62,11 @@ class Harvest:
             q, p = laws.draft[place].numpy(), laws.target[place].numpy()
             kept = np.flatnonzero(q)
             q = q[kept]
-            # What the drafter cannot propose stands as one token at the end.
+            # One token at the end stands for all tokens that the drafter cannot propose.
             target = np.append(p[kept], max(0.0, 1 - p[kept].sum()))
             found.append(
                 Node(
-                    # The target's own sum is 1 but for the rounding of its logits.
+                    # The target's own sum is 1 except for the rounding of its logits.
                     target=target / target.sum(),
                     ids=np.arange(len(q)),
                     draft=q,
@@ -79,12 +79,12 @@ class Harvest:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What one rule comes to over another, at the places of a harvest.
+    """Values of two rules at the places of a harvest, for comparison.
 
     Attributes:
         harvest: The places.
-        leader: ``[places]`` values of the one.
-        follower: ``[places]`` values of the other.
+        leader: ``[places]``, values of the first rule.
+        follower: ``[places]``, values of the second rule.
     """
 
     harvest: Harvest
@@ -92,7 +92,7 @@ class Lead:
     follower: Tensor
 
     def sums_by_text(self, texts: int) -> tuple[list[float], list[float]]:
-        """Return the sums of either rule's values over each of ``texts`` texts."""
+        """Return the sums of each rule's values over each of ``texts`` texts."""
         leader, follower = (
             np.bincount(self.harvest.texts, weights=values.cpu().numpy(), minlength=texts).tolist()
             for values in (self.leader, self.follower)
@@ -119,9 +119,9 @@ def harvest(
     Args:
         pair: Target and drafter.
         texts: Texts, written at ``temperature``.
-        temperature: Of both laws.
-        width: Most likely tokens the draft laws keep.
-        sampling: How many places.
+        temperature: Temperature of both laws.
+        width: Number of most likely tokens that the draft laws keep.
+        sampling: How many places of each text to use.
 
     Raises:
         InvalidArgument: The temperature is 0, where laws are points, or no text is long enough.

@@ -1,4 +1,4 @@
-"""Trees of independent paths, drawn for many requests at once, and numbers to judge trees by."""
+"""Trees of independent paths, drawn for many requests at once, and uniforms for judging trees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from eaglegbv.verifiers.base import VerifyUniforms
 
 @dataclass(frozen=True, slots=True)
 class PathTrees:
-    """The shape of trees whose equal prefixes share a node, padded to the largest possible.
+    """Shapes of trees whose equal prefixes share a node, padded to the largest possible size.
 
     Attributes:
         token_ids: ``[batch, nodes]`` int64; the root's is 0.
@@ -32,7 +32,7 @@ class PathTrees:
     places: Tensor
 
     def with_laws(self, draft_probs: Tensor) -> DraftTree:
-        """Return the trees with the laws they were drawn from, ``[batch, nodes, vocab]``."""
+        """Return the trees with the laws from which they were drawn, ``[batch, nodes, vocab]``."""
         size, paths, length = self.path_nodes.shape
         return DraftTree(
             law=Law.IID,
@@ -50,15 +50,15 @@ class PathTrees:
 def draw_trees(size: int, paths: int, length: int, draw: Callable[[Tensor], Tensor]) -> PathTrees:
     """Draw ``size`` trees of ``paths`` independent paths of ``length`` tokens.
 
-    A place for every path at every depth comes first, those of equal prefixes taking the first
-    one's; then the places in use are moved to the front and are the nodes.
+    At first every path has a place at every depth; paths with equal prefixes use the place of the
+    first of them. Then the places in use are moved to the front and become the nodes.
 
     Args:
-        size: Trees.
+        size: Number of trees.
         paths: Paths of a tree.
         length: Tokens of a path.
-        draw: Draws the next token of every path, ``[size, paths]`` int64, given the places the
-            paths have reached, likewise; called once a depth.
+        draw: Draws the next token of every path, ``[size, paths]`` int64, given the places that the
+            paths have reached, of the same shape; called once for each depth.
     """
     count = 1 + paths * length
     token_ids = torch.zeros((size, count), dtype=torch.int64)
@@ -95,7 +95,7 @@ def draw_trees(size: int, paths: int, length: int, draw: Callable[[Tensor], Tens
 
 
 def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUniforms:
-    """Return fresh numbers for one verification of ``tree``."""
+    """Return fresh uniform numbers for one verification of ``tree``."""
 
     def numbers(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)

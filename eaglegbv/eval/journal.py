@@ -1,4 +1,4 @@
-"""Entries kept as they come, a line each: a process that is killed loses one at most."""
+"""Entries saved one a line as they come, so that a killed process loses at most one."""
 
 import os
 from pathlib import Path
@@ -12,31 +12,31 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
 class Journal(Generic[Entry]):
-    """A file of JSON lines that one process adds to, while others may read it.
+    """A file of JSON lines to which one process adds, while others may read it.
 
-    A last line that its writer has not finished, or was killed over, is not read.
+    A last line that its writer has not finished, or was killed while writing, is not read.
     """
 
     def __init__(self, path: Path, kind: type[Entry], content: str) -> None:
-        """Name a file, which need not be there yet.
+        """Name a file, which need not exist yet.
 
         Args:
             path: The file.
             kind: Type of its entries.
-            content: What they are, for messages.
+            content: What the entries are, for messages.
         """
         self._path = path
         self._kind = kind
         self._content = content
 
     def read(self, argument: str = "out") -> list[Entry]:
-        """Return all entries, and change nothing.
+        """Return all entries without changing the file.
 
         Args:
-            argument: What a user called the journal's folder, for messages.
+            argument: The user's name for the journal's folder, for messages.
 
         Raises:
-            InvalidArgument: The file cannot be read, or a line is something else.
+            InvalidArgument: The file cannot be read, or a line is not an entry.
         """
         try:
             lines = self._whole_lines().splitlines()
@@ -46,10 +46,10 @@ class Journal(Generic[Entry]):
             raise InvalidArgument(argument, str(self._path.parent), expected) from error
 
     def resume(self) -> list[Entry]:
-        """Return all entries, and drop a last line that was cut short, so that more can be added.
+        """Return all entries, and remove a last line that was cut short, so that more can be added.
 
         Raises:
-            InvalidArgument: The file cannot be read, or a line is something else.
+            InvalidArgument: The file cannot be read, or a line is not an entry.
         """
         entries = self.read()
         if self._path.is_file():
@@ -57,7 +57,7 @@ class Journal(Generic[Entry]):
         return entries
 
     def add(self, entry: Entry) -> None:
-        """Write an entry behind the others."""
+        """Append an entry to the file."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
 

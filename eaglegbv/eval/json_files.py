@@ -1,4 +1,4 @@
-"""Files of JSON: read into structs, with errors that name the argument a user gave."""
+"""Reading JSON files into structs, with errors that name the argument a user gave."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -11,16 +11,16 @@ Content = TypeVar("Content")
 
 
 def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) -> Content:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Args:
         path: The file.
         kind: Type of its content.
-        argument: What a user called the file, for messages.
-        expected: What it should be, likewise.
+        argument: The user's name for the file, for messages.
+        expected: What the file should be, for messages.
 
     Raises:
-        InvalidArgument: It cannot be read, or holds something else.
+        InvalidArgument: The file cannot be read, or its content is of another type.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

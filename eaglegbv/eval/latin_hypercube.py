@@ -1,4 +1,4 @@
-"""Numbers to judge trees by, spread evenly over several judgements of one tree.
+"""Uniform numbers for judging trees, spread evenly over several judgements of one tree.
 
 Latin hypercube sampling: McKay, Beckman & Conover, A Comparison of Three Methods for Selecting
 Values of Input Variables in the Analysis of Output from a Computer Code, Technometrics 21 (1979).
@@ -21,16 +21,16 @@ def latin_hypercube(
 ) -> list[VerifyUniforms]:
     """Return the numbers of J judgements as a Latin hypercube.
 
-    Of the J numbers that decide one thing in J judgements, one lies in each of J equal parts of
-    [0, 1), in random order. So every judgement's own numbers are independent and uniform as always,
-    and the mean over the judgements has less noise.
+    The J numbers that decide one thing in the J judgements fall one each into J equal parts of
+    [0, 1), in random order. So the numbers of every single judgement are independent and uniform as
+    always, and the mean over the judgements has less noise.
 
     Args:
-        draws: Independent uniform numbers, of one shape in all J judgements.
+        draws: Independent uniform numbers, of the same shapes in all J judgements.
         seeds: For each request, the seed of the order of its parts.
 
     Returns:
-        As many numbers as ``draws``, of the same shapes; never 1, by rounding.
+        As many numbers as ``draws``, of the same shapes; rounding never makes one equal 1.
     """
     count = len(draws)
     if count == 1:

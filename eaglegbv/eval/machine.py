@@ -1,4 +1,4 @@
-"""Bandwidth and arithmetic of the machine, measured."""
+"""Measured bandwidth and arithmetic rate of the machine."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from eaglegbv.stopwatch import Phase, Stopwatch
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device was measured to do.
+    """Measured rates of a device.
 
     Attributes:
-        bandwidth: Bytes a second that a large copy moves; each counts once for reading and once for
-            writing.
+        bandwidth: Bytes a second that a large copy moves; each byte counts once for reading and
+            once for writing.
         flops: Multiplications and additions a second of a large matrix product.
     """
 
@@ -25,8 +25,8 @@ def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int 
     """Time a large copy and a large matrix product, and keep the best of several runs of each.
 
     Args:
-        dtype: Of the matrices.
-        device: What is measured.
+        dtype: Dtype of the matrices.
+        device: Device to measure.
         megabytes: Size of the copy, in MiB.
     """
     barrier = barrier_of(device)
@@ -41,12 +41,12 @@ def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int 
 
 
 def barrier_of(device: torch.device) -> Callable[[], None] | None:
-    """Return what waits until ``device`` has done its work; None where work is done at once."""
+    """Return a function that waits for ``device`` to finish its work; None if none is needed."""
     return torch.cuda.synchronize if device.type == "cuda" else None
 
 
 def _best(work: Callable[[], object], barrier: Callable[[], None] | None, runs: int = 6) -> float:
-    """Return the shortest time of some runs, in seconds."""
+    """Return the shortest time of several runs, in seconds."""
     times = []
     for _ in range(runs):
         watch = Stopwatch(barrier)

@@ -1,12 +1,12 @@
 """Acceptance probabilities of the rules at one node of n drafts, for many nodes at once.
 
-What is the chance that a rule accepts one of n drafts? Where it has a closed form it is computed;
-only recursive rejection sampling without replacement, whose residual depends on the very tokens
-that were rejected, is averaged over drawn rejections. The optimum (Hu et al., 2502.18779) is
+What is the chance that a rule accepts one of n drafts? Where it has a closed form it is computed.
+Only recursive rejection sampling without replacement is averaged over drawn rejections, because its
+residual depends on the very tokens that were rejected. The optimum (Hu et al., 2502.18779) is
 
     alpha* = 1 + min over H of P(H) - Q(H),   Q(H) = Pr(all n drafts lie in H),
 
-and the minimum is at a prefix of the tokens by p/q ascending.
+and the minimum is at a prefix of the tokens in ascending order of p/q.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ from eaglegbv.verifiers.spectr import k_seq
 from eaglegbv.verifiers.transport import RankedLaws
 
 STEP = 0.25
-"""Of the trapezoidal rule in log t; its error is below 1e-15: the integrand is analytic where the
-real part of t is positive, a strip of half-width pi/2 in log t."""
+"""Step of the trapezoidal rule in log t. Its error is below 1e-15, because the integrand is
+analytic where the real part of t is positive, a strip of half-width pi/2 in log t."""
 
 TAIL = 42.0
 """exp(-42) is below rounding."""
 
 CHAINS = 32
-"""Rejections drawn at each node where a rule has no closed form."""
+"""Number of rejections drawn at each node where a rule has no closed form."""
 
 NODES_AT_ONCE = 16
 
@@ -75,18 +75,18 @@ class NodeLaws:
 
 
 def single(laws: NodeLaws, drafts: int) -> Tensor:  # noqa: ARG001
-    """One draft alone, whatever n: sum min(p, q)."""
+    """Return the acceptance of a single draft, whatever n: sum min(p, q)."""
     return torch.minimum(laws.target, laws.draft).sum(dim=1)
 
 
 def rejection_iid(laws: NodeLaws, drafts: int) -> Tensor:
     """Recursive rejection sampling of independent drafts (SpecInfer): 1 - prod (1 - beta_k).
 
-    beta_k = sum min(r, q), r = p at first and then (r - q)+ normalised: it does not depend on what
-    was rejected.
+    beta_k = sum min(r, q), where r is p at first and then (r - q)+ normalised. It does not depend
+    on what was rejected.
     """
     r, rest = laws.target, torch.ones_like(laws.draft[:, 0])
-    # What p has off the support of q stays there, whatever is rejected.
+    # The mass that p has off the support of q stays there, whatever is rejected.
     off = (1 - laws.target.sum(dim=1)).clamp(min=0)
     for _ in range(drafts):
         beta = torch.minimum(r, laws.draft).sum(dim=1)
@@ -98,11 +98,11 @@ def rejection_iid(laws: NodeLaws, drafts: int) -> Tensor:
 def rejection_wor(
     laws: NodeLaws, drafts: int, *, chains: int = CHAINS, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Recursive rejection sampling without replacement, an unbiased estimate.
+    """Recursive rejection sampling without replacement, as an unbiased estimate.
 
     Along a chain of rejected tokens, drawn as the rule rejects them, the chance that none of the
-    drafts is accepted is the mean of prod (1 - beta_k). A node of fewer tokens than drafts has them
-    all drafted.
+    drafts is accepted is the mean of prod (1 - beta_k). At a node with fewer tokens than drafts,
+    all tokens are drafted.
     """
     generator = generator or torch.Generator().manual_seed(0)
     return _in_parts(laws, lambda part: _rejection_wor(part, drafts, chains, generator))
@@ -116,7 +116,7 @@ def _rejection_wor(laws: NodeLaws, drafts: int, chains: int, generator: torch.Ge
     for k in range(drafts):
         if k > 0:
             refused = (q - r).clamp(min=0)
-            # Where every draft is accepted nothing is refused, and what is drawn does not count.
+            # Where every draft is accepted nothing is refused, and the drawn token has no effect.
             drawn = torch.multinomial(_or_ones(refused), 1, generator=generator)
             r, off = _normalised((r - q).clamp(min=0), off)
             q = _law(q.scatter(1, drawn, 0.0))
@@ -125,7 +125,7 @@ def _rejection_wor(laws: NodeLaws, drafts: int, chains: int, generator: torch.Ge
 
 
 def k_seq_iid(laws: NodeLaws, drafts: int) -> Tensor:
-    """K-SEQ (SpecTr): 1 - (1 - beta)^n, which is all that its drafts serve of p."""
+    """K-SEQ (SpecTr): 1 - (1 - beta)^n, all of p that its drafts serve."""
     n = torch.full((1, laws.count), drafts)
     served = k_seq(laws.target.unsqueeze(0), laws.draft.unsqueeze(0), n).served
     return served.sum(dim=2)[0]
@@ -163,16 +163,16 @@ def _optimum_wor(laws: NodeLaws, drafts: int) -> Tensor:
     q, real = ranked.draft, ranked.draft > 0
     size = real.sum(dim=1)
     n = torch.minimum(size, torch.tensor(drafts))
-    # Summed from the top: 1 minus what is below would lose a small rate.
+    # The sums start at the end: 1 minus the sum before would lose a small rate.
     off = q.flip(1).cumsum(dim=1).flip(1)
     rate = torch.nn.functional.pad(off[:, 1:], (0, 1))
     low, high = -TAIL / 2, log(TAIL / float(q[real].min()))
     t = (low + STEP * torch.arange(ceil((high - low) / STEP) + 1, dtype=torch.float64)).exp()
     inside = torch.zeros_like(q)
-    # Entry k: Pr(k of the prefix have arrived by t); the last one: n or more.
+    # Entry k is Pr(k of the prefix have arrived by t); the last entry is for n or more.
     counts = torch.zeros((*q.shape[:1], len(t), drafts + 1), dtype=torch.float64)
     counts[..., 0] = 1.0
-    # A node of fewer tokens than drafts: all of them.
+    # At a node with fewer tokens than drafts, all of them must arrive.
     enough = (torch.arange(drafts + 1) >= n.unsqueeze(1)).to(torch.float64).unsqueeze(1)
     for x in range(q.shape[1]):
         arrived = -torch.expm1(-q[:, x, None] * t)
@@ -192,23 +192,23 @@ def _optimum(ranked: RankedLaws, inside: Tensor) -> Tensor:
 
 
 def _in_parts(laws: NodeLaws, rule: Callable[[NodeLaws], Tensor]) -> Tensor:
-    """Apply ``rule`` to a few nodes at a time, which bounds the memory it takes."""
+    """Apply ``rule`` to a few nodes at a time, which limits the memory it takes."""
     starts = range(0, laws.count, NODES_AT_ONCE)
     return torch.cat([rule(laws[first : first + NODES_AT_ONCE]) for first in starts])
 
 
 def _law(weights: Tensor) -> Tensor:
-    """Normalise ``[nodes, width]``; nothing stays nothing."""
+    """Normalise ``[nodes, width]``; rows of zeros remain zeros."""
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=_TINY)
 
 
 def _or_ones(weights: Tensor) -> Tensor:
-    """Return ``[nodes, width]`` weights, or ones where all are zero."""
+    """Return ``[nodes, width]`` weights, with rows of zeros replaced by ones."""
     return torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, torch.ones_like(weights))
 
 
 def _normalised(weights: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalise weights on the support together with the mass off it; nothing stays nothing."""
+    """Normalise weights on the support together with the mass off it; zeros remain zeros."""
     total = (weights.sum(dim=1) + off).clamp(min=_TINY)
     return weights / total.unsqueeze(1), off / total
 
@@ -226,4 +226,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "greedy": greedy,
     }
 )
-"""Acceptance at ``[nodes]`` for n drafts, by name; "w/o" is without replacement."""
+"""Acceptance at ``[nodes]`` for n drafts, by name of the rule; "w/o" is without replacement."""

@@ -1,4 +1,4 @@
-"""How many tensor operations some code dispatches."""
+"""Counts of the tensor operations that code dispatches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ class OperationCounter(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Let compiled code run: torch.compile takes other modes for a change of what it traced."""
+        """Return True, since torch.compile takes other modes for a change in what it traced."""
         return True
 
     def __torch_dispatch__(
@@ -26,7 +26,7 @@ class OperationCounter(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Count and run an operation."""
+        """Count an operation and run it."""
         del types
         self.count += 1
         return func(*args, **(kwargs or {}))

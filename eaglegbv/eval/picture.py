@@ -1,4 +1,4 @@
-"""What all pictures share: colours, plain axes, files; they need matplotlib, of extra ``bench``."""
+"""What all pictures share: colours, plain axes, files. They need matplotlib (extra ``bench``)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "target_only": "#b08968",
     }
 )
-"""By verifier, readable with the common colour deficiencies; every line is labelled as well."""
+"""Colours by verifier, suited to the common colour deficiencies; every line has a label too."""
 
 FORMATS = ("png", "svg")
 DPI = 150
@@ -43,7 +43,7 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def picture_style() -> Iterator[None]:
-    """Draw within this: text stays text, and the same figures give the same file."""
+    """Draw within this context: text stays text, and the same figures give the same file."""
     import matplotlib
 
     with matplotlib.rc_context(
@@ -53,15 +53,15 @@ def picture_style() -> Iterator[None]:
 
 
 def plain_axes(axes: "Axes", grid: Literal["x", "y"]) -> None:
-    """Keep of a frame its left and bottom, and behind the figures pale lines across ``grid``."""
+    """Keep only the left and bottom of the frame, and draw pale lines across ``grid`` behind it."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
 
 
 def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
-    """Return how far intervals reach below and above their figures, as matplotlib takes them."""
-    # A percentile interval need not hold the value itself; whiskers cannot be negative.
+    """Return how far intervals extend below and above their values, in matplotlib's format."""
+    # A percentile interval need not contain the value itself, but whiskers cannot be negative.
     return [
         [max(0.0, figure.value - figure.low) for figure in figures],
         [max(0.0, figure.high - figure.value) for figure in figures],
@@ -69,10 +69,10 @@ def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
 
 
 def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:
-    """Write a picture in the format of its path's suffix; an SVG bears no date.
+    """Write a picture in the format of its path's suffix; an SVG contains no date.
 
     Raises:
-        InvalidArgument: It cannot be written.
+        InvalidArgument: The picture cannot be written.
     """
     try:
         canvas.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -81,10 +81,10 @@ def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] =
 
 
 def save_pictures(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
-    """Write ``folder/name`` in every format of :data:`FORMATS`; return the paths.
+    """Write ``folder/name`` in every format of :data:`FORMATS`, and return the paths.
 
     Raises:
-        InvalidArgument: They cannot be written.
+        InvalidArgument: A picture cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

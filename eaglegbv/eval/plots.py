@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG and SVG; they need matplotlib, of the extra ``bench``."""
+"""Pictures of a run, as PNG and SVG. They need matplotlib (extra ``bench``)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 CHARACTERS_AN_INCH = 16
-"""Of the caption."""
+"""Characters of the caption per inch."""
 PANELS_A_ROW = 3
 SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
 PLAIN_COLOUR = "#8a8a8a"
@@ -67,13 +67,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one line of a panel shows.
+    """One line of a panel.
 
     Attributes:
-        label: Its name in the legend.
-        verifier: What its colour stands for.
-        points: From x to figure, x ascending.
-        constant: Whether it has one point and stands for all x: a verifier of one path.
+        label: Name in the legend.
+        verifier: Verifier, which decides the colour.
+        points: From x to the figure, with x ascending.
+        constant: Whether its one value applies to all x: that of a verifier with one path.
     """
 
     label: str
@@ -110,7 +110,7 @@ def measured_of(results: Results) -> list[Measured]:
     """Return the settings of a run that have figures.
 
     Raises:
-        InvalidArgument: There is none.
+        InvalidArgument: No setting has figures.
     """
     settings = {setting.name: setting for setting in results.settings.settings}
     found = [Measured(settings[s.setting], s) for s in summarise(results) if s.conversations]
@@ -120,7 +120,7 @@ def measured_of(results: Results) -> list[Measured]:
 
 
 def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
-    """Draw a panel a temperature: block efficiency against the number of paths."""
+    """Draw one panel for each temperature: block efficiency against the number of paths."""
     drafted = _drafted(measured)
     canvas, panels = _panels(sorted({one.temperature for one in drafted}))
     for temperature, axes in panels.items():
@@ -136,9 +136,9 @@ def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
 
 
 def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
-    """Draw a panel a number of paths: block efficiency against temperature.
+    """Draw one panel for each number of paths: block efficiency against temperature.
 
-    Verifiers that ran with one path alone stand, dashed, in every panel.
+    Verifiers that ran with a single path only are dashed lines in every panel.
     """
     drafted = _drafted(measured)
     single = _single_path(drafted)
@@ -157,7 +157,7 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
 
 
 def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
-    """Draw a panel a temperature: share of the forwards that accept a token at each depth."""
+    """Draw one panel for each temperature: share of forwards that accept a token, by depth."""
     drafted = _drafted(measured)
     canvas, panels = _panels(sorted({one.temperature for one in drafted}))
     for temperature, axes in panels.items():
@@ -184,7 +184,7 @@ def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
 
 
 def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
-    """Draw a bar a setting: tokens per second of decoding, with intervals."""
+    """Draw a bar for each setting: tokens per second of decoding, with intervals."""
     canvas, axes = _bars_canvas(measured)
     rates = [one.summary.tokens_per_second for one in measured]
     axes.barh(
@@ -199,7 +199,7 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
 
 
 def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
-    """Draw a bar a setting: where the milliseconds of a token go, prefill included."""
+    """Draw a bar for each setting: milliseconds per token by phase, including prefill."""
     canvas, axes = _bars_canvas(measured)
     starts = [0.0] * len(measured)
     for phase, colour in PHASE_COLOURS.items():
@@ -216,9 +216,9 @@ class Picture:
     """A picture of a run.
 
     Attributes:
-        name: Of its files, without suffix.
+        name: Name of its files, without suffix.
         draw: Draws it.
-        of_drafts: Whether it shows the settings that draft, so that there has to be one.
+        of_drafts: Whether it shows only settings that draft, so that at least one is needed.
     """
 
     name: str
@@ -233,7 +233,7 @@ PICTURES = (
     Picture("tokens_per_second", tokens_per_second, of_drafts=False),
     Picture("seconds_by_phase", seconds_by_phase, of_drafts=False),
 )
-"""All there are, in the order in which they are drawn."""
+"""All pictures, in the order in which they are drawn."""
 
 
 def _drafted(measured: Sequence[Measured]) -> list[Measured]:
@@ -245,7 +245,7 @@ def _without_paths(one: Measured) -> object:
 
 
 def _single_path(measured: Sequence[Measured]) -> frozenset[str]:
-    """Verifiers with one path in every setting."""
+    """Return the verifiers that have one path in every setting."""
     most: dict[str, int] = {}
     for one in measured:
         verifier = one.setting.plan.verifier
@@ -260,7 +260,7 @@ def _lines(
     dropped: str,
     alike: Callable[[Measured], object],
 ) -> list[Line]:
-    """Join settings that are alike but for x; labels leave out entries named in ``dropped``."""
+    """Join settings that differ only in x; labels leave out entries named in ``dropped``."""
     labels = _labels(measured, dropped)
     groups: dict[object, list[Measured]] = {}
     for one in measured:
@@ -276,7 +276,7 @@ def _lines(
 
 
 def _held(line: Line, widest: float) -> Line:
-    """Let a line of one path stand for every number of paths."""
+    """Extend a line of one point to every number of paths."""
     (first, figure), *more = line.points
     if more or first == widest:
         return line
@@ -284,7 +284,7 @@ def _held(line: Line, widest: float) -> Line:
 
 
 def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
-    """Return settings' names without what is in ``dropped`` or the same in all of them."""
+    """Return settings' names without the entries in ``dropped``, or the same in all of them."""
     words = {one.setting.name: one.setting.name.split() for one in measured}
     common = set.intersection(*(set(entries[1:]) for entries in words.values()))
     if len(words) == 1:
@@ -320,7 +320,7 @@ def _draw_lines(
             markersize=3,
         )
     plain_axes(axes, "y")
-    # A place that is named: matplotlib's search for the best one may take seconds, and then warns.
+    # The place is named because matplotlib's search for the best one may take seconds, then warns.
     axes.legend(frameon=False, fontsize=7, loc=legend)
 
 

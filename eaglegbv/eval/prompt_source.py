@@ -1,4 +1,4 @@
-"""Prompts of the lengths that are to be measured."""
+"""Prompts of given lengths for measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class PromptSource:
     """Prompts of any length, made of questions.
 
     Attributes:
-        questions: As the model reads them, chat template included.
+        questions: Token ids as the model reads them, including the chat template.
     """
 
     questions: Sequence[Sequence[int]]
@@ -27,13 +27,13 @@ class PromptSource:
         return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
 
     def take(self, count: int, length: int) -> list[list[int]]:
-        """Return ``count`` prompts: different questions, or so many tokens of several.
+        """Return ``count`` prompts: different questions, or ``length`` tokens of several questions.
 
-        They are spread evenly over the questions, so over their categories.
+        The questions are spread evenly over the file, and so over its categories.
 
         Args:
             count: Number of prompts.
-            length: Tokens of each; 0 for the questions as they are.
+            length: Tokens of each prompt; 0 for the questions as they are.
         """
         total = len(self.questions)
         places = evenly(count, total) if count < total else range(count)

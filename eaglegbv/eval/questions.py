@@ -1,4 +1,4 @@
-"""Where a benchmark's questions come from."""
+"""Questions of a benchmark, and the places they are read from."""
 
 import gzip
 import hashlib
@@ -14,11 +14,11 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.files import write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
-"""Environment variable that names a folder of data; prompts are looked for in ``prompts/``."""
+"""Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One conversation to hold: the user's turns.
+    """One conversation to hold, as the user's turns.
 
     Attributes:
         id: Unique within its file.
@@ -47,11 +47,11 @@ class Suite:
     """A collection of questions.
 
     Attributes:
-        name: What users call it.
+        name: Name that users give.
         file: File name inside the ``prompts`` folder of a data folder, and in the cache.
-        packaged: Whether the package itself holds the file.
-        hub: Where the hub has it as JSON lines, if it does.
-        upstream: Where else its authors publish it as JSON lines that can be read as they are.
+        packaged: Whether the package itself contains the file.
+        hub: The hub's file of JSON lines, if there is one.
+        upstream: Another file of JSON lines that its authors publish and that can be read as it is.
     """
 
     name: str
@@ -118,14 +118,14 @@ SUITES: Mapping[str, Suite] = {
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """Questions and the place they were read from."""
+    """Questions, and the place they were read from."""
 
     suite: str
     origin: str
     questions: tuple[Question, ...]
 
     def first(self, count: int | None) -> "QuestionSet":
-        """Return ``count`` questions spread evenly over the file, so over its categories; or all.
+        """Return ``count`` questions spread evenly over the file and so its categories; or all.
 
         Raises:
             InvalidArgument: ``count`` is not between 1 and the number of questions.
@@ -140,29 +140,29 @@ class QuestionSet:
 
     @property
     def sha256(self) -> str:
-        """Hash of the questions themselves: ids, categories and all turns, in order."""
+        """Hash of the questions: ids, categories and all turns, in order."""
         return hashlib.sha256(msgspec.json.encode(self.questions)).hexdigest()
 
 
 def evenly(count: int, total: int) -> list[int]:
-    """Return ``count`` places spread evenly over ``total``, the first one included."""
+    """Return ``count`` indices spread evenly over ``total``, including the first."""
     return [n * total // count for n in range(count)]
 
 
 def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
     """Return the questions of a suite, or of a file of JSON lines.
 
-    The first of these that is there is read: ``data``, a file or a folder that has the suite's file
-    (by itself or in ``prompts/``); the folder ``$EAGLEGBV_DATA``; the local cache; the Hugging Face
-    hub, which fills the cache. A suite that the package holds is read from the package unless
-    ``data`` is given.
+    The first of these that exists is read: ``data``, a file or a folder that has the suite's file
+    (directly or in ``prompts/``); the folder ``$EAGLEGBV_DATA``; the local cache; the Hugging Face
+    hub, whose file is then cached. A suite that the package contains is read from the package
+    unless ``data`` is given.
 
     Args:
         suite_name: Name of a suite, or the path of a file.
         data: Where to read a suite from.
 
     Raises:
-        InvalidArgument: No such suite, no source has it, or a file is not as it should be.
+        InvalidArgument: The suite does not exist, no source has it, or a file is malformed.
     """
     suite = SUITES.get(suite_name)
     if suite is None:
@@ -198,10 +198,10 @@ def _inside(folder: Path, suite: Suite) -> Path:
 def read_questions(path: Path, source: str) -> tuple[Question, ...]:
     """Read JSON lines, gzipped where the name ends in ``.gz``.
 
-    A row has ``turns``, or what the authors of a suite call the one turn: ``prompt`` (a string or a
-    list of them), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its id is
-    ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, else its line number; its
-    category ``category`` or ``subject``, which may be missing, as may ``source``.
+    A row has ``turns``, or the name a suite's authors use for its single turn: ``prompt`` (a string
+    or a list of strings), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its
+    id is ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, otherwise its line
+    number. Its category is ``category`` or ``subject``; it may be missing, as may ``source``.
 
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
@@ -224,7 +224,7 @@ def read_questions(path: Path, source: str) -> tuple[Question, ...]:
 
 
 class _Row(msgspec.Struct):
-    """A row as this project, FastChat, the hub or a suite's authors write it."""
+    """A row in the format of this project, FastChat, the hub or a suite's authors."""
 
     id: str | int | None = None
     question_id: str | int | None = None
@@ -242,7 +242,7 @@ class _Row(msgspec.Struct):
     source: str | None = None
 
     def user_turns(self) -> list[str]:
-        """Return what the user says, nothing where the row does not tell."""
+        """Return the user's messages; none if the row has no known field for them."""
         if self.turns is not None:
             return self.turns
         if isinstance(self.prompt, list):
@@ -301,8 +301,8 @@ def _from_hub(suite: Suite) -> QuestionSet:
 
 
 def _fetched(name: str, file: HubFile, looked: str) -> Path:
-    """Return a file of the hub's; where there is none the error says where else was looked."""
-    # Imported here: the hub client takes a while to load and is seldom needed.
+    """Return a file of the hub; if there is none, the error says where else was searched."""
+    # The import is here because the hub client takes a while to load and is seldom needed.
     import huggingface_hub
     from httpx import HTTPError
 

@@ -1,4 +1,4 @@
-"""Which setting is best, and which cannot be told from it: by intervals, not by eye."""
+"""The best setting, and those that cannot be told apart from it, judged by intervals."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -14,13 +14,13 @@ from eaglegbv.eval.timing import Cell, Timing
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """What is best in one cell.
+    """Ranking within one cell.
 
     Attributes:
-        leader: The highest.
-        value: Its figure.
+        leader: The one with the highest figure.
+        value: The leader's figure.
         tied: Those whose interval does not lie below the leader, highest first.
-        behind: The rest, highest first.
+        behind: The others, highest first.
     """
 
     leader: str
@@ -30,14 +30,14 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The leader and what cannot be told from it."""
+        """The leader, and those that cannot be told apart from it."""
         return (self.leader, *self.tied)
 
 
 def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     """Rank the settings of a run at each temperature by a figure.
 
-    A setting is behind where the whole 95% interval of its ratio to the leader, paired by question,
+    A setting is behind if the whole 95% interval of its ratio to the leader, paired by question,
     lies below 1.
     """
     by_setting: dict[str, list[Record]] = {}
@@ -70,7 +70,7 @@ def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
 def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
     """Return each way's speed over plain decoding's in the same repeat, by cell.
 
-    Values are medians over repeats, ends the least and the most of them.
+    Values are medians over repeats; the ends are the lowest and the highest repeat.
     """
     found = {
         cell: {way: _spread(own.ratios) for way, own in ways.items() if own.ratios}
@@ -80,14 +80,14 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
 
 
 def _spread(repeats: Sequence[float]) -> Estimate:
-    """Return the median of some repeats between the least and the most."""
+    """Return the median of some repeats, with the lowest and the highest as its interval."""
     return Estimate(median(repeats), min(repeats), max(repeats))
 
 
 def rank_ways(ways: dict[str, Estimate]) -> Rank:
     """Rank ways by their speed over plain decoding.
 
-    A way is behind where even its best repeat is below the leader's worst.
+    A way is behind if even its best repeat is below the leader's worst.
     """
     leader, *others = sorted(ways, key=lambda way: -ways[way].value)
     return Rank(

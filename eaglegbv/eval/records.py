@@ -1,4 +1,4 @@
-"""What a benchmark run writes down: its settings, where it ran, one record a question."""
+"""Data that a benchmark run saves: its settings, its environment, one record per conversation."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One way of decoding that a run compares.
 
     Attributes:
-        plan: How to speculate; plain for a baseline.
+        plan: How to speculate; plain decoding for a baseline.
         temperature: Sampling temperature.
         baseline: Name of another library's way to generate, or None for the engine's.
     """
@@ -40,18 +40,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     baseline: str | None = None
 
     def __post_init__(self) -> None:
-        SamplingParams(temperature=self.temperature)  # raises where it is out of range
+        SamplingParams(temperature=self.temperature)  # raises an error if it is out of range
         if self.baseline is not None and self.plan.speculative:
             raise InvalidArgument("plan", self.plan, f"plain decoding for {self.baseline}")
 
     @property
     def plain(self) -> bool:
-        """Whether the engine decodes plainly: what speed-ups are over."""
+        """Whether the engine decodes plainly, which is the basis of speed-ups."""
         return self.baseline is None and not self.plan.speculative
 
     @property
     def name(self) -> str:
-        """Short name, unique among settings: what differs from the defaults is spelled out."""
+        """Short name, unique among settings: it states what differs from the defaults."""
         plan, default = self.plan, Plan()
         if self.baseline is not None:
             parts = [self.baseline]
@@ -82,7 +82,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that determines what a run does; a run is resumed only with equal settings.
+    """All settings that determine what a run does; it is resumed only with equal ones.
 
     Attributes:
         suite: Name of the suite.
@@ -91,17 +91,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         model: Name or folder of the target.
         drafter: Name or folder of the drafter, or None.
         system: System prompt before every conversation, or None.
-        template: The chat template, whole; None in results that did not record it.
+        template: The whole chat template; None in results that did not record it.
         questions_sha256: Hash of the questions; empty in results that did not record it.
-        dtype: Type the target computes in; empty likewise.
-        draft_quantization: How the drafter's weights are held; empty likewise.
-        backend: What runs the plans: ``local``, ``sglang``; ``transformers`` for baselines alone.
-        backend_arguments: What the backend was told besides.
-        compile_backend: What this engine was compiled by; empty for not at all.
-        settings: What is compared.
+        dtype: Dtype in which the target computes; empty in results that did not record it.
+        draft_quantization: How the drafter's weights are held; empty in results that did not record
+            it.
+        backend: What runs the plans: ``local`` or ``sglang``; ``transformers`` if there are only
+            baselines.
+        backend_arguments: Further arguments of the backend.
+        compile_backend: Backend with which this engine was compiled; empty if it was not.
+        settings: The settings to compare.
         max_tokens: Most tokens of an answer.
-        seed: Seed every request's seed derives from.
-        repeats: How often everything is run.
+        seed: Seed from which every request's seed is derived.
+        repeats: Number of times that everything is run.
     """
 
     suite: str
@@ -133,7 +135,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("settings", names, "one or more settings, each once")
 
     def keys(self, settings: Sequence[Setting]) -> Iterator[Key]:
-        """Yield the keys of all records that some of the settings come to."""
+        """Yield the keys of all records that these settings should have."""
         for repeat in range(self.repeats):
             for question in self.question_ids:
                 for setting in settings:
@@ -148,8 +150,8 @@ class Turn(msgspec.Struct, kw_only=True):
         completion_tokens: Its length in tokens; the first comes from the prompt's own forward.
         finish_reason: Why it ended.
         wall_seconds: From the call to its return: prefill, decoding, and (de)tokenisation.
-        metrics: The engine's counts. Of phases other libraries tell prefill alone; the rest is
-            missing.
+        metrics: The engine's counts. Of other libraries, only the time of prefill is known; other
+            phases are missing.
     """
 
     text: str
@@ -160,7 +162,7 @@ class Turn(msgspec.Struct, kw_only=True):
 
     @property
     def decode_seconds(self) -> float:
-        """Wall time without the prompt's own forward."""
+        """Wall time without prefill."""
         return self.wall_seconds - self.metrics.seconds[Phase.PREFILL]
 
 
@@ -168,10 +170,10 @@ class Record(msgspec.Struct, kw_only=True):
     """One conversation: a question asked once in one setting.
 
     Attributes:
-        question_id: Which question.
-        category: Its category.
+        question_id: Id of the question.
+        category: Category of the question.
         setting: Name of the setting.
-        repeat: Which repetition, from 0.
+        repeat: Number of the repetition, from 0.
         turns: The answers, in order.
         error: Why the conversation broke off, or None.
     """
@@ -185,7 +187,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """What identifies the record within a run."""
+        """Key that identifies the record within a run."""
         return self.setting, self.question_id, self.repeat
 
 
@@ -194,12 +196,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         started: UTC time, ISO 8601.
-        versions: Version by package, Python among them.
+        versions: Version of each package, and of Python.
         platform: Operating system and architecture.
         processor: Name of the processor.
-        cores: Processor cores the system counts.
-        threads: Threads PyTorch computes with.
-        device: Device the target runs on.
+        cores: Number of processor cores that the system reports.
+        threads: Number of threads with which PyTorch computes.
+        device: Device on which the target runs.
     """
 
     started: str
@@ -212,7 +214,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """Everything ``results.json`` holds beside the summary derived from it."""
+    """All that ``results.json`` contains besides the summary derived from it."""
 
     settings: RunSettings
     environment: Environment
@@ -224,8 +226,8 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
     """Return the environment of this process.
 
     Args:
-        device: The target's.
-        packages: Whose versions to note beside the usual ones.
+        device: The target's device.
+        packages: Further packages whose versions to record.
     """
     usual = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
     versions = {package: metadata.version(package) for package in (*usual, *packages)}
@@ -241,5 +243,5 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 
 
 def name_of_model(model: str) -> str:
-    """Return ``tiny`` for the packaged target, wherever it lies; other names as they are."""
+    """Return ``tiny`` for the packaged target, wherever it is; other names unchanged."""
     return "tiny" if Path(model) == TINY_TARGET else model

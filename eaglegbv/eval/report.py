@@ -1,4 +1,4 @@
-"""Figures as text: the table on the terminal and ``results.md``."""
+"""Figures as text: the table in the terminal, and ``results.md``."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill
 
 
 def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[str]]:
-    """Return the main table, headings first: one row a setting, with or without intervals."""
+    """Return the main table, headings first: one row per setting, with or without intervals."""
 
     def figure(estimate: Estimate | None, digits: int = 2) -> str:
         if estimate is None:
@@ -41,7 +41,7 @@ def with_interval(estimate: Estimate, digits: int = 2) -> str:
 
 
 def plain_text(rows: Sequence[Sequence[str]]) -> str:
-    """Return ``rows`` in aligned columns for a terminal, the first column to the left."""
+    """Return ``rows`` in aligned columns for a terminal, with the first column left-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -53,7 +53,7 @@ def plain_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(results: Results, summaries: Sequence[Summary]) -> str:
-    """Return the report of a run: what was run, where, and what came out."""
+    """Return the report of a run: what was run, where, and the results."""
     sections = [
         f"# {results.settings.suite}",
         "\n".join(f"- {name}: {fact}" for name, fact in facts(results).items()),
@@ -124,7 +124,7 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def drafter_name(drafter: str | None, quantization: str) -> str:
-    """Return how a drafter is called, with how its weights are held where that is unusual."""
+    """Return the name of a drafter, with how its weights are held if that is unusual."""
     if not drafter:
         return "none"
     held = "" if quantization in ("", Quantization.NONE) else f" (weights in {quantization})"
@@ -145,7 +145,7 @@ def _template(template: str | None) -> str:
 
 
 def acceptance_text(summaries: Sequence[Summary]) -> str:
-    """Return acceptance by depth as a table of Markdown, or a sentence where nothing drafts."""
+    """Return acceptance by depth as a Markdown table, or a sentence if no setting drafts."""
     drafted = [s for s in summaries if s.acceptance_by_depth]
     deepest = max((len(s.acceptance_by_depth) for s in drafted), default=0)
     if not deepest:
@@ -176,7 +176,7 @@ def _errors(results: Results) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows, headings first, as a table of Markdown, the first column to the left."""
+    """Return rows, headings first, as a Markdown table with the first column left-aligned."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""The page of results, as Markdown, from measured files: every number and verdict is computed."""
+"""The page of results, as Markdown, from measured files; every number and verdict is computed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,7 +34,7 @@ EXPECTED: Mapping[str, str] = {
     "batch": "tokens/s by batch",
     "drafters": "drafters side by side",
 }
-"""What the page is meant to have; what is missing is named."""
+"""The sections that the page should have; it names those that are missing."""
 
 
 def page(
@@ -46,8 +46,8 @@ def page(
 
     Args:
         evidence: Measured files by name.
-        pictures: By the same names, links to pictures of them.
-        others: Names of files that lie beside them and are not shown.
+        pictures: Links to the pictures of each file, by the same names.
+        others: Names of files in the same folder that are not shown.
     """
     order = _ordered(evidence)
     sections = [
@@ -97,20 +97,20 @@ def section(
 
 
 def _ordered(evidence: Mapping[str, Evidence]) -> list[str]:
-    """Return the files' names by their kinds, and of runs by batch the latest first."""
+    """Return the files' names in the order of their kinds, with the latest runs by batch first."""
     latest = sorted(sorted(evidence), key=lambda name: _started(evidence[name]), reverse=True)
     return sorted(latest, key=_kind)
 
 
 def _kind(name: str) -> int:
-    """Return the place of a file's kind on the page."""
+    """Return the position of a file's kind on the page."""
     order = list(EXPECTED)
     kind = kind_among(order, name)
     return len(order) if kind is None else order.index(kind)
 
 
 def _started(content: Evidence) -> str:
-    """Return when a run by batch began; the order of others is that of their kinds."""
+    """Return when a run by batch began; other kinds have no such order."""
     if not isinstance(content, BatchResults) or content.environment is None:
         return ""
     return content.environment.started

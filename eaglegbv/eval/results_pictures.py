@@ -1,4 +1,4 @@
-"""Pictures of the page of results: small SVG files."""
+"""Pictures for the page of results, as small SVG files."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -76,7 +76,7 @@ def _copy_study(study: Study, path: Path) -> None:
 
 
 def batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
-    """Draw a panel a temperature and prompt length: each way's speed over plain decoding's."""
+    """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
     from matplotlib.figure import Figure as Canvas
 
     panels = list(dict.fromkeys((cell.temperature, cell.context) for cell in speeds))

@@ -1,6 +1,6 @@
-"""The sections of the page of results, each of one measured file, as Markdown.
+"""The sections of the page of results, each for one measured file, as Markdown.
 
-Pictures are given as Markdown, too: links to the files.
+Pictures are passed as Markdown too: as links to the files.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Section:
     """A part of the page.
 
     Attributes:
-        title: Its heading.
-        parts: Its paragraphs and tables.
+        title: Heading of the section.
+        parts: Paragraphs and tables of the section.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """What links to the heading name, by the rules of Markdown's usual renderers."""
+        """Name for links to the heading, by the rules of common Markdown renderers."""
         kept = "".join(c for c in self.title.lower() if c.isalnum() or c in " -_")
         return kept.replace(" ", "-")
 
@@ -45,7 +45,7 @@ class Section:
 
 
 def where(environment: Environment | None) -> str:
-    """Say where and when something was measured."""
+    """Return a sentence on where and when something was measured."""
     if environment is None:
         return "Where and when was not recorded."
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
@@ -120,7 +120,7 @@ def _efficiency(records: Sequence[Record], category: str) -> str:
 
 
 def paper_section(content: PaperResults, pictures: str, *, title: str) -> Section:
-    """Return the section of a paper's comparison; ``title`` is for one that has none itself."""
+    """Return the section of a comparison with a paper; ``title`` is used if it has none itself."""
     report = content.report
     parts = [where(content.environment), pictures]
     for one in report.tables:
@@ -133,7 +133,7 @@ def paper_section(content: PaperResults, pictures: str, *, title: str) -> Sectio
 
 
 def verdicts(content: PaperResults) -> str:
-    """Say how many of the directions of a paper were confirmed."""
+    """Return a sentence on how many of a paper's directions were confirmed."""
     found = content.report.findings
     counts = ", ".join(
         f"{sum(one.verdict == verdict for one in found)} {verdict}"
@@ -179,7 +179,7 @@ def batch_section(name: str, content: BatchResults, pictures: str) -> Section:
 
 
 def variant(content: BatchResults) -> str:
-    """Return how a run by batch differs from a usual one, to follow its name."""
+    """Return how a run by batch differs from a usual one, as a suffix of its name."""
     backend = content.compile_backend
     unusual = [f"compiled ({backend})"] if backend else []
     unusual += [content.dtype] if content.dtype not in ("", "float32") else []
@@ -187,7 +187,7 @@ def variant(content: BatchResults) -> str:
 
 
 def drafters_section(content: DrafterResults, pictures: str) -> Section:
-    """Return the section of drafters side by side."""
+    """Return the section of a comparison of drafters."""
     names = [one.name for one in content.drafters]
     reports = [one.report for one in content.drafters]
     return Section(

@@ -82,7 +82,7 @@ def _verifiers(results: Results, names: Sequence[str]) -> list[str]:
 
 
 def _best_by_cell(runs: Mapping[str, Results], figure: Figure) -> list[tuple[str, set[str]]]:
-    """Return for each run and temperature who leads, and all who are not behind."""
+    """Return, for each run and temperature, the leader and all settings that are not behind."""
     return [
         (_verifiers(results, [rank.leader])[0], set(_verifiers(results, rank.best)))
         for results in runs.values()

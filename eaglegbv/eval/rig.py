@@ -1,4 +1,4 @@
-"""An engine of random weights, a target and an EAGLE-3 head, of any shape."""
+"""An engine with random weights, for a target and an EAGLE-3 head of any shape."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,22 +26,23 @@ from eaglegbv.targets.hf import HFTarget
 _GAIN = 0.64
 """Standard deviation of random weights, times the square root of the width.
 
-With transformers' own deviation, 0.02, it is 1.28 at a width of 4096: 32 layers then magnify the
-rounding of bfloat16 so much that sums in another order give logits a twentieth apart, too far for
-:mod:`eaglegbv.targets.guard` to accept. With a much smaller one wrong masks hardly show.
+With transformers' own deviation, 0.02, the product is 1.28 at a width of 4096. 32 layers then
+magnify the rounding of bfloat16 so much that sums in another order give logits a twentieth apart,
+too far for :mod:`eaglegbv.targets.guard` to accept. With a much smaller one, wrong masks hardly
+show.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Engines over models of random weights.
+    """Engines over models with random weights.
 
     Attributes:
-        engine: Waits for the device at the end of every phase.
-        overlapping: Another engine of the same models, which does not wait; None where a device
-            does nothing by itself.
-        target: Their target.
-        drafter: Their drafter.
+        engine: Engine that waits for the device at the end of every phase.
+        overlapping: Another engine with the same models, which does not wait; None if the device
+            does not run asynchronously.
+        target: Target of both engines.
+        drafter: Drafter of both engines.
         shape: Sizes of both models.
     """
 
@@ -61,20 +62,20 @@ def build_rig(
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
 ) -> Rig:
-    """Make a target and a head of random weights, and an engine with room for the setting.
+    """Make a target and a head with random weights, and an engine with room for the setting.
 
-    The weights are the same every time, and the caller's random numbers stay as they are.
+    The weights are the same every time, and the caller's random state is not changed.
 
     Args:
-        shape: Sizes of both.
+        shape: Sizes of both models.
         setting: What will be timed.
-        dtype: Type of the weights.
-        device: Where they live.
-        compile_backend: Compile models and verifier by this backend of ``torch.compile``; None for
-            not.
+        dtype: Dtype of the weights.
+        device: Device of the weights.
+        compile_backend: Backend of ``torch.compile`` with which to compile models and verifier;
+            None for no compilation.
         graphs: Whether tree forwards and drafting are recorded and replayed.
     """
-    if compile_backend is not None:  # before anything is made
+    if compile_backend is not None:  # fail before anything is made
         check_backend(compile_backend)
     slots = setting.batch * (setting.context + setting.tokens + setting.plan.tree_slots + 64)
     head_config = _head_config(shape)
@@ -105,7 +106,7 @@ def build_rig(
 
 
 def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
-    """Return a head of random weights, on the device and in the dtype of a target's ``embedding``.
+    """Return a head with random weights, on the device and in the dtype of ``embedding``.
 
     Args:
         config: Sizes and settings.
@@ -114,13 +115,13 @@ def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
     device = embedding.device
     with device:
         head = Eagle3Head(config, embedding, torch.arange(config.draft_vocab_size))
-    # The frequencies of its rotations, which it computes on the CPU, stay in float32.
+    # The frequencies of its rotations, which the head computes on the CPU, stay in float32.
     return head.to(device, embedding.dtype).train(mode=False)
 
 
 @contextmanager
 def _seeded(device: torch.device) -> Iterator[None]:
-    """Draw from seed 0 here; generators of the CPU and of ``device`` then go on as before."""
+    """Draw from seed 0 in this context; afterwards the generators continue as before."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield

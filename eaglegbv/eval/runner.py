@@ -1,4 +1,4 @@
-"""Hold conversations in several settings, interleaved, and record what each took."""
+"""Holding conversations in several settings, interleaved, and recording their figures."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 16
 
 
 class Answer(Protocol):
-    """What the runner needs of a completion."""
+    """The parts of a completion that the runner needs."""
 
     @property
     def text(self) -> str:
@@ -28,11 +28,11 @@ class Answer(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Its tokens."""
+        """Tokens of the answer."""
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended."""
+        """Why the answer ended."""
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -59,15 +59,15 @@ def run(
 ) -> None:
     """Ask every question in every setting, ``settings.repeats`` times.
 
-    Settings take turns question by question, and the one that begins changes with the question, so
-    that whatever slows the machine for a while slows all of them alike. Before that each setting
-    answers once unrecorded. Each conversation feeds the model's own answers back.
+    Settings take turns question by question, and which one begins changes with the question, so
+    that whatever slows the machine for a while slows all of them alike. Before that, each setting
+    answers once without being recorded. Each conversation feeds the model's own answers back.
 
     Args:
         generate: Answers one conversation by a plan.
-        questions: What to ask.
+        questions: The questions to ask.
         settings: What to compare, and how.
-        baselines: By name, what answers in the settings of a baseline instead.
+        baselines: For each baseline, by name, what answers in its settings instead.
         done: Keys of records that need not be measured again.
         on_record: Receives each record as soon as it is measured.
     """
@@ -101,7 +101,7 @@ def _warm_up(
     generate: Generate, question: Question, setting: Setting, settings: RunSettings
 ) -> None:
     params = SamplingParams(temperature=setting.temperature, max_tokens=WARM_UP_TOKENS)
-    # What is wrong with the question is told where it is asked.
+    # An error in the question is reported when it is asked.
     with suppress(EagleGBVError):
         generate(_messages(settings, question.turns[:1], []), params, plan=setting.plan)
 
@@ -117,12 +117,12 @@ def converse(
     """Hold one conversation, feeding the model's own answers back.
 
     Args:
-        generate: Answers it.
-        question: What to ask.
-        setting: In which setting.
-        settings: Of the run.
+        generate: Answers the conversation.
+        question: The question to ask.
+        setting: The setting to ask it in.
+        settings: Settings of the run.
         repeat: Number of the repetition.
-        seed: Every turn's seed derives from it.
+        seed: Seed from which every turn's seed is derived.
     """
     record = Record(
         question_id=question.id,
@@ -142,7 +142,7 @@ def converse(
         start = time.perf_counter()
         try:
             answer = generate(messages, params, plan=setting.plan)
-        except EagleGBVError as error:  # a conversation too long for the model, say
+        except EagleGBVError as error:  # for example, a conversation too long for the model
             record.error = str(error)
             break
         wall_seconds = time.perf_counter() - start

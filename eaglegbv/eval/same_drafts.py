@@ -1,16 +1,16 @@
 """Verifiers on the same drafts: what each accepts of the very same trees.
 
-At places of plainly decoded texts one tree is drafted, the target scores it once, and every
-verifier judges it, several times with other random numbers. All verifiers see the same tokens,
-draft laws and target laws, and use the same numbers, so that what makes a place easy or hard
-cancels in the ratio of two of them.
+At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
+verifier judges it several times with different random numbers. All verifiers see the same tokens,
+draft laws and target laws, and use the same numbers, so what makes a place easy or hard cancels out
+in the ratio of two of them.
 
 What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-from texts that follow the target's law. That is not the engine's block efficiency, whose steps
-begin where earlier ones ended: more of them begin where the drafter is weak, for there steps are
-short. So the engine's figure is lower. Verifiers that keep state from step to step (greedy_block,
-spectr_gbv) go into debt for what they accept; one step says nothing about them, and they are
-measured in the engine instead.
+from texts that follow the target's law. This is not the engine's block efficiency, because the
+engine's steps begin where earlier ones ended. More of them begin where the drafter is weak, since
+steps are short there, so the engine's figure is lower. Verifiers that keep state from step to step
+(greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing about them, and
+they are measured in the engine instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,10 +49,10 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
     """A plainly decoded answer.
 
     Attributes:
-        name: Of the question.
-        seed: Of its places, drafts and judgements.
-        prompt_ids: What the target read.
-        token_ids: What it answered.
+        name: Id of the question.
+        seed: Seed of the text's places, drafts and judgements.
+        prompt_ids: Tokens of the prompt.
+        token_ids: Tokens of the answer.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How much is measured.
+    """Sizes of the sample.
 
     Attributes:
-        places: Places of each text, drawn without replacement; all, where a text has fewer.
-        judgements: How often each verifier judges each tree, with other random numbers.
-        batch: Texts read together.
+        places: Places of each text, drawn without replacement; all of them if a text has fewer.
+        judgements: How often each verifier judges each tree, each time with other random numbers.
+        batch: Number of texts read together.
     """
 
     places: int = 5
@@ -82,15 +82,15 @@ class Sampling:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """What one verifier made of the drafts of one setting.
+    """Results of one verifier on the drafts of one setting.
 
     Attributes:
-        setting: Which.
-        tokens: For each text, tokens a step, summed over its places: accepted ones and the one
-            that follows them.
+        setting: The setting.
+        tokens: For each text, tokens a step, summed over its places: the accepted tokens and the
+            one that follows them.
         places: For each text, the number of places.
-        nodes: For each text, nodes the target scored for it, summed over its places; the roots do
-            not count.
+        nodes: For each text, nodes the target scored for it, summed over its places, without the
+            roots.
     """
 
     setting: Setting
@@ -100,12 +100,12 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Tokens a step."""
+        """Mean tokens a step."""
         return sum(self.tokens) / sum(self.places)
 
     @property
     def mean_nodes(self) -> float:
-        """Drafted nodes of a tree."""
+        """Mean number of drafted nodes of a tree."""
         return sum(self.nodes) / sum(self.places)
 
     def estimate(self) -> Estimate:
@@ -126,10 +126,10 @@ def collect(
     seed: int = 0,
     progress: bool = False,
 ) -> list[Text]:
-    """Have the target answer the first turn of each question, by plain decoding.
+    """Let the target answer the first turn of each question by plain decoding.
 
     Raises:
-        EagleGBVError: A question is not answered; a prompt too long for the model, say.
+        EagleGBVError: A question cannot be answered, for example because it is too long.
     """
     seeds = [request_seed(seed, number) for number in range(len(questions))]
     params = [
@@ -141,7 +141,7 @@ def collect(
         if answer.finish_reason is FinishReason.ERROR:
             raise EagleGBVError(f"question {question.id}: {answer.error}")
     return [
-        # Drafts and judgements must not share numbers with the text they are about.
+        # Drafts and judgements must not share random numbers with the text they are about.
         Text(
             name=question.id,
             seed=request_seed(own, 0),
@@ -158,7 +158,7 @@ def offers(
 ) -> Iterator[tuple[list[int], Offer]]:
     """Yield the trees of ``setting`` at the places of ``texts`` with the target's laws.
 
-    The first of each pair says which text each tree of the batch stands in. Trees and places are
+    The first item of each pair is the text number of each tree of the batch. Trees and places are
     those that :func:`same_drafts` judges.
 
     Raises:
@@ -182,18 +182,18 @@ def same_drafts(
     *,
     on_texts: Callable[[int], object] = lambda _: None,
 ) -> list[Tally]:
-    """Judge the same drafts by the verifier of every setting.
+    """Judge the same drafts with the verifier of every setting.
 
-    Settings that differ in nothing but the verifier, or in the numbers and lengths of independent
-    paths, judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and
-    judged by the greedy walk.
+    Settings that differ only in the verifier, or in the number and length of independent paths,
+    judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and judged
+    by the greedy walk.
 
     Args:
         pair: Target and drafter; their engine, if any, must have no request running.
-        texts: From :func:`collect`, at the settings' temperature as a rule.
-        settings: What to compare.
-        sampling: How much.
-        on_texts: Told how many texts have just been done.
+        texts: From :func:`collect`, usually at the settings' temperature.
+        settings: The settings to compare.
+        sampling: Sizes of the sample.
+        on_texts: Called with the number of texts that have just been done.
 
     Returns:
         One tally for each setting.
@@ -202,7 +202,7 @@ def same_drafts(
         InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,
             or no text has a second token.
         LawMismatch: A verifier is not lossless for its draft law.
-        InvalidProbabilities: A law is not one.
+        InvalidProbabilities: A law is not a probability distribution.
         OutOfSlots: The texts of a batch and their trees need more KV slots than there are.
     """
     sampling = sampling or Sampling()
@@ -233,7 +233,7 @@ def same_drafts(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a setting came to at one place: tokens a step, and drafted nodes."""
+    """Result of a setting at one place: tokens a step, and number of drafted nodes."""
 
     tokens: float
     nodes: int
@@ -251,7 +251,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Drafting:
-    """One tree for each place, and who judges what part of it.
+    """One tree for each place, and the settings that judge it or parts of it.
 
     Attributes:
         plan: The largest of the members' plans.
@@ -300,7 +300,7 @@ def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
 
 
 class _Bench:
-    """Reads texts up to their places, and has trees judged there."""
+    """Reads texts up to their places, and has verifiers judge trees there."""
 
     def __init__(self, pair: Pair, sampling: Sampling) -> None:
         if pair.drafter is None:
@@ -313,7 +313,7 @@ class _Bench:
     def judge(
         self, texts: Sequence[Text], numbers: Iterable[int], draftings: Sequence[_Drafting]
     ) -> Iterable[tuple[int, Mapping[int, _Found]]]:
-        """Yield, for each place of each text, the text's number and what the settings came to."""
+        """Yield, for each place of each text, the text's number and the results of the settings."""
         for readers in self.visit(texts, numbers):
             found = self._judge_here(list(readers.values()), draftings)
             yield from zip(readers, found, strict=True)
@@ -321,7 +321,7 @@ class _Bench:
     def visit(
         self, texts: Sequence[Text], numbers: Iterable[int]
     ) -> Iterator[Mapping[int, Request]]:
-        """Yield requests that stand at a place of their text, by the number of the text."""
+        """Yield requests that have reached a place of their text, by the number of the text."""
         waiting = {n: self._places(texts[n]) for n in numbers}
         requests = {n: self._open(n, texts[n]) for n, places in waiting.items() if places}
         while requests:
@@ -332,7 +332,7 @@ class _Bench:
                 self._close(requests.pop(n))
 
     def _places(self, text: Text) -> list[int]:
-        """Draw where trees begin: how many tokens of the answer are known."""
+        """Draw where trees begin, as numbers of known tokens of the answer."""
         generator = np.random.default_rng(text.seed)
         count = min(self._sampling.places, len(text.token_ids) - 1)
         if count < 1:
@@ -358,7 +358,7 @@ class _Bench:
         self._drafter.forget(request)
 
     def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
-        """Read each text up to all but the last of its tokens, the root of the trees."""
+        """Read each text up to its last known token, which is the root of the trees."""
         chunks = []
         for request, token_ids in reached:
             request.token_ids = list(token_ids)
@@ -391,7 +391,7 @@ class _Bench:
         return found
 
     def draft(self, requests: list[Request], drafting: _Drafting) -> Offer:
-        """Draft a tree for each request and score it; nothing of it stays."""
+        """Draft a tree for each request and score it, without keeping any of it."""
         params = SamplingParams(temperature=drafting.temperature)
         for request in requests:
             request.params, request.plan = params, drafting.plan
@@ -422,7 +422,7 @@ class _Bench:
         return {n: (1 + share * total).cpu().numpy() for n, total in accepted.items()}
 
     def _numbers(self, requests: Sequence[Request], tree: DraftTree) -> list[VerifyUniforms]:
-        """Return the numbers of each judgement."""
+        """Return the uniform numbers of each judgement."""
         drawn = [
             VerifyUniforms.draw(
                 [Stream(request_seed(request.stream.seed, judgement)) for request in requests],

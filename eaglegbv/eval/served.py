@@ -1,4 +1,4 @@
-"""Conversations with a server, many at once: what is accepted is counted, not how fast."""
+"""Conversations with a server, many at once, to count what is accepted, not to measure speed."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,13 +31,13 @@ def hold_at_once(
     """Ask every question in some of the settings, several conversations at a time.
 
     Args:
-        generate: Answers; called by several threads.
-        questions: What to ask.
-        settings: Of the whole run; a question's seed is the same in every setting.
-        own: The settings that ``generate`` answers in.
-        at_once: Conversations at a time.
+        generate: Answers conversations; called from several threads.
+        questions: The questions to ask.
+        settings: Settings of the whole run; a question's seed is the same in every setting.
+        own: The settings in which ``generate`` answers.
+        at_once: Number of conversations at a time.
         done: Keys of records that need not be held again.
-        on_record: Receives each record, in this thread, as soon as it is whole.
+        on_record: Receives each record, in the calling thread, as soon as it is complete.
     """
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [
@@ -60,10 +60,10 @@ class Accepted:
     """What was accepted in one setting.
 
     Attributes:
-        setting: Its name.
-        conversations: Held to their end.
-        broken: Broken off; they count in no figure.
-        tokens: Of the answers.
+        setting: Name of the setting.
+        conversations: Number of conversations held to their end.
+        broken: Number of conversations that broke off; they count in no figure.
+        tokens: Number of tokens of the answers.
         acceptance_length: Accepted tokens per target forward.
         block_efficiency: Committed tokens per target forward.
     """
@@ -77,7 +77,7 @@ class Accepted:
 
     @property
     def row(self) -> list[str]:
-        """Its cells, in the order of :data:`HEADINGS`."""
+        """Cells of the table row, in the order of :data:`HEADINGS`."""
         counts = (self.conversations, self.broken, self.tokens)
         figures = (self.acceptance_length, self.block_efficiency)
         return [self.setting, *map(str, counts), *map(with_interval, figures)]

@@ -1,4 +1,4 @@
-"""Sizes of models that have random weights."""
+"""Sizes of models with random weights."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a Llama-like target and of an EAGLE-3 head for it.
 
     Attributes:
-        hidden: Width.
-        layers: Decoder layers, at least 4.
-        heads: Query heads.
-        kv_heads: Key and value heads.
+        hidden: Width of a hidden state.
+        layers: Number of decoder layers, at least 4.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
         intermediate: Width of the feed-forward layers.
-        vocab: Tokens.
-        draft_vocab: Tokens the head can draft.
+        vocab: Number of tokens.
+        draft_vocab: Number of tokens the head can draft.
     """
 
     hidden: int

@@ -1,13 +1,13 @@
-"""The solvers of optimal transport at a node of independent drafts, side by side.
+"""Comparison of the solvers of optimal transport at a node of independent drafts.
 
 Laws are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a law
-is about as peaked for every V, and draft logits are the target's with normal noise of 0.8. A draft
-law keeps all tokens or its most likely ones. Every solver is given the two laws on the draft law's
-support and n drafts, and selects one of the drafts. The time measured is the process's on the
-processor, so that others who share the machine do not count.
+is about equally peaked for every V, and draft logits are the target's plus normal noise of standard
+deviation 0.8. A draft law keeps all tokens or its most likely ones. Every solver gets the two laws
+on the draft law's support and n drafts, and selects one of the drafts. The measured time is the
+process's processor time, so that other users of the machine do not count.
 
-The law of what a node commits is computed from what the solver does, not from what it aims at: the
-law of its selection (of the exact solver through its relabelling of drafts), the acceptance that
+The law of what a node commits is computed from what the solver does, not from what it aims at: from
+the law of its selection (for the exact solver, from its relabelling of drafts), the acceptance that
 its own law b prescribes, and the residual.
 """
 
@@ -36,10 +36,10 @@ STANDARD = (
     (1000, 2),
     *((32_000, n) for n in (2, 3, 4)),
 )
-"""The sizes (V, n) that are measured where none are named."""
+"""The sizes (V, n) measured by default."""
 
 WIDTH = 64
-"""Tokens that a top-k draft law keeps."""
+"""Number of tokens that a top-k draft law keeps."""
 
 SPREAD, NOISE = 0.85, 0.8
 
@@ -48,9 +48,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a node.
 
     Attributes:
-        vocab: V.
-        drafts: n.
-        width: Tokens that the draft law keeps, its most likely ones.
+        vocab: Number of tokens, V.
+        drafts: Number of drafts, n.
+        width: Number of most likely tokens that the draft law keeps.
 
     Raises:
         InvalidArgument: A value is out of range.
@@ -69,27 +69,27 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What one solver did on the nodes of one size.
+    """Results of one solver on the nodes of one size.
 
     Attributes:
-        vocab: V.
-        drafts: n.
-        width: Tokens of the draft law.
-        solver: Its name.
-        instances: Nodes.
-        median_ms: Milliseconds of processor time from the two laws and the drafts to the draft
-            selected, the median; None where all were refused.
-        mean_ms: Likewise, the mean.
+        vocab: Number of tokens, V.
+        drafts: Number of drafts, n.
+        width: Number of tokens of the draft law.
+        solver: Name of the solver.
+        instances: Number of nodes.
+        median_ms: Median milliseconds of processor time from the two laws and the drafts to the
+            selected draft; None if the solver refused all nodes.
+        mean_ms: Mean of the same.
         success: Share of the nodes solved in time and within the tolerance.
-        refused: Nodes that were too large for the solver; they count in no other figure but
-            ``success``.
-        fallbacks: Nodes at which the solver's loss of acceptance was above the tolerance and K-SEQ
-            took its place.
-        late: Nodes that took longer than the time limit.
-        deviation: Largest L1 distance of the law committed from the target's.
+        refused: Number of nodes that were too large for the solver; they count in no other figure
+            but ``success``.
+        fallbacks: Number of nodes at which the solver's loss of acceptance was above the tolerance,
+            so that K-SEQ took its place.
+        late: Number of nodes that took longer than the time limit.
+        deviation: Largest L1 distance of the committed law from the target's.
         acceptance: Mean acceptance probability.
         optimum: Mean of alpha* over the same nodes.
-        shortfall: Largest bound on the acceptance lost that a solver gave without falling back.
+        shortfall: Largest bound on the lost acceptance that a solver gave without falling back.
     """
 
     vocab: int
@@ -145,18 +145,18 @@ class Node:
 
     @property
     def wanted(self) -> Floats:
-        """p at ``ids``."""
+        """Target probabilities p at ``ids``."""
         return np.asarray(self.target[self.ids])
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a solver did at a node.
+    """Result of a solver at a node.
 
     Attributes:
-        seconds: Until a draft was selected.
+        seconds: Time until a draft was selected.
         accepted: ``[width]`` float64, the probability that this token is selected and accepted.
-        residual: ``[vocab]`` float64, weights of the token committed when none is.
+        residual: ``[vocab]`` float64, weights of the committed token when no draft is accepted.
         shortfall: Bound on the acceptance lost against the optimum; None after a fall-back.
     """
 
@@ -171,7 +171,7 @@ class Answer:
         return float(self.accepted.sum())
 
     def deviation(self, node: Node) -> float:
-        """Return the L1 distance of the law committed from the target's."""
+        """Return the L1 distance of the committed law from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
         law = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
         law[node.ids] += self.accepted
@@ -184,8 +184,8 @@ def settings_of(
     """Return every size with every width, each once.
 
     Args:
-        sizes: V and n of each.
-        widths: Tokens that a draft law keeps; None, and any number beyond V, are all of them.
+        sizes: V and n of each size.
+        widths: Numbers of tokens that a draft law keeps; None, or any number beyond V, keeps all.
     """
     wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
     return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]
@@ -201,17 +201,17 @@ def compare(
     tolerance: float = TOLERANCE,
     on_row: Callable[[Row], None] | None = None,
 ) -> Report:
-    """Give every solver the same nodes.
+    """Give the same nodes to every solver, and return the results.
 
     Args:
         settings: Sizes of the nodes.
-        solvers: Which.
-        instances: Nodes of each size.
+        solvers: The solvers.
+        instances: Number of nodes of each size.
         seed: Seed of laws, drafts and uniforms.
         time_limit: Seconds of processor time above which a node counts as not solved; nothing is
             interrupted.
         tolerance: Loss of acceptance above which a solver has failed.
-        on_row: Hears of each row as it is there.
+        on_row: Called with each row as soon as it is complete.
 
     Raises:
         InvalidArgument: ``instances`` or ``time_limit`` is not positive.
@@ -258,12 +258,13 @@ def _softmax(logits: Floats) -> Floats:
 def solve_all(
     solver: Solver, given: Sequence[Node], *, warm: Node, tolerance: float = TOLERANCE
 ) -> list[Answer | None]:
-    """Give one solver every node; None where a node is too large for it.
+    """Give every node to one solver; the answer is None where a node is too large for it.
 
     Args:
-        solver: Which.
+        solver: The solver.
         given: The nodes.
-        warm: A node that is not measured: what a first call sets up is no node's cost.
+        warm: A node that is not measured, so that no other node's time includes the set-up of a
+            first call.
         tolerance: Loss of acceptance above which K-SEQ takes a solver's place.
     """
     if solver is not Solver.EXACT:
@@ -280,13 +281,13 @@ def row(
     *,
     time_limit: float,
 ) -> Row:
-    """Return what :func:`solve_all` came to on nodes of one size.
+    """Summarise the answers of :func:`solve_all` for nodes of one size.
 
     Args:
-        setting: Their size.
-        solver: Which solver.
+        setting: Size of the nodes.
+        solver: The solver.
         given: The nodes.
-        answered: Its answers.
+        answered: The solver's answers.
         time_limit: Seconds of processor time above which a node counts as not solved.
     """
     answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
@@ -317,7 +318,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def optimal_acceptance(node: Node) -> float:
-    """Return alpha* of the node's drafts."""
+    """Return alpha* for the node's number of drafts."""
     columns = (node.ids, node.draft, node.wanted)
     laws = NodeLaws(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
     return optimum_iid(laws, len(node.drawn)).item()
@@ -347,17 +348,17 @@ def exact(node: Node) -> Answer:
 
 
 def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
-    """Return the law of the draft selected, from how drafts are relabelled.
+    """Return the law of the selected draft, from how drafts are relabelled.
 
-    A draft of rank x has label y with probability K(x, y); with l(y) = sum_x q(x) K(x, y) the
-    highest of n labels is y with probability L(y)^n - L(y-)^n, L the cdf of l, and the token under
-    it is x with probability q(x) K(x, y) / l(y).
+    A draft of rank x has label y with probability K(x, y). With l(y) = sum_x q(x) K(x, y), the
+    highest of n labels is y with probability L(y)^n - L(y-)^n, where L is the cdf of l, and the
+    token under it is x with probability q(x) K(x, y) / l(y).
     """
     q = ranked.draft.numpy().ravel()
     v = plan.highest.numpy().ravel()
     moved = plan.law.numpy().ravel() - v
     gives, receives = np.maximum(-moved, 0).cumsum(), np.maximum(moved, 0).cumsum()
-    # Matched on their cumulative sums: between two neighbouring cuts one giver meets one receiver.
+    # Givers and receivers are matched by cumulative sums: between two cuts, one meets one.
     end = min(gives[-1], receives[-1])
     cuts = np.unique(np.clip(np.concatenate((gives, receives)), 0.0, end))
     cuts = np.concatenate(([0.0], cuts[cuts > 0]))
@@ -384,7 +385,7 @@ def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
 
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
-    """Select by a plan, or by K-SEQ where the plan may lose too much; None: node too large."""
+    """Select by a plan, or by K-SEQ if the plan may lose too much; None if the node is too big."""
     start = process_time()
     n = len(node.drawn)
     plan = solve(solver, tuple(node.wanted.tolist()), tuple(node.draft.tolist()), n)
@@ -400,7 +401,7 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
 
 
 def _answer(node: Node, seconds: float, law: Floats, selected: Floats, bound: float) -> Answer:
-    """Accept with min(1, p/b), b = ``law``, a draft that is selected with the law ``selected``."""
+    """Accept with min(1, p/b), b = ``law``, a draft that was selected with law ``selected``."""
     h = np.divide(node.wanted, law, out=np.ones_like(law), where=law > 0)
     residual = node.target.copy()
     residual[node.ids] = np.maximum(node.wanted - law, 0.0)

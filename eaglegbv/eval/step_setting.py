@@ -1,4 +1,4 @@
-"""How requests decode while their steps are timed."""
+"""How requests decode while the time of their steps is measured."""
 
 import msgspec
 
@@ -6,18 +6,18 @@ from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 
 WARM_UP_STEPS = 3
-"""Steps before those timed."""
+"""Number of steps before those that are timed."""
 
 
 class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What is timed.
+    """Setting of a measurement of steps.
 
     Attributes:
         plan: How requests speculate.
-        batch: Requests.
+        batch: Number of requests.
         context: Tokens of each prompt.
-        temperature: Of sampling.
-        steps: Steps timed, after some that warm up.
+        temperature: Sampling temperature.
+        steps: Number of timed steps, after those that warm up.
     """
 
     plan: Plan
@@ -37,5 +37,5 @@ class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an answer: enough for all steps, and for those whose launches are counted."""
+        """Tokens of an answer, enough for all steps, including those whose launches are counted."""
         return (self.plan.depth + 1) * (WARM_UP_STEPS + self.steps + 3)

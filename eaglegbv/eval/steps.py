@@ -1,6 +1,6 @@
-"""Step time by phase at any model shape, with random weights, against what the machine allows.
+"""Step time by phase for models of any shape with random weights, and the machine's least time.
 
-See :mod:`eaglegbv.eval.floors` for the least time that it allows.
+See :mod:`eaglegbv.eval.floors` for the least time.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a phase of a step.
 
     Attributes:
-        phase: Its name, or ``step`` for all.
-        seconds: Median.
-        floor: What the machine allows at best; None where that is not counted.
+        phase: Name of the phase, or ``step`` for the whole step.
+        seconds: Median time.
+        floor: Least time that the machine allows; None if it is not computed.
     """
 
     phase: str
@@ -40,18 +40,20 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting's times.
+    """Times of a setting's steps.
 
     Attributes:
-        phases: In order, the whole step last, each waited for before the next begins.
-        overlapping: Seconds of a step, median, where the host prepares a phase while the device is
-            busy with the one before, as it is in use; None where a device does nothing by itself.
-        operations: Tensor operations a step dispatches; those within a CUDA graph do not count.
-        launches: Kernels, copies and graphs that a step launches on a CUDA device; None elsewhere.
-        replayed: Forwards of the target that replayed a recording, of all since the start.
-        machine: What the floors rest on.
+        phases: Phases in order, then the whole step; each phase waits for the device before the
+            next begins.
+        overlapping: Median seconds of a step as in normal use, where the host prepares a phase
+            while the device is busy with the one before; None if the device does not run
+            asynchronously.
+        operations: Tensor operations a step dispatches, without those within a CUDA graph.
+        launches: Kernels, copies and graphs that a step launches on a CUDA device; None on others.
+        replayed: Forwards of the target that replayed a recording, among all since the start.
+        machine: Measured rates from which the floors are computed.
         weights: Bytes of the weights a forward of the target reads.
-        block_efficiency: Tokens committed per request and step; of random weights, so near 1.
+        block_efficiency: Tokens committed per request and step; near 1 because weights are random.
     """
 
     phases: tuple[PhaseTime, ...]
@@ -81,9 +83,9 @@ def time_steps(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     """Time the phases of a setting's steps.
 
     Args:
-        rig: What runs them.
+        rig: The engines that run the steps.
         setting: What is timed.
-        machine: What the floors rest on.
+        machine: Measured rates from which to compute the floors.
 
     Raises:
         StepFailed: A step broke off.
@@ -113,7 +115,7 @@ def time_steps(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
 
 
 def _add(engine: Engine, shape: Shape, setting: StepSetting) -> list[Request]:
-    """Queue the setting's requests, of random prompts."""
+    """Queue the setting's requests, with random prompts."""
     generator = torch.Generator().manual_seed(1)
     requests = []
     for n in range(setting.batch):
@@ -129,7 +131,7 @@ def _add(engine: Engine, shape: Shape, setting: StepSetting) -> list[Request]:
 
 
 def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
-    """Return the records of the steps that count."""
+    """Return the records of the timed steps."""
     collector = _Collector()
     engine.observe(collector)
     while len(collector.records) < WARM_UP_STEPS + setting.steps:
@@ -138,7 +140,7 @@ def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
 
 
 def _step(engine: Engine) -> None:
-    """Run a step; raise where it breaks off, since no further one need follow."""
+    """Run a step; raise an error if it breaks off, because no further step might follow."""
     for commit in engine.step():
         if commit.request.error is not None:
             raise commit.request.error
@@ -148,7 +150,7 @@ _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync"
 
 
 def _launches(rig: Rig) -> int | None:
-    """Return what a further step launches, by the profiler."""
+    """Return how much a further step launches, as the profiler counts it."""
     if rig.target.device.type != "cuda":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

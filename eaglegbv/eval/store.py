@@ -1,4 +1,4 @@
-"""The folder of a run: records are kept as they are measured, so a killed run loses none."""
+"""The folder of a run, where records are saved as they are measured, so a killed run loses none."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from eaglegbv.files import write_whole
 
 
 class _Run(msgspec.Struct, kw_only=True):
-    """First lines of a run, written before anything is measured."""
+    """Header of a run, written before anything is measured."""
 
     settings: RunSettings
     environment: Environment
 
 
 SHORT = 40
-"""Letters of a setting that a message has room for."""
+"""Most characters of a setting that a message shows."""
 
 
 def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:
-    """Return the error of a folder that holds a run of other settings than are wanted now."""
+    """Return the error for a folder that holds a run with other settings than those wanted now."""
     short, long = [], []
     for field in wanted.__struct_fields__:
         values = [getattr(settings, field) for settings in (found, wanted)]
@@ -53,9 +53,9 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        settings: Of the run.
+        settings: Settings of the run.
         environment: Where the run was started.
-        records: What is measured so far, earlier sittings included.
+        records: All records so far, including those of earlier sessions.
 
     Raises:
         InvalidArgument: The folder holds a run with other settings, or cannot be written.
@@ -80,29 +80,29 @@ class RunFolder:
         _check(path, settings, self.records, "out")
 
     def add(self, record: Record) -> None:
-        """Keep a record."""
+        """Add a record and save it."""
         self._journal.add(record)
         self.records.append(record)
 
     @property
     def done(self) -> frozenset[Key]:
-        """The keys of all that was measured."""
+        """The keys of all records that were measured."""
         return frozenset(record.key for record in self.records)
 
     def has_all(self, settings: Sequence[Setting]) -> bool:
-        """Whether all that some of the settings come to was measured."""
+        """Return whether all records that these settings should have were measured."""
         return self.done.issuperset(self.settings.keys(settings))
 
     def results(self) -> Results:
-        """Return all that was measured."""
+        """Return all that was measured so far."""
         return Results(settings=self.settings, environment=self.environment, records=self.records)
 
 
 def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Struct]) -> Path:
     """Write ``results.json`` into ``folder``.
 
-    It has the settings, the environment, what the figures mean (and whether prefill counts in
-    them), the summary and the records.
+    The file has the settings, the environment, the definitions of the figures (and whether prefill
+    counts in them), the summary and the records.
     """
     path = folder / "results.json"
     content = {
@@ -124,11 +124,11 @@ def read_results(
 
     Args:
         path: The file.
-        argument: What a user called it, for messages.
-        expected: What the file may be, likewise.
+        argument: The user's name for the file, for messages.
+        expected: What the file may be, for messages.
 
     Raises:
-        InvalidArgument: The file cannot be read or is not one.
+        InvalidArgument: The file cannot be read or is not a ``results.json``.
     """
     results = read_json(path, Results, argument=argument, expected=expected)
     _check(path, results.settings, results.records, argument)
@@ -140,7 +140,7 @@ def load_results(path: Path, argument: str = "results") -> Results:
 
     Args:
         path: The folder or the file.
-        argument: What a user called it, for messages.
+        argument: The user's name for the folder or file, for messages.
 
     Raises:
         InvalidArgument: There is no run.
@@ -155,10 +155,10 @@ def load_results(path: Path, argument: str = "results") -> Results:
 
 
 def _check(path: Path, settings: RunSettings, records: Sequence[Record], argument: str) -> None:
-    """Raise unless every record belongs to a setting of the run, and stands once.
+    """Raise unless every record belongs to a setting of the run and occurs once.
 
-    A setting's name leaves out what is the default, so a version with other defaults names the
-    settings of an older run differently; their records must not be dropped in silence.
+    A setting's name leaves out values equal to the defaults, so a version with other defaults names
+    the settings of an older run differently. Their records must not be dropped silently.
     """
     known = {setting.name for setting in settings.settings}
     strange = sorted({record.setting for record in records} - known)

@@ -1,4 +1,4 @@
-"""An LLM that is asked for a stream, so that the time to the first token is known."""
+"""An LLM whose answers are streamed, so that the time to the first token is known."""
 
 import time
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ class Streams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Answers whole, and notes as prefill what passed before the first tokens came.
+    """Returns whole answers, and records the time until the first tokens as prefill.
 
     Attributes:
-        llm: What answers; a backend that does not tell its phases.
+        llm: A backend that answers but does not report its phases.
     """
 
     llm: Streams
@@ -38,7 +38,7 @@ class Streamed:
         """Answer one conversation.
 
         Raises:
-            EagleGBVError: The prompt is not usable, or the backend could not answer it.
+            EagleGBVError: The prompt is invalid, or the backend could not answer it.
         """
         start = time.perf_counter()
         prefill: float | None = None
@@ -50,7 +50,7 @@ class Streamed:
                 completion = piece.completion or completion
         except EagleGBVError:
             raise
-        except ValueError as error:  # what SGLang says of requests it does not take
+        except ValueError as error:  # SGLang raises it for requests it does not accept
             raise InvalidArgument("prompt", f"{len(prompts)} messages", str(error)) from error
         if completion is None or completion.error is not None or prefill is None:
             cause = "no answer" if completion is None else completion.error or "no token"

@@ -1,11 +1,11 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-At places of texts the target wrote at a temperature, ``iid`` trees (K paths of L tokens, judged by
-``otbv``) are drafted at several multiples of that temperature, and best-first ``fixed`` trees of
-several sizes (judged by ``target_only``, which is optimal for them). A sampled tree has as many
-nodes as its paths happen to have different prefixes; what it is compared with is the mixture of
-the two fixed trees of the next smaller and larger size whose mean number of nodes is the same.
-Everything is paired by text.
+Trees are drafted at places of texts that the target wrote at a temperature. ``iid`` trees (K paths
+of L tokens, judged by ``otbv``) are drafted at several multiples of that temperature, and
+best-first ``fixed`` trees (judged by ``target_only``, which is optimal for them) in several sizes.
+A sampled tree has as many nodes as its paths happen to have different prefixes. It is compared with
+the mixture of the fixed trees of the next smaller and the next larger size whose mean number of
+nodes is the same. Everything is paired by text.
 
 At temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
@@ -29,24 +29,24 @@ from eaglegbv.tree import Law
 SAMPLED, FIXED = "otbv", "target_only"
 
 BATCH = 32
-"""Texts read together."""
+"""Number of texts read together."""
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared.
+    """Settings of the study.
 
     Attributes:
-        temperatures: Of the target.
-        draft_temperatures: Multiples of it.
+        temperatures: Temperatures of the target.
+        draft_temperatures: Multiples of the target's temperature.
         paths: Numbers of paths of sampled trees.
         depth: Length of a path, and depth of fixed trees.
         sizes: Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
-        beam: Of fixed trees: nodes of a level that get children, and children of each.
-        draft_width: Candidates a draft law keeps.
-        places: Places of each text.
+        beam: For fixed trees, the nodes of a level that get children, and the children of each.
+        draft_width: Number of candidates that a draft law keeps.
+        places: Number of places of each text.
         judgements: How often each tree is judged.
-        max_tokens: Tokens of a text at most.
-        seed: Of the texts.
+        max_tokens: Most tokens of a text.
+        seed: Seed of the texts.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -73,7 +73,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampling(self) -> Sampling:
-        """How much is measured."""
+        """Sizes of the sample."""
         return Sampling(places=self.places, judgements=self.judgements, batch=BATCH)
 
     def sampled(self, temperature: float) -> Iterator[Setting]:
@@ -95,7 +95,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             yield Setting(plan=self._fixed(FIXED, self.beam, size), temperature=temperature)
 
     def path(self) -> Setting:
-        """Return the path that sampled trees come down to at temperature 0."""
+        """Return the path to which sampled trees reduce at temperature 0."""
         return Setting(plan=self._fixed(FIXED, 1, self.depth), temperature=0.0)
 
     def largest_fixed(self, temperature: float) -> Setting:
@@ -116,18 +116,18 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampled tree.
+    """Results of a sampled tree.
 
     Attributes:
-        drafter: Who drafted it.
-        temperature: The target's.
-        paths: K; 1 at temperature 0.
-        draft_temperature: As a multiple of it.
-        nodes: Its nodes, the mean.
+        drafter: Name of the drafter.
+        temperature: Temperature of the target.
+        paths: Number of paths, K; 1 at temperature 0.
+        draft_temperature: Draft temperature as a multiple of ``temperature``.
+        nodes: Mean number of nodes.
         tokens: Tokens a step.
-        fixed: Tokens a step of the fixed trees of as many nodes.
-        over_fixed: The ratio of the two.
-        over_equal: The ratio to the same tree drawn at the target's own temperature.
+        fixed: Tokens a step of fixed trees with as many nodes.
+        over_fixed: Ratio of ``tokens`` to ``fixed``.
+        over_equal: Ratio to the same tree drafted at the target's own temperature.
     """
 
     drafter: str
@@ -142,13 +142,13 @@ class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed tree.
+    """Results of a fixed tree.
 
     Attributes:
-        drafter: Who drafted it.
-        temperature: The target's.
-        verifier: Who judged it.
-        nodes: Its nodes, the mean.
+        drafter: Name of the drafter.
+        temperature: Temperature of the target.
+        verifier: Name of the verifier that judged it.
+        nodes: Mean number of nodes.
         tokens: Tokens a step.
     """
 
@@ -160,7 +160,7 @@ class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and of what.
+    """Settings and results of a study.
 
     Attributes:
         model: The target.
@@ -168,9 +168,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         questions: Identifiers of the questions.
         suite: Name of their suite.
         settings: What was compared.
-        environment: Where and when.
-        sampled: The sampled trees.
-        fixed: The fixed ones.
+        environment: Where and when it was measured.
+        sampled: Results of the sampled trees.
+        fixed: Results of the fixed trees.
     """
 
     model: str
@@ -203,12 +203,12 @@ def study_cells(
     """Measure one drafter at one temperature.
 
     Args:
-        name: The drafter's.
+        name: Name of the drafter.
         pair: Target and drafter.
-        texts: What the target wrote at ``temperature``.
-        temperature: Which.
+        texts: Texts that the target wrote at ``temperature``.
+        temperature: Temperature of the target.
         settings: What to compare.
-        on_texts: Told how many texts have just been done.
+        on_texts: Called with the number of texts that have just been done.
     """
     sampled = list(settings.sampled(temperature)) if temperature > 0 else [settings.path()]
     fixed = list(settings.fixed(temperature))
@@ -241,13 +241,13 @@ def study_cells(
 
 
 def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
-    """Return, for each text, the tokens of a mixture of fixed trees with ``nodes`` in the mean.
+    """Return, for each text, the tokens of a mixture of fixed trees with a mean of ``nodes`` nodes.
 
-    The mixture takes the next larger tree with the probability that makes the means equal; below
-    the smallest tree stands plain decoding, one token a step for no node.
+    The mixture takes the next larger tree with the probability that makes the means equal. Below
+    the smallest tree, the other part is plain decoding: one token a step with no node.
 
     Raises:
-        InvalidArgument: There is no tree so large.
+        InvalidArgument: No fixed tree is large enough.
     """
     places = ladder[0].places
     known = [(0.0, np.array(places, dtype=np.float64))]

@@ -28,12 +28,12 @@ WORDS = {
 
 
 def best(cells: Iterable[SampledCell]) -> SampledCell:
-    """Return the cell of the most tokens a step."""
+    """Return the cell with the most tokens a step."""
     return max(cells, key=lambda cell: cell.tokens.value)
 
 
 def study_table(study: Study) -> list[list[str]]:
-    """Return a row for each drafter, temperature and K, headings first."""
+    """Return one row for each drafter, temperature and K, headings first."""
     rows = [
         [
             *("drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes", "ratio"),
@@ -61,12 +61,12 @@ def study_table(study: Study) -> list[list[str]]:
 
 
 def findings(study: Study) -> list[str]:
-    """Say what the intervals tell: where sampled trees win, and which draft temperature pays."""
+    """Return sentences on where sampled trees win, and which draft temperatures pay."""
     return [*tree_findings(study), *temperature_findings(study)]
 
 
 def tree_findings(study: Study) -> list[str]:
-    """Say where sampled trees win over deterministic ones of as many nodes."""
+    """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
     found = []
     for drafter, k, groups in _by_paths(study):
         if k > 1:
@@ -79,7 +79,7 @@ def tree_findings(study: Study) -> list[str]:
 
 
 def temperature_findings(study: Study) -> list[str]:
-    """Say which draft temperatures pay."""
+    """Return sentences on which draft temperatures pay."""
     found = []
     for drafter, k, groups in _by_paths(study):
         for name, colder in (("hotter", False), ("colder", True)):
@@ -99,7 +99,7 @@ def temperature_findings(study: Study) -> list[str]:
 
 
 def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]]:
-    """Gather the groups of a drafter and a number of paths, temperature 0 left out."""
+    """Yield the groups of each drafter and number of paths, without temperature 0."""
     for drafter in study.drafters:
         own = [g for g in _groups(study) if g[0].drafter == drafter and g[0].temperature > 0]
         for k in sorted({group[0].paths for group in own}):
@@ -116,7 +116,7 @@ def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
 
 
 def _groups(study: Study) -> list[list[SampledCell]]:
-    """Gather the cells that differ in nothing but the draft temperature."""
+    """Group the cells that differ only in the draft temperature."""
     groups: dict[tuple[str, float, int], list[SampledCell]] = {}
     for cell in study.sampled:
         groups.setdefault((cell.drafter, cell.temperature, cell.paths), []).append(cell)
@@ -128,13 +128,13 @@ def _equal(group: Sequence[SampledCell]) -> SampledCell:
 
 
 def _turned(group: Sequence[SampledCell], *, colder: bool) -> SampledCell | None:
-    """Return the best cell drawn colder than the target, or hotter; None where there is none."""
+    """Return the best cell drafted colder than the target, or hotter; None if there is none."""
     cells = [c for c in group if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
     return best(cells) if cells else None
 
 
 def draw_study(study: Study, folder: Path) -> list[Path]:
-    """Write the picture of the most paths into ``folder``, as PNG and SVG; return the paths.
+    """Draw the results of the most paths into ``folder``, as PNG and SVG; return the paths.
 
     Raises:
         NotInstalled: matplotlib is missing.

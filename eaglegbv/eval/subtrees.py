@@ -12,7 +12,7 @@ from eaglegbv.tree import DraftTree, Law
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a verifier judges.
+    """Draft trees to be judged.
 
     Attributes:
         tree: The draft trees of a batch.
@@ -25,12 +25,12 @@ class Offer:
     def part(self, paths: int, length: int) -> Self:
         """Return the trees of the first ``paths`` paths, each cut after ``length`` tokens.
 
-        Independent paths are drawn one without regard to another, and token by token: the part is
-        distributed as trees drawn with that many paths of that length, and keeps the order of its
-        nodes.
+        Independent paths are drawn without regard to each other, token by token. So the part has
+        the same distribution as trees drawn with that many paths of that length, and it keeps the
+        order of its nodes.
 
         Raises:
-            LawMismatch: The paths are not independent, and a part of the tree is not a tree of its
+            LawMismatch: The paths are not independent, so a part of the tree is not a tree of its
                 law.
         """
         tree = self.tree
@@ -48,7 +48,7 @@ class Offer:
         real = torch.arange(order.shape[1], device=order.device) < count.unsqueeze(1)
         places = order.where(real, 0)
         depth = tree.depth.gather(1, places)
-        # Nothing is drawn below the last level.
+        # Nothing is drafted below the last level.
         inner = (depth < length).unsqueeze(2)
         wide = places.unsqueeze(2).expand(-1, -1, tree.width)
         part = DraftTree(

@@ -1,4 +1,4 @@
-"""From records to figures: the one place where a run's figures are computed."""
+"""Computation of a run's figures from its records."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.stopwatch import Phase
 
 OTHER = "other"
-"""Wall time outside the engine's phases: templates, (de)tokenisation, bookkeeping."""
+"""Phase of wall time outside the engine's phases: templates, (de)tokenisation, bookkeeping."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         setting: Name of the setting.
-        conversations: Conversations measured to their end.
-        errors: Conversations that broke off; they count in no figure.
+        conversations: Number of conversations measured to their end.
+        errors: Number of conversations that broke off; they count in no figure.
         committed_tokens: Tokens committed by decoding forwards.
         target_forwards: Decoding forwards of the target.
         acceptance_length: Accepted tokens per target forward.
@@ -42,13 +42,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         acceptance_by_depth: Share of the forwards offering a node at each depth that accepted one.
         tokens_per_second: Committed tokens per second of decoding, prefill excluded; the median
             over repeats with a bootstrap interval over questions.
-        wall_tokens_per_second: Tokens of the answers per second, prefill included; likewise.
+        wall_tokens_per_second: Tokens of the answers per second, prefill included, with the same
+            median and interval.
         speedup: ``tokens_per_second`` over that of plain decoding on the same questions; the
             median over repeats with a bootstrap interval over questions. None without plain
             decoding in the run.
-        wall_speedup: The same of ``wall_tokens_per_second``.
-        milliseconds_by_phase: Per answer token, of the phases that are told; ``other`` is wall time
-            outside them.
+        wall_speedup: The same ratio for ``wall_tokens_per_second``.
+        milliseconds_by_phase: Milliseconds per answer token in each known phase; ``other`` is wall
+            time outside them.
     """
 
     setting: str
@@ -81,7 +82,7 @@ def summarise(results: Results) -> list[Summary]:
 def _plain(
     setting: Setting, results: Results, by_setting: Mapping[str, Sequence[Record]]
 ) -> Sequence[Record]:
-    """Records of plain decoding at the setting's temperature."""
+    """Return the records of plain decoding at the setting's temperature."""
     for other in results.settings.settings:
         if other.plain and other.temperature == setting.temperature:
             return by_setting.get(other.name, ())
@@ -138,8 +139,8 @@ def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record])
 def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate:
     """Return the median over repeats of a figure, of records or of some over others.
 
-    Questions are resampled, and what is resampled is the same median: so the value lies within its
-    interval, as a median beside the interval of pooled repeats need not.
+    The bootstrap resamples questions and computes the same median. So the value lies within its
+    interval, which a median need not do with the interval of pooled repeats.
     """
     questions = sorted({r.question_id for own in records for r in own})
     repeats = sorted({r.repeat for own in records for r in own})
@@ -164,7 +165,7 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
 
 
 def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median of the first axis, NaN left out; 0 where there is nothing else."""
+    """Return the median over the first axis without NaN; 0 if all are NaN."""
     some = ~np.isnan(values).all(axis=0)
     medians = np.zeros(values.shape[1:])
     medians[some] = np.nanmedian(values[:, some], axis=0)
@@ -180,7 +181,7 @@ def ratio_of_speedups(
 ) -> Estimate:
     """Return one run's speed-up over another's, on the questions that all four answered.
 
-    How fast the machine was during each run cancels within it.
+    Within each run, how fast the machine was cancels out.
     """
     sums = [figure.by_question(r) for r in (records, plain, other_records, other_plain)]
     shared = sorted(set.intersection(*(set(one) for one in sums)))
@@ -201,7 +202,7 @@ def ratio_of_speedups(
 
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
-    """Return a figure over that of ``base``, repeats pooled, on the questions both answered."""
+    """Return a figure over that of ``base`` on the questions both answered, repeats pooled."""
     ours, theirs = figure.by_question(records), figure.by_question(base)
     shared = sorted(ours.keys() & theirs.keys())
     return bootstrap_ratio_of_ratios(

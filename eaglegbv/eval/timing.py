@@ -1,4 +1,4 @@
-"""One timed call of a way to generate, and the load it was timed at."""
+"""One timed call of a way to generate, and the load at which it was timed."""
 
 import msgspec
 
@@ -7,9 +7,9 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     """A load.
 
     Attributes:
-        temperature: Of sampling.
+        temperature: Sampling temperature.
         context: Tokens of each prompt; 0 for the questions as they are.
-        batch: Prompts.
+        batch: Number of prompts.
     """
 
     temperature: float
@@ -18,15 +18,15 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, prompts included.
+    """One timed call, prompts included.
 
     Attributes:
-        way: Name.
-        batch: Prompts.
+        way: Name of the way.
+        batch: Number of prompts.
         context: Tokens of each prompt; 0 for the questions as they are.
-        temperature: Of sampling.
+        temperature: Sampling temperature.
         repeat: Number of the repeat.
-        tokens: Tokens generated.
+        tokens: Number of tokens generated.
         seconds: Wall time.
         first: Number of the first prompt.
     """
@@ -42,7 +42,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cell(self) -> Cell:
-        """The load it was measured at."""
+        """The load at which it was measured."""
         return Cell(self.temperature, self.context, self.batch)
 
     @property

@@ -1,4 +1,4 @@
-"""Acceptance of a head in training, measured by the engine and a real verifier."""
+"""Acceptance of a head during training, measured with the engine and a real verifier."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ from eaglegbv.targets.hf import HFTarget, load_config
 class HeadValidator:
     """Lets heads draft for their target on prompts, each answered once.
 
-    A head is saved and loaded as users load it. The target is a second copy, opened once, for one
-    kind of head.
+    A head is saved and loaded in the same way as users load it. The target is a second copy, opened
+    once, for one kind of head.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class HeadValidator:
         slots: int = 16_384,
         seed: int = 0,
     ) -> None:
-        """Set what is measured.
+        """Define what is measured.
 
         Args:
             target: Folder of the target.
             plan: How to speculate.
-            max_tokens: Tokens of an answer at most.
+            max_tokens: Most tokens of an answer.
             temperature: Temperature of the answers.
-            device: Where the target and the head run.
-            slots: Tokens of the KV pools.
-            seed: Seed of the first prompt's answer; the others' follow.
+            device: Device of the target and the head.
+            slots: Number of tokens that the KV pools hold.
+            seed: Seed of the first prompt's answer; the others have the following seeds.
         """
         self._folder = target
         self._plan = plan
@@ -56,7 +56,7 @@ class HeadValidator:
 
     @property
     def name(self) -> str:
-        """How is measured, for a reader."""
+        """Description of the measurement, for a reader."""
         plan = self._plan
         return (
             f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, "
@@ -67,9 +67,9 @@ class HeadValidator:
         """Return the acceptance length, and the share of forwards that accept so many tokens.
 
         Raises:
-            EagleGBVError: The head does not fit, or its output is not usable.
+            EagleGBVError: The head does not fit, or its output is invalid.
         """
-        # Training may run its forward in bfloat16; here the weights' own type counts.
+        # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch.autocast(self._device.type, enabled=False):
             metrics = self._answer(head, prompts)
         found = Acceptance.of(metrics, self._plan.depth)

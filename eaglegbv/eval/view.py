@@ -22,14 +22,14 @@ Content: TypeAlias = dict[str, object]
 T = TypeVar("T")
 
 MOST_STEPS = 10_000
-"""Steps of a trace that a page shows, the first ones."""
+"""Most steps of a trace that a page shows; the first ones are kept."""
 MOST_NODES = 50_000
-"""Nodes of all draft trees that a page shows, some 5 MB, the first ones."""
+"""Most nodes of all draft trees that a page shows, about 5 MB; the first ones are kept."""
 MOST_LETTERS = 10_000_000
-"""Letters of the answers of a run that a page shows, the first ones."""
+"""Most characters of a run's answers that a page shows; the first ones are kept."""
 
 MOST_PLANS = 10
-"""Plans whose acceptance by depth is drawn, those of most trees."""
+"""Most plans whose acceptance by depth is drawn; those with the most trees are kept."""
 
 SCRIPTS = ("elements.js", "charts.js", "tree.js", "results.js", "trace.js", "main.js")
 
@@ -76,7 +76,7 @@ class _Arguments(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """An event of a Chrome trace; those without a time name things."""
+    """An event of a Chrome trace; an event without a time names something."""
 
     name: str
     ph: str
@@ -89,7 +89,7 @@ def view(path: Path) -> str:
     """Return the page of a run's folder, a ``results.json``, or a trace of the engine.
 
     Raises:
-        InvalidArgument: It is neither.
+        InvalidArgument: The path is none of these.
     """
     return page(content_of(path))
 
@@ -98,7 +98,7 @@ def content_of(path: Path) -> Content:
     """Return what a page shows of a run or a trace.
 
     Raises:
-        InvalidArgument: It is neither.
+        InvalidArgument: The path is neither.
     """
     if path.is_dir():
         return results_content(load_results(path, "path"))
@@ -110,7 +110,7 @@ def content_of(path: Path) -> Content:
 
 def page(content: Content) -> str:
     """Return the page that shows ``content``."""
-    # No "<" leaves the data, so that nothing in it can end the script it stands in.
+    # No "<" remains in the data, so that nothing in it can end the script element around it.
     data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")
     parts = {
         "TITLE": html.escape(str(content["title"])),
@@ -119,7 +119,7 @@ def page(content: Content) -> str:
         "SCRIPT": "".join(_asset(name) for name in SCRIPTS),
     }
     first, *others = _asset("page.html").split("@@")
-    # Names and the text between them take turns; what is filled in is not looked at again.
+    # Names alternate with the text between them; text that was filled in is not searched again.
     texts = zip(others[::2], others[1::2], strict=True)
     return first + "".join(parts[name] + text for name, text in texts)
 
@@ -187,7 +187,7 @@ def trace_content(path: Path) -> Content:
 
 
 def _phases(boxes: Sequence[_Event]) -> Iterator[dict[str, float]]:
-    """Give the milliseconds of each step by phase; ``boxes`` are in order, steps before phases."""
+    """Yield the milliseconds of each step by phase; ``boxes`` has each step before its phases."""
     current: dict[str, float] | None = None
     for event in boxes:
         if event.name == "step":
@@ -222,7 +222,7 @@ def _facts(
 
 
 def _acceptance_by_depth(trees: Sequence[_Tree]) -> list[Content]:
-    """Return, plan by plan, the share of the trees so deep that accepted a node at each depth."""
+    """Return, for each plan, the share of trees as deep as each depth that accept a node there."""
     offered: dict[str, Counter[int]] = {}
     accepted: dict[str, Counter[int]] = {}
     for tree in trees:
@@ -238,7 +238,7 @@ def _acceptance_by_depth(trees: Sequence[_Tree]) -> list[Content]:
 
 
 def _requests(trees: Sequence[Sequence[_Tree]]) -> tuple[list[Content], int]:
-    """Return the trees of each request in order, and how many were left out for want of room."""
+    """Return the trees of each request in order, and how many were left out to save space."""
     shown: dict[int, list[_Tree]] = {}
     nodes, left_out = 0, 0
     for step, of_step in enumerate(trees):
@@ -262,7 +262,7 @@ def _request(number: int, trees: list[_Tree]) -> Content:
 
 
 def _beginning(tree: _Tree) -> str:
-    """Return what stands before the tokens of a request's first tree."""
+    """Return the text before the tokens of a request's first tree."""
     if tree.prompt_text:
         cut = tree.prompt_tokens > PROMPT_TOKENS
         return f"{'…' if cut else ''}{tree.prompt_text}"
@@ -270,7 +270,7 @@ def _beginning(tree: _Tree) -> str:
 
 
 def _conversations(records: Sequence[Record]) -> Content:
-    """Return conversations as long as there is room, and a note on the others."""
+    """Return as many conversations as fit, and a note on the others."""
     shown, letters = 0, 0
     for record in records:
         letters += sum(len(turn.text) for turn in record.turns)
@@ -309,7 +309,7 @@ def _boxes(path: Path) -> list[_Event]:
         raw = path.read_bytes().strip()
     except OSError as error:
         raise _unreadable(path, error) from error
-    # A run that was killed left its list of events open.
+    # A run that was killed leaves its list of events unclosed.
     closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
     return [event for event in _decoded(closed, list[_Event], path) if event.ph == "X"]
 

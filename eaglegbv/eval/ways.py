@@ -1,4 +1,4 @@
-"""Ways to generate: the engine by one planning, watched or not, and transformers."""
+"""Ways to generate: the engine with one planning, watched or not, and transformers."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Way(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Name of the way in tables."""
 
     @property
     def max_batch(self) -> int | None:
@@ -33,23 +33,23 @@ class Way(Protocol):
         Args:
             prompts: Token ids.
             tokens: Length of each answer.
-            temperature: Of sampling.
-            seed: Of everything drawn.
+            temperature: Sampling temperature.
+            seed: Seed of all random numbers.
 
         Returns:
-            Tokens generated, all answers together.
+            Number of tokens generated, all answers together.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWay:
-    """The engine by one planning; see :class:`Way`.
+    """The engine with one planning; see :class:`Way`.
 
     Attributes:
-        name: Its name in tables.
+        name: Name of the way in tables.
         llm: The engine.
         plan: How all requests are planned.
-        max_batch: None, as the engine takes any number of prompts.
+        max_batch: None, because the engine takes any number of prompts.
     """
 
     name: str
@@ -70,14 +70,14 @@ class EngineWay:
         ]
         answers = self.llm.generate(prompts, params, plan=self.plan)
         for answer in answers:
-            if answer.error is not None:  # a prompt longer than the model's context, say
+            if answer.error is not None:  # for example, a prompt longer than the model's context
                 raise EagleGBVError(answer.error)
         return sum(len(answer.token_ids) for answer in answers)
 
 
 @dataclass(slots=True)
 class WatchedWay:
-    """A way of the engine whose choice of plans is counted, by cell; see :class:`Way`.
+    """A way of the engine that counts the plans chosen in each cell; see :class:`Way`.
 
     Ways share an engine and its counters, so what was counted before a call is subtracted.
 
@@ -108,7 +108,7 @@ class WatchedWay:
         return generated
 
     def note(self, timing: Timing) -> None:
-        """Count the last call, if the timing is of this way: calls without one only warmed up."""
+        """Count the last call if the timing is of this way; calls without one only warmed up."""
         if timing.way == self.name:
             chosen = self.chosen.setdefault(timing.cell, {})
             for metric, counts in self._last.items():
@@ -124,8 +124,8 @@ class TransformersWay:
     """transformers' ``generate``; see :class:`Way`.
 
     Attributes:
-        name: Its name in tables.
-        generation: Plain or assisted, ends of sequence ignored.
+        name: Name of the way in tables.
+        generation: Plain or assisted generation, with ends of sequence ignored.
     """
 
     name: str
