@@ -1,4 +1,4 @@
-"""``python -m eaglegbv``: the command line, where its script is not on the path."""
+"""``python -m eaglegbv``: the command line, for use where its script is not on the path."""
 
 from eaglegbv.cli.main import main
 

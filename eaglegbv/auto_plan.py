@@ -1,4 +1,4 @@
-"""What a user sets who leaves the choice of plans to the engine."""
+"""Settings of a user who leaves the choice of plans to the engine."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,28 +19,28 @@ _LOOKUP_DEPTHS = (2, 4, 8, 16)
 _MAX_TEMPERATURES = 4
 
 _WHOLE_VOCAB = 8192
-"""Draft vocabularies that single paths keep whole: their verification hardly notices the width.
+"""Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
-The tiny pair's laws of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the
-likeliest 256 cover 0.59. For several paths the verification of all takes longer than that is worth.
+The tiny pair's laws of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the 256
+most likely cover 0.59. For several paths, verifying all tokens takes longer than that is worth.
 """
 
 
 class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Let the engine choose a plan for each request and step, from what it measured so far.
+    """Let the engine choose a plan for each request and step, from its measurements so far.
 
     Every choice gives the same law of the text; only speed differs. Because the choice depends on
     measured times, the same seed need not give the same text twice (at temperature 0 it does).
 
     Attributes:
-        verifier: Judge of all plans; one without state over steps that takes sampled paths.
+        verifier: Verifier of all plans; a stateless one that takes sampled paths.
         max_paths: Most drafted paths.
         max_depth: Most drafted tokens of a path.
         draft_width: See :class:`eaglegbv.config.Plan`. Single paths keep draft vocabularies of up
             to 8,192 tokens whole.
         draft_temperatures: Draft temperatures to choose from; the first is the usual one.
         lookup_depth: Most tokens that are looked up in the text itself instead of drafted, at
-            temperature 0 and where that promises more; 0 for none.
+            temperature 0 and where lookups promise more; 0 for no lookups.
 
     Raises:
         InvalidArgument: A value is out of range.
@@ -73,20 +73,20 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
             expected = f"1 to {_MAX_TEMPERATURES} different numbers"
             raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
-        # The rest is checked by the plans themselves.
+        # The plans themselves check the rest.
         _ = self.candidates
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
-        """The plans by which the drafter drafts, the smallest first; see :attr:`lookups` too.
+        """The plans by which the drafter drafts, the smallest first; see also :attr:`lookups`.
 
-        Plain decoding is always possible besides.
+        Plain decoding is always possible too.
         """
         return _candidates(self)
 
     @property
     def lookups(self) -> tuple[Plan, ...]:
-        """The plans by which a request at temperature 0 may look drafts up, the smallest first."""
+        """The plans by which requests at temperature 0 may look drafts up, the smallest first."""
         return _lookups(self)
 
 
@@ -132,10 +132,10 @@ AUTO = AutoPlan()
 
 
 def named_planning(plan: Planning | str) -> Planning:
-    """Return what a user's ``plan`` stands for.
+    """Return the planning that a user's ``plan`` stands for.
 
     Raises:
-        InvalidArgument: It is another text than ``"auto"``, or something else altogether.
+        InvalidArgument: ``plan`` is neither a planning nor ``"auto"``.
     """
     if plan == "auto":
         return AUTO
@@ -146,15 +146,15 @@ def named_planning(plan: Planning | str) -> Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """What a user chose of a plan; None and usual values choose nothing.
+    """A user's choices for a plan; None and default values choose nothing.
 
     Attributes:
         verifier: See :class:`eaglegbv.config.Plan` for this and the others.
         paths: Number of drafted paths.
         depth: Length of a drafted path.
         law: How a tree's children arise.
-        draft_width: Of the plan, or of those the engine chooses from; so too the next.
-        draft_temperature: As a multiple of the request's.
+        draft_width: Draft width of the plan, or of those the engine chooses from.
+        draft_temperature: Draft temperature of the same plans, as a multiple of the request's.
     """
 
     verifier: str | None = None
@@ -166,11 +166,11 @@ class PlanChoices:
 
     @property
     def fixed(self) -> bool:
-        """Whether any of the first four is given: they make a plan for all steps."""
+        """Whether any of the first four is given, so that one plan holds for all steps."""
         return any(c is not None for c in (self.verifier, self.paths, self.depth, self.law))
 
     def plan(self) -> Plan:
-        """Return the plan with these choices; those that are None are the usual ones.
+        """Return the plan with these choices, and defaults for those that are None.
 
         Raises:
             InvalidArgument: A choice is out of range.
@@ -186,7 +186,7 @@ class PlanChoices:
         )
 
     def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice where nothing fixes one.
+        """Return such a plan, or the engine's own choice if nothing fixes a plan.
 
         Raises:
             InvalidArgument: A choice is out of range.
@@ -196,10 +196,10 @@ class PlanChoices:
         return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))
 
     def give_way_to(self, plan: Planning | str) -> Planning:
-        """Return what a user's ``plan`` stands for, which must be all that was chosen.
+        """Return the planning that a user's ``plan`` stands for; nothing else may be chosen.
 
         Raises:
-            InvalidArgument: Something else was chosen too, or it is no plan.
+            InvalidArgument: Something else was chosen too, or ``plan`` is not a plan.
         """
         usual = asdict(PlanChoices())
         also = [name for name, value in asdict(self).items() if value != usual[name]]
@@ -210,7 +210,7 @@ class PlanChoices:
 
 
 def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:
-    """Return all plans that a request may come to follow, besides plain decoding."""
+    """Return all plans that a request may follow at some step, besides plain decoding."""
     if isinstance(planning, AutoPlan):
         return planning.candidates + (planning.lookups if greedy else ())
     return (planning,)
@@ -218,7 +218,7 @@ def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:
 
 @lru_cache(maxsize=1024)
 def plan_name(plan: Plan) -> str:
-    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and what is unusual."""
+    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and other choices."""
     if not plan.speculative:
         return "none"
     judge = plan.verifier if plan.source is Source.DRAFTER else f"{plan.verifier} {plan.source}"

@@ -1,4 +1,4 @@
-"""What steps cost on this machine, measured before the first request is served."""
+"""The cost of steps on this machine, measured before the first request is served."""
 
 import logging
 import math
@@ -18,30 +18,31 @@ from eaglegbv.scheduler.costs import CostTable, KnownCosts, StepCosts, StepShape
 from eaglegbv.targets.base import Target
 
 SECONDS = 12.0
-"""Time for all of it. The most telling steps come first."""
+"""Time limit of the calibration. The most informative steps come first."""
 
 _FIRST_ROUND = 0.6
-"""Share of the time after which all of it is measured again, with prompts already read.
+"""Share of the time after which all steps are measured again, with prompts already read.
 
-A machine may be slow for a second, and the fastest counts.
+The fastest measurement counts, because a machine may be slow for a second.
 """
 
 _SIZES = (1, 4, 8, 16)
 LARGEST = _SIZES[-1]
-"""The largest batch that is measured."""
+"""Largest batch size that is measured."""
 
 _PROMPT, _LONG_PROMPT = 64, 512
-"""Tokens of a made-up prompt: a few long ones tell what tokens attended to cost.
+"""Tokens of a made-up prompt: a few long prompts show what attended tokens cost.
 
-Steps that draft and steps that do not: nodes look at them again. From short texts alone plain
-decoding of 16 texts of 1,920 tokens was taken for twice as dear as it is beside trees.
+Both steps that draft and steps that do not are measured with them, because nodes attend to the
+tokens again. With short texts alone, plain decoding of 16 texts of 1,920 tokens seemed twice as
+expensive as it is compared with trees.
 """
 
 _UNTIMED, _TIMED = 3, 3
 """Steps of each kind: the first ones read the prompts and prepare kernels for new shapes.
 
-Trees differ in their numbers of nodes, and each number may need kernels of its own: what is timed
-first would seem dearer than what follows it. So the fastest of the timed steps counts.
+Trees differ in their number of nodes, and each number may need different kernels, so whatever is
+timed first would seem more expensive than what follows. So the fastest of the timed steps counts.
 """
 
 
@@ -49,12 +50,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Kind(NamedTuple):
-    """Steps that are measured.
+    """A kind of steps to measure.
 
     Attributes:
-        size: Requests.
-        plan: Of all of them.
-        prompt: Tokens of each one's prompt.
+        size: Number of requests.
+        plan: Plan of all requests.
+        prompt: Tokens of each request's prompt.
     """
 
     size: int
@@ -74,20 +75,20 @@ def calibrate(
     """Run made-up requests by several plans in batches of several sizes, and time their steps.
 
     Args:
-        pair: Target and drafter; nothing of the requests is left in their pools.
+        pair: Target and drafter; nothing of the requests remains in their pools.
         auto: The plans to choose from later.
-        config: Of the engine to come.
-        seconds: Begin no more kinds of steps after so long.
+        config: Configuration of the later engine.
+        seconds: Time after which no further kind of steps is begun.
         compile_backend: See :class:`Engine`.
 
     Returns:
-        What was learned: nothing where neither the pool nor the context holds such requests.
+        The measured costs; empty if the pool or the context is too small for such requests.
 
     Raises:
         InvalidArgument: The pair cannot run the plans.
         LawMismatch: The plans' verifier is not lossless for the drafter's law.
     """
-    # A prompt is read once, for all kinds: reading would take half of the time.
+    # A prompt is read once for all kinds, because reading would take half of the time.
     quiet = msgspec.structs.replace(config, prefix_cache=True, check_slots=False)
     engine = Engine(pair.target, pair.drafter, quiet, compile_backend=compile_backend)
     engine.check_plan(auto)
@@ -102,7 +103,7 @@ def calibrate(
     kinds: list[_Kind] = []
     end = time.perf_counter() + _FIRST_ROUND * seconds
     for kind in _kinds(auto, config.max_batch):
-        # One kind at least: costs of nothing could not be compared.
+        # Measure at least one kind: without any, there would be no costs to compare.
         if kinds and time.perf_counter() > end:
             break
         if _fits(pair.target, kind):
@@ -115,7 +116,7 @@ def calibrate(
 
 
 def _fits(target: Target, kind: _Kind) -> bool:
-    """Return whether a batch of made-up requests has room in the pool, and each in the context."""
+    """Return whether made-up requests fit the pool together, and the context each."""
     steps = _UNTIMED + _TIMED
     longest = kind.prompt + (steps + 1) * (kind.plan.depth + 1) + kind.plan.depth
     slots = kind.size * (kind.prompt + steps * kind.plan.tree_slots)
@@ -123,9 +124,9 @@ def _fits(target: Target, kind: _Kind) -> bool:
 
 
 def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
-    """Return what to measure: one request by all plans, every size by none, then the rest.
+    """Yield what to measure: one request by all plans, plain decoding at every size, then the rest.
 
-    The cheapest of these first: in large batches small trees are what may pay.
+    The rest begins with the cheapest: in large batches, small trees are those that may pay.
     """
     paths, depths = (
         sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
@@ -141,8 +142,8 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
     drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
     sizes = [size for size in _SIZES if size <= most]
-    # One request may gain by any number of paths, and there a tenth of a step decides. A level of a
-    # single path may cost much less than one of several, so these are measured, too.
+    # One request may gain from any number of paths, and a tenth of a step decides there. A level of
+    # a single path may cost much less than one of several, so both are measured.
     alone = [plans[count, depths[len(depths) // 3]] for count in paths[:4]]
     alone += [plans[paths[0], depth] for depth in depths]
     yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
@@ -154,7 +155,7 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
 
 
 class _Times:
-    """The fastest steps of every kind, at one temperature."""
+    """The fastest step of every kind, at one temperature."""
 
     def __init__(self, engine: Engine, vocab: int, temperature: float) -> None:
         self._engine = engine
@@ -196,7 +197,7 @@ class _Times:
         self._seconds[kind] = min([*times, self._seconds.get(kind, math.inf)])
 
     def table(self) -> CostTable:
-        """Return what was learned."""
+        """Return the measured costs."""
         costs = StepCosts()
         for kind, shapes in self._shapes.items():
             for shape in shapes:

@@ -1,4 +1,4 @@
-"""What a user's value must be: numbers within limits, or an error that says so."""
+"""Checks of a user's values: numbers within limits, or an error that states the limits."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -23,16 +23,16 @@ def require_number(
     """Raise :class:`InvalidArgument` unless ``value`` is a number in [low, high].
 
     Args:
-        name: The argument.
-        value: Its value.
-        low: Finite.
-        high: Finite.
+        name: Name of the argument.
+        value: Value of the argument.
+        low: Lower limit, finite.
+        high: Upper limit, finite.
         open_low: Whether ``low`` itself is refused too.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         inside = False
     else:
-        # NaN is in no range.
+        # NaN is outside every range.
         inside = low <= value <= high and not (open_low and value == low)
     if not inside:
         bracket = "(" if open_low else "["

@@ -1,4 +1,4 @@
-"""Compiling a forward that no longer changes."""
+"""Compilation of forwards that no longer change."""
 
 import platform
 import warnings
@@ -22,17 +22,17 @@ from eaglegbv.flat import FLAT
 from eaglegbv.frames import with_code
 
 EXAMPLE_WIDTH = 251
-"""About how many tokens draft laws have: what code over them is laid out for."""
+"""Approximate number of tokens in a draft law, for which code over draft laws is tuned."""
 
 _ASSERTING = frozenset({FLAT, "inductor"})
-"""Backends whose code can assert the sizes and strides it is given."""
+"""Backends whose code can assert the sizes and strides of its inputs."""
 
 
 def check_backend(backend: str) -> None:
     """Raise unless ``torch.compile`` knows ``backend``.
 
     Raises:
-        InvalidArgument: It does not.
+        InvalidArgument: ``torch.compile`` does not know it.
     """
     if backend not in torch.compiler.list_backends(exclude_tags=None):
         first = FLAT, "inductor"
@@ -43,12 +43,13 @@ def check_backend(backend: str) -> None:
 
 @contextmanager
 def making_graphs() -> Iterator[None]:
-    """Call compiled functions for the first time here.
+    """Make the first calls of compiled functions in this context.
 
-    Graphs made here have a module's floats built in (and constants that are computed once and
-    kept). Graphs made elsewhere are passed those floats, each turned into a tensor in every call,
-    which for the layers of a small model took 2% of a forward. Sizes that are equal in the first
-    call are taken to be equal in every call, so those that need not be must differ in the first.
+    Graphs made in it have a module's floats built in (and constants that are computed once and
+    kept). Graphs made elsewhere receive those floats as arguments, each turned into a tensor in
+    every call, which took 2% of a forward for the layers of a small model. Sizes that are equal in
+    the first call are assumed to be equal in every call, so sizes that may differ must differ in
+    the first.
     """
     with patch(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
@@ -56,18 +57,18 @@ def making_graphs() -> Iterator[None]:
 
 
 def can_generate(backend: str | None, *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether :func:`generating_products` is for such graphs: float32 on a CPU."""
+    """Return whether :func:`generating_products` supports such graphs: float32 on a CPU."""
     return backend == "inductor" and device.type == "cpu" and dtype is torch.float32
 
 
 _INLINED = "max-inline-insns-single=2000", "large-function-growth=1000", "inline-unit-growth=1000"
-"""Limits up to which a compiler inlines a product's kernel into the function that calls it. By its
-own limits the kernels for seven and eight rows are not inlined, and keep their sums in memory and
-not in registers: a forward of seven rows took a quarter longer."""
+"""Limits up to which a compiler inlines a product's kernel into the function that calls it. With
+its own limits, the kernels for seven and eight rows are not inlined, and keep their sums in memory
+instead of registers: a forward of seven rows took a quarter longer."""
 
 
 def _inlining() -> dict[str, str]:
-    """Return settings that get kernels inlined where the compiler's own limits are too low."""
+    """Return settings that inline kernels where the compiler's own limits are too low."""
     name, machine = "cpp.march", platform.machine()
     if machine != "x86_64" or name not in list_options() or config.cpp.march == "":
         return {}
@@ -77,32 +78,32 @@ def _inlining() -> dict[str, str]:
 
 @contextmanager
 def generating_products() -> Iterator[None]:
-    """Make graphs here whose products with parameters are generated code, for a CPU.
+    """Make graphs in this context whose products with parameters are generated code, for a CPU.
 
-    Parameters become constants of a graph, laid out in blocks for its kernels; modules keep theirs,
-    so weights are in memory twice. A generated product costs no call, and four rows take hardly
-    longer than one. A row does not depend on those beside it, bit for bit: each of its sums runs
+    Parameters become constants of a graph, laid out in blocks for its kernels. Modules keep theirs,
+    so weights are in memory twice. A generated product needs no call, and four rows take hardly
+    longer than one. A row does not depend on the rows beside it, bit for bit: each of its sums runs
     over the whole inner dimension, always in the same order.
     """
     settings = {
         "freezing": True,
         "max_autotune_gemm": True,
         "max_autotune_gemm_backends": "CPP,ATEN",
-        # Products with 8 bits round their input: this has all graphs do so, fused or not.
+        # Products with 8 bits round their input: with this, all graphs do so, fused or not.
         "emulate_precision_casts": True,
         **_inlining(),
     }
-    # Imported here: it takes seconds, and only compiling needs it.
+    # The import is here because it takes seconds, and only compiling needs it.
     algorithms = import_module("torch._inductor.select_algorithm")
     selector = algorithms.get_algorithm_selector_cache()
 
     def generated(choices: list[Any]) -> list[Any]:
-        """Drop library products where there is a generated one: timed alone, either may win."""
+        """Drop library products if there is a generated one: when timed alone, either may win."""
         ours = [c for c in choices if not isinstance(c, algorithms.ExternKernelCaller)]
         return ours or choices
 
     selector.add_preprocessing_fn(generated)
-    # With oneDNN its packed constants would come first, and those keep graphs out of caches.
+    # With oneDNN, its packed constants would be preferred, but they keep graphs out of caches.
     enabled, *_ = set_onednn_flags(False, _fp32_precision=None)
     try:
         with inductor_patch(settings):
@@ -115,27 +116,28 @@ def generating_products() -> Iterator[None]:
 def compiled_by_kind(
     forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable] | None
 ) -> Callable[..., Any]:
-    """Return ``forward`` compiled for any sizes, and look a call's graph up by its kind.
+    """Return ``forward`` compiled for any sizes; calls find their graph by their kind.
 
     A compiled graph is usually guarded by thousands of checks of the module it was made from, which
-    take a tenth of a small forward. Here only the inputs are checked, so the module must stay as it
-    is, and share its graphs with no other. After a break in a graph, execution would go on in code
-    that others share, so there must be no break. See :func:`making_graphs`.
+    take a tenth of a small forward. Here only the inputs are checked, so the module must not
+    change, and must not share its graphs. After a break in a graph, execution would continue in
+    code that other functions share, so there must be no break. See :func:`making_graphs`.
 
-    Merely checking the inputs before every call may take as long as the computation itself. So
-    they are checked once for each kind, whose graph then runs directly. Before it computes anything
-    it still asserts that its inputs have the sizes and strides it was made for; inputs that do not
-    fit are checked as usual. Graphs of ``"inductor"`` do not assert the bounds of sizes, so nothing
-    in ``forward`` may branch on a size.
+    Even checking only the inputs before every call may take as long as the computation itself. So
+    they are checked once for each kind, whose graph then runs directly. Before it computes
+    anything, the graph still asserts that its inputs have the sizes and strides it was made for;
+    inputs that do not fit are checked as usual. Graphs of ``"inductor"`` do not assert the bounds
+    of sizes, so nothing in ``forward`` may branch on a size.
 
     Args:
         forward: A function, or a module's bound forward. Inputs of one kind differ only in tensors,
             which may be in tuples and dataclasses, and the tensors only in sizes and contents.
-        backend: A backend of ``torch.compile``; graphs of others than ``"flat"`` and ``"inductor"``
-            assert nothing, so inputs are checked in every call. A ``forward`` it cannot make one
-            graph of raises ``torch._dynamo.exc.Unsupported`` when it is first called.
-        kind: Tells apart, by the arguments of a call, inputs that need graphs of their own; calls
-            for which it returns None go through torch.compile's guards; with ``kind=None`` all do.
+        backend: A backend of ``torch.compile``. Graphs of backends other than ``"flat"`` and
+            ``"inductor"`` assert nothing, so inputs are checked in every call. If the backend
+            cannot make a single graph of ``forward``, the first call raises
+            ``torch._dynamo.exc.Unsupported``.
+        kind: Returns, for the arguments of a call, a key of the inputs that share a graph. Calls
+            for which it returns None go through torch.compile's guards; with ``kind=None``, all do.
     """
     own = _code_of_its_own(forward)
     if kind is None or backend not in _ASSERTING:
@@ -144,7 +146,7 @@ def compiled_by_kind(
 
 
 class _ByKind:
-    """See :func:`compiled_by_kind`."""
+    """A compiled function; see :func:`compiled_by_kind`."""
 
     def __init__(
         self, own: FunctionType, compiled: Callable[..., Any], kind: Callable[..., Hashable]
@@ -162,18 +164,18 @@ class _ByKind:
         if graph is not None:
             try:
                 return graph(*args, **named)
-            except AssertionError:  # other sizes than it was made for
+            except AssertionError:  # the graph was made for other sizes
                 pass
         with _codes_made(self._own) as codes:
             found = self._compiled(*args, **named)
-        if codes:  # else the guards found a graph made before
+        if codes:  # otherwise the guards found an existing graph
             self._graphs[kind] = with_code(self._own, codes[-1])
         return found
 
 
 @contextmanager
 def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
-    """Collect the code, which calls graphs, that ``torch.compile`` makes of a function's here."""
+    """Collect the code objects, which call graphs, that ``torch.compile`` makes of a function."""
     made: list[CodeType] = []
 
     def note(code: CodeType, new_code: CodeType) -> None:
@@ -188,15 +190,15 @@ def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
 
 
 def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
-    """Return a function that calls ``forward``, with a code object that no other function has.
+    """Return a function that calls ``forward``, with a code object shared with no other function.
 
-    PyTorch keeps graphs by the code object they were made from, not by the function.
+    PyTorch stores graphs by the code object they were made from, not by the function.
     """
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
-    assert isinstance(run, FunctionType)  # which a type checker cannot know
+    assert isinstance(run, FunctionType)  # a type checker cannot know this
     return with_code(run, run.__code__.replace())
 
 
@@ -211,7 +213,7 @@ def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callab
 
 
 def _guards_of_inputs(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Keep the guards that tell graphs apart: for one row, or for several."""
+    """Keep the guards on inputs, which tell graphs for one row from those for several."""
     return [guard.guard_type == "SHAPE_ENV" or _of_input(guard) for guard in guards]
 
 

@@ -1,4 +1,4 @@
-"""The answer to a prompt, whole and piece by piece."""
+"""The answer to a prompt, complete or in pieces."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,12 +14,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one prompt.
 
     Attributes:
-        text: The text, cut before a stop string; special tokens are left out.
-        token_ids: The tokens, an end-of-sequence token included.
+        text: The text, cut before a stop string, without special tokens.
+        token_ids: The tokens, including an end-of-sequence token.
         prompt_token_ids: The prompt as the model read it.
-        finish_reason: ``stop`` (end of sequence or a stop), ``length``, ``error``, or ``cancelled``
-            (of a stream that was left).
-        error: What went wrong, where the reason is ``error``.
+        finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
+            ``cancelled`` (a stream that was closed early).
+        error: What went wrong, if the reason is ``error``.
         metrics: Counts and times.
     """
 
@@ -37,7 +37,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text: New text; may be empty while a character or a possible stop string is incomplete.
         token_ids: New tokens.
-        completion: The whole answer, with the last piece only.
+        completion: The complete answer, in the last piece only.
     """
 
     text: str
@@ -47,10 +47,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a prompt.
+    """Result of a prompt.
 
     Attributes:
-        completion: The answer; what there was of it, where something went wrong.
+        completion: The answer; if something went wrong, as far as it got.
         error: What went wrong, or None.
     """
 

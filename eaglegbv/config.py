@@ -1,4 +1,4 @@
-"""What a user sets once: how to speculate, and how large the engine is."""
+"""Settings that a user makes once: how to speculate, and how large the engine is."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -20,7 +20,7 @@ MAX_BEAM = 64
 MAX_NODES = 512
 
 Shape: TypeAlias = tuple[tuple[int, ...], ...]
-"""A static tree: a node for each entry, reached from the root by children of these ranks."""
+"""A static tree: each entry is a node, as the ranks of the children on its path from the root."""
 
 # fmt: off
 EAGLE1_SHAPE: Shape = (
@@ -35,13 +35,13 @@ EAGLE1_SHAPE: Shape = (
 
 
 class Source(StrEnum):
-    """Who drafts."""
+    """The source of a plan's drafts."""
 
     DRAFTER = "drafter"
     """The engine's drafter."""
     LOOKUP = "lookup"
-    """The text itself: what followed its last few tokens where they stood before (prompt lookup).
-    Such drafts are not drawn, their law is ``fixed``."""
+    """The text itself: what followed earlier occurrences of its last few tokens (prompt lookup).
+    Such drafts are not drawn; their law is ``fixed``."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,36 +52,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             autoregressive decoding.
         paths: Number of drafted paths, K.
         depth: Number of drafted tokens of a path, L.
-        law: How the tree's children arise; ``None`` takes the verifier's own (``iid`` where it
-            accepts sampled paths, else the one it is made for). A tree has at most
+        law: How the tree's children arise; ``None`` takes the verifier's own (``iid`` if it accepts
+            sampled paths, otherwise the one it is made for). A tree has at most
             ``paths * depth`` drafted nodes:
-            ``iid``: K paths drawn independently from the root on.
-            ``wor``: K paths whose first tokens are drawn without replacement, one path below each.
+            ``iid``: K paths drawn independently, starting at the root.
+            ``wor``: K paths whose first tokens are drawn without replacement, with one path below
+            each.
             ``greedy``: K paths whose first tokens are the K - 1 most likely ones and one drawn from
             the rest; below each, one path of drawn tokens.
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
-            ``fixed``: the ``nodes`` most likely ones that a beam finds, or a tree of given shape.
-        draft_width: Number of candidates a draft law keeps, the most likely; the law is
+            ``fixed``: the ``nodes`` most likely nodes that a beam finds, or a tree of given shape.
+        draft_width: Number of most likely candidates that a draft law keeps; the law is
             renormalised on them.
-        whole_vocab: Draft vocabularies of at most so many tokens are kept whole instead: nothing is
-            ranked, and more is accepted.
-        draft_temperature: Temperature of the draft law as a multiple of the request's own. A free
-            choice: any value is lossless.
+        whole_vocab: Draft vocabularies of at most this many tokens are kept whole instead: nothing
+            is ranked, and more is accepted.
+        draft_temperature: Temperature of the draft law as a multiple of the request's own. Any
+            value is lossless.
         min_confidence: A path ends where the product of the draft probabilities of its own tokens
-            falls below this; 0 never ends one early. Lossless, for it looks at nothing but what
-            the path has emitted. Not for verifiers that keep state over steps.
-        beam: Of a ``fixed`` tree: nodes of a level that get children, and children of each
+            falls below this; 0 never ends one early. This is lossless, because it depends only on
+            what the path has emitted. Not for verifiers that keep state over steps.
+        beam: For a ``fixed`` tree, nodes of a level that get children, and children of each
             (EAGLE-2's top-k); ``None`` takes ``paths``.
-        nodes: Of a ``fixed`` tree: nodes kept, the root not counted (EAGLE-2's total tokens less
-            1); ``None`` takes ``paths * depth``, or all of a shape.
+        nodes: For a ``fixed`` tree, number of nodes without the root (EAGLE-2's total tokens minus
+            1); ``None`` takes ``paths * depth``, or all nodes of a shape.
         shape: A static ``fixed`` tree instead, such as :data:`EAGLE1_SHAPE`: child (r1, r2) is the
-            r2-th most likely child, from 0, of the root's r1-th. Empty for a dynamic tree.
-        source: Who drafts: the drafter, or ``lookup``.
+            r2-th most likely child, counted from 0, of the root's r1-th. Empty for a dynamic tree.
+        source: Source of the drafts: the drafter, or ``lookup``.
 
-    At temperature 0 all sampled paths coincide, so a ``fixed`` tree (of ``paths * depth`` nodes
+    At temperature 0 all sampled paths coincide. So a ``fixed`` tree (of ``paths * depth`` nodes
     unless ``nodes`` or ``shape`` says otherwise) is drafted and judged by the greedy walk, whatever
-    verifier is named.
+    the named verifier.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
@@ -127,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speculative(self) -> bool:
-        """Whether anything is drafted at all."""
+        """Whether anything is drafted."""
         return self.verifier != "none"
 
     @property
@@ -136,7 +137,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.speculative and self.source is Source.DRAFTER
 
     def law_width(self, vocab: int) -> int:
-        """Return how many candidates a draft law keeps of ``vocab`` tokens that can be drafted."""
+        """Return how many candidates a draft law keeps if ``vocab`` tokens can be drafted."""
         return vocab if vocab <= self.whole_vocab else min(self.draft_width, vocab)
 
     @property
@@ -146,17 +147,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_nodes(self) -> int:
-        """Nodes of a ``fixed`` tree at most, the root not counted."""
+        """Most nodes of a ``fixed`` tree, without the root."""
         if self.shape:
             return len(self.shape)
         return self.paths * self.depth if self.nodes is None else self.nodes
 
     @property
     def tree_nodes(self) -> int:
-        """Most nodes a tree of this plan has, the root included."""
+        """Most nodes of a tree of this plan, with the root."""
         if not self.speculative:
             return 1
-        # A sampled plan drafts a fixed tree too, at temperature 0.
+        # At temperature 0, a sampled plan drafts a fixed tree too.
         drawn = 0 if self.law is Law.FIXED else self.paths * self.depth
         return 1 + max(drawn, self.fixed_nodes)
 
@@ -165,7 +166,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """KV slots of a step: for the nodes, and for what a drafter reads to find them."""
         if not self.speculative:
             return 1
-        # A beam also expands nodes it does not keep. The root may be read as well.
+        # A beam also expands nodes that it does not keep. The root may be read as well.
         return max(self.tree_nodes, 2 + self.fixed_beam * (self.depth - 1))
 
 
@@ -173,26 +174,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and the seed of an engine.
 
     Attributes:
-        max_batch: Requests that run together at most; others wait.
-        kv_slots: Tokens the KV pools hold, all requests together; None where memory decides.
-        kv_bytes: Bytes of the KV pools of target and drafter together, instead. Neither given, they
-            take a part of free memory: 0.8 of an accelerator's, a quarter of the CPU's, and no more
-            than ``max_batch`` texts of full length can use.
-        prefill_tokens: Tokens of prompts that one step reads at most, all requests together. A
-            longer prompt is read in parts, so that requests that decode do not wait for it.
-        prefix_cache: Whether texts that begin alike share the KV slots of their beginnings.
+        max_batch: Most requests that run together; others wait.
+        kv_slots: Tokens the KV pools hold, all requests together; None if memory decides.
+        kv_bytes: Bytes of the KV pools of target and drafter together, instead of ``kv_slots``. If
+            neither is given, the pools take a share of free memory: 0.8 of an accelerator's, a
+            quarter of the CPU's, but no more than ``max_batch`` texts of full length can use.
+        prefill_tokens: Most prompt tokens that one step reads, all requests together. A longer
+            prompt is read in parts, so that requests that decode do not wait for it.
+        prefix_cache: Whether texts with a common beginning share its KV slots.
         check_slots: Whether to check after every step that each KV slot has one owner.
         cuda_graphs: Whether forwards of draft trees, and drafting, are recorded and replayed:
             ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
-            ``eager``: the same padded work without recording it, on any device, to find faults.
+            ``eager``: the same padded work without recording, on any device, for debugging.
         draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
-            ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. The law
-            of the text is the target's whatever it is. Drafts are faster, a little further from the
-            target, and rounded so coarsely that a seed's text depends on the batch it is in; so
-            verifiers that go by draft laws of earlier steps take ``none`` alone.
-        seed: Seed from which requests without one of their own derive theirs.
-        calibrate: Whether an engine that chooses plans itself first measures, for some seconds,
-            what steps cost; kept in the user's cache for later runs. Else it learns while serving.
+            ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. In every
+            case the law of the text is the target's. With ``int8``, drafts are faster, but slightly
+            further from the target, and rounded so coarsely that the text of a seed depends on the
+            batch it is in. So verifiers that use draft laws of earlier steps require ``none``.
+        seed: Seed from which the seeds of requests without one are derived.
+        calibrate: Whether an engine that chooses plans itself first measures for some seconds what
+            steps cost; the costs are kept in the user's cache for later runs. Otherwise the engine
+            learns them while serving.
     """
 
     max_batch: int = 16
@@ -228,7 +230,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _shape(nodes: object) -> Shape:
-    """Return a shape as tuples, given as any sequences."""
+    """Return a shape, given as any nested sequences, as tuples."""
     expected = "a sequence of nodes, each a sequence of child ranks"
     if not isinstance(nodes, Sequence) or isinstance(nodes, str):
         raise InvalidArgument("shape", nodes, expected)

@@ -1,4 +1,4 @@
-"""Where measured costs of steps are kept between runs."""
+"""Storage of measured step costs between runs."""
 
 import hashlib
 import logging
@@ -14,19 +14,19 @@ from eaglegbv.processor import processor_name
 from eaglegbv.scheduler.costs import KnownCosts
 
 FOLDER = "EAGLEGBV_CACHE"
-"""Variable of the environment that names the folder; by default the user's cache."""
+"""Environment variable that names the folder; by default it is in the user's cache."""
 
 _FORMAT = 10
 
 _NAMES = ("_name_or_path", "transformers_version")
-"""Entries of a configuration that say nothing about shapes."""
+"""Entries of a configuration that have no influence on shapes."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCache:
-    """The file of one setting: models, device, threads, and what else decides what steps cost.
+    """Cache file for one setting: models, device, threads, and whatever else affects step costs.
 
     Attributes:
         path: The file; it need not exist.
@@ -39,9 +39,9 @@ class CostCache:
         """Return the cache of a setting.
 
         Args:
-            facts: What decides costs besides: models, plans, options.
-            device: Where the target runs.
-            dtype: What it computes in.
+            facts: Other values that affect costs: models, plans, options.
+            device: Device of the target.
+            dtype: Dtype in which the target computes.
         """
         threads, name = torch.get_num_threads(), _device_name(device)
         known = (_FORMAT, torch.__version__, threads, name, str(dtype), *facts)
@@ -49,7 +49,7 @@ class CostCache:
         return cls(_folder() / f"costs-{key}.json")
 
     def read(self) -> KnownCosts | None:
-        """Return what was kept, or None; a file that cannot be read counts as none, and is told."""
+        """Return the saved costs, or None; a file that cannot be read is logged and ignored."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=KnownCosts)
         except FileNotFoundError:
@@ -59,7 +59,7 @@ class CostCache:
             return None
 
     def write(self, costs: KnownCosts) -> None:
-        """Keep ``costs``; where that is not possible, say so and go on."""
+        """Save ``costs``; if that is impossible, log it and continue."""
         part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class CostCache:
 
 
 def shape_of(model: str | None) -> str | None:
-    """Return what decides a model's costs: its configuration, or its name where there is none."""
+    """Return what decides a model's costs: its configuration, or its name if it has none here."""
     if model is None or not (Path(model) / "config.json").is_file():
         return model
     config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
@@ -79,7 +79,7 @@ def shape_of(model: str | None) -> str | None:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return what tells a device from those of other machines, which may share the folder."""
+    """Return a name that tells a device from those of other machines that share the folder."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name() if device.type == "cpu" else str(device)

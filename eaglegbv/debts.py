@@ -1,12 +1,12 @@
 """Debts over steps: what a greedy rule leaves to the next tokens, request by request.
 
-A verifier with state works on padded columns, one for each earlier step that still has a debt, and
+A stateful verifier works on padded columns, one for each earlier step that still has a debt, and
 asks for the draft laws of those steps along the path it selects
 (:mod:`eaglegbv.verifiers.stateful`). Here requests' debts become those columns, the drafter
-is led along the path, and what is left becomes the requests' debts again:
+recalls laws along the path, and the remaining debts are assigned to the requests again:
 
     step 1   root x_3  commits x_4      |  debt A: snapshot at x_3, 3 tokens left of depth 5
-    step 2   root x_4  commits x_5 x_6  |  A has gone on by x_4 and goes on along the path;
+    step 2   root x_4  commits x_5 x_6  |  A has advanced by x_4 and continues along the path;
                                         |  debt A: 1 left    debt B: snapshot at x_4, 2 left
 """
 
@@ -31,13 +31,13 @@ from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """A verification with state.
+    """Result of a verification with state.
 
     Attributes:
         verdict: What is committed.
         debts: What each request owes afterwards.
-        faults: ``[batch]`` int64, faults of the recalled draft laws, 0 where all is well.
-        figures: Says what the verification went by.
+        faults: ``[batch]`` int64, faults of the recalled draft laws, 0 if there are none.
+        figures: Returns the numbers on which the verification was based.
     """
 
     verdict: Verdict
@@ -49,8 +49,8 @@ class Settlement:
 def recall_slots(plan: Plan) -> int:
     """Return the most KV slots the debts of a request can borrow during a verification.
 
-    Every step commits a token or more, and its debt ends ``depth`` tokens after its root: there are
-    ``depth - 1`` debts at most, each gone on by ``depth - 1`` tokens at most.
+    Every step commits at least one token, and its debt ends ``depth`` tokens after its root. So
+    there are at most ``depth - 1`` debts, each advanced by at most ``depth - 1`` tokens.
     """
     return (plan.depth - 1) ** 2
 
@@ -63,7 +63,7 @@ def settle(
     drafter: Recaller,
     allocator: SlotAllocator,
 ) -> Settlement:
-    """Judge the drafts of ``requests`` under their debts, and return those they have then."""
+    """Judge the drafts of ``requests`` under their debts, and return the debts that remain."""
     uniforms = StatefulUniforms.draw(
         [request.stream for request in requests],
         [request.step for request in requests],
@@ -87,14 +87,14 @@ def settle(
 
 @dataclass(slots=True)
 class Trail:
-    """A debt's step, followed on along tokens that others committed.
+    """A debt's step, continued along tokens that later steps committed.
 
     Attributes:
-        row: The request's number in the batch.
-        column: The debt's number among the request's.
+        row: Index of the request in the batch.
+        column: Index of the debt among the request's.
         request: The request.
         debt: The debt.
-        place: The step's snapshot, moved on by the tokens so far.
+        place: The step's snapshot, advanced by the tokens so far.
     """
 
     row: int
@@ -105,12 +105,12 @@ class Trail:
 
     @property
     def committed(self) -> list[int]:
-        """Tokens from the step's root, itself not included, to the current root."""
+        """Tokens from the step's root (excluded) to the current root."""
         return self.request.token_ids[self.debt.since :]
 
     @property
     def length(self) -> int:
-        """Most tokens to go on by: the debt's last token needs the law before it."""
+        """Most tokens to advance by; the debt's last token needs only the law before it."""
         return len(self.committed) + self.debt.remaining - 1
 
 
@@ -126,14 +126,14 @@ class RecalledLaws:
         batch: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Lead the trails to the current roots.
+        """Advance the trails to the current roots.
 
         Args:
             drafter: Recalls the laws.
             trails: One for each debt of the batch.
-            slots: As many KV slots as the trails are long together.
+            slots: As many KV slots as the sum of the trails' lengths.
             batch: Number of requests.
-            device: Where the laws are wanted.
+            device: Device of the returned laws.
         """
         self._drafter = drafter
         self._trails = trails
@@ -152,7 +152,7 @@ class RecalledLaws:
         return self._unsound.any(dim=1) * int(Fault.DRAFT_NOT_NORMALISED)
 
     def after(self, tokens: Tensor) -> SparseLaws:
-        """Return the laws one token further on; see :meth:`LayerLaws.after`."""
+        """Return the laws after one more token; see :meth:`LayerLaws.after`."""
         depth = tokens.shape[1]
         trails = [trail for trail in self._trails if trail.debt.remaining > depth]
         if not trails:
@@ -162,25 +162,25 @@ class RecalledLaws:
             self._advance(trails, tokens[rows, depth - 1])
         recalled = self._drafter.laws_at([trail.place for trail in trails])
         width = recalled.ids.shape[1]
-        # The first laws are those of all trails: as wide as any that follow.
+        # The first laws are those of all trails, so no later ones are wider.
         self._width = max(self._width, width)
         laws = self._blank()
         laws.ids[rows, columns, :width] = recalled.ids
         laws.probs[rows, columns, :width] = recalled.probs
-        # Written so that NaN is unsound too.
+        # With this comparison, NaN is unsound too.
         sound = (recalled.probs.sum(dim=1) - 1).abs() <= TOLERANCE
         self._unsound[rows, columns] |= ~sound
         return laws
 
     def _blank(self) -> SparseLaws:
-        """Return laws of probability 0: debts that have ended, and padding."""
+        """Return laws of probability 0, for debts that have ended and for padding."""
         ids = torch.zeros(
             (*self._unsound.shape, self._width), dtype=torch.int64, device=self._unsound.device
         )
         return SparseLaws(ids, torch.zeros_like(ids, dtype=torch.float64))
 
     def _advance(self, trails: Sequence[Trail], tokens: Tensor) -> None:
-        """Move trails on by one token each."""
+        """Advance trails by one token each."""
         slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
         requests = [trail.request for trail in trails]
         places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
@@ -197,7 +197,7 @@ def _trails(requests: Sequence[Request]) -> list[Trail]:
 
 
 def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
-    """Return the requests' debts as columns, padded by columns without effect."""
+    """Return the requests' debts as columns, padded with columns without effect."""
     columns = max(len(request.debts) for request in requests)
 
     def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
@@ -213,7 +213,7 @@ def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
 
 
 def _owed(requests: Sequence[Request], layers: Layers, drafter: Recaller) -> list[tuple[Debt, ...]]:
-    """Return what each request owes by ``layers``, whose last column is the step just done."""
+    """Return what each request owes by ``layers``, whose last column is the latest step."""
     owed = []
     numbers = zip(
         layers.rho.tolist(), layers.drafts.tolist(), layers.remaining.tolist(), strict=True

@@ -12,7 +12,7 @@ _DTYPES = MappingProxyType(
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of a name, such as ``"bfloat16"``; a dtype is returned as it is.
+    """Return the dtype with a name such as ``"bfloat16"``; a dtype is returned unchanged.
 
     Raises:
         InvalidArgument: No supported dtype has this name.
@@ -25,14 +25,14 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"bfloat16"``, as configurations have it."""
+    """Return the name of a dtype, such as ``"bfloat16"``, as used in configurations."""
     return str(dtype).removeprefix("torch.")
 
 
 def named_device(device: torch.device | str) -> torch.device:
-    """Return the device of a name, such as ``"cuda:1"``, if this machine has it.
+    """Return the device with a name such as ``"cuda:1"``, if this machine has it.
 
-    PyTorch itself makes a device of any known name, and fails only when a tensor goes there.
+    PyTorch makes a device of any known name, and fails only when a tensor is moved there.
 
     Raises:
         InvalidArgument: This machine has no such device.
@@ -40,7 +40,7 @@ def named_device(device: torch.device | str) -> torch.device:
     present = _device_counts()
     try:
         wanted = torch.device(device)
-    except RuntimeError:  # PyTorch knows no such kind of device
+    except RuntimeError:  # PyTorch does not know this kind of device
         raise InvalidArgument("device", str(device), _listing(present)) from None
     if wanted.type not in present or (wanted.index or 0) >= present[wanted.type]:
         why = ""
@@ -73,8 +73,8 @@ def place_of(
     """Return the device and the dtype to compute with.
 
     Args:
-        device: None for CUDA where there is one, else the CPU.
-        dtype: None for bfloat16 on CUDA and float32 elsewhere.
+        device: By default, CUDA if there is a CUDA device, otherwise the CPU.
+        dtype: By default, bfloat16 on CUDA and float32 elsewhere.
 
 
     Raises:

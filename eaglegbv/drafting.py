@@ -1,4 +1,4 @@
-"""Who drafts for an engine: its drafter, where it has one, and lookups in the text itself."""
+"""The drafters of an engine: its own, if it has one, and lookups in the text itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -20,38 +20,39 @@ from eaglegbv.tree import DraftTree, Law
 _KEPT, _MOST_KEPT = 64, 128
 """A drafter more than ``_MOST_KEPT`` positions behind keeps the last ``_KEPT`` and skips the rest.
 
-Features of all that large batches decode plainly would fill memory, and who drafts again would
-first have to read them. The tiny pair's head drafts as well as ever if it begins 64 positions back.
+Otherwise the features of all that large batches decode plainly would fill memory, and a request
+that drafts again would first have to read them. The tiny pair's head drafts no worse if it begins
+64 positions back.
 """
 
 
 class Drafting:
-    """The drafters of an engine, each shown what it must see.
+    """The drafters of an engine, which receives here all that they must see.
 
     Attributes:
-        drafter: The engine's own; None where there is none, and lookups alone draft.
+        drafter: The engine's own drafter; None if it has none, so that drafts are only looked up.
     """
 
     def __init__(self, drafter: Drafter | None) -> None:
-        """Take the engine's drafter; one that looks drafts up serves for all lookups."""
+        """Take the engine's drafter; another one does all lookups."""
         self.drafter = drafter
         self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
 
     @property
     def skips(self) -> bool:
-        """Whether the engine's drafter may begin behind positions that it has not run."""
+        """Whether the engine's drafter may begin after positions that it has not run."""
         return self.drafter is not None and self.drafter.skips
 
     @property
     def graph_counts(self) -> Mapping[str, int]:
-        """Drafts by whether a recording was replayed, or why not."""
+        """Number of drafts that replayed a recording, or by why not."""
         return {} if self.drafter is None else self.drafter.graph_counts
 
     def by(self, plan: Plan) -> Drafter:
-        """Return who drafts by a plan.
+        """Return the drafter of a plan.
 
         Raises:
-            InvalidArgument: Nobody does.
+            InvalidArgument: The plan has no drafter.
         """
         if plan.source is Source.LOOKUP:
             return self._lookup
@@ -60,10 +61,10 @@ class Drafting:
         return self.drafter
 
     def recalling(self, plan: Plan) -> RecallingDrafter:
-        """Return who drafts by a plan, and must be able to recall the laws of earlier steps.
+        """Return the drafter of a plan that needs the laws of earlier steps.
 
         Raises:
-            InvalidArgument: Nobody drafts, or who does cannot recall its laws to the last bit.
+            InvalidArgument: The plan has no drafter, or it cannot recall its laws to the last bit.
         """
         drafter = self.by(plan)
         if not isinstance(drafter, RecallingDrafter):
@@ -73,7 +74,7 @@ class Drafting:
                 f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
             )
         if drafter.quantization is not Quantization.NONE:
-            # A law computed again, in other company, would not be the one that was drawn from.
+            # A law recomputed in another batch would differ from the one that was sampled from.
             expected = f"none, verifier {plan.verifier!r} going by draft laws of earlier steps"
             raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
         return drafter
@@ -82,7 +83,7 @@ class Drafting:
         """Propose a tree for each request.
 
         Args:
-            requests: Requests of one plan, which speculates.
+            requests: Requests with the same plan, which speculates.
             law: How children arise.
             slots: For each request ``[plan.tree_slots]``, its KV slots of this step.
         """
@@ -90,7 +91,7 @@ class Drafting:
         return self.by(plan).draft(requests, plan, law, [own[:-1] for own in slots])
 
     def show_read(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
-        """Hand the drafter the features ``[tokens, feature_size]`` of parts that were read."""
+        """Pass on the features ``[tokens, feature_size]`` of parts of texts that were read."""
         if self.drafter is None:
             return
         for request, own in zip(requests, features, strict=True):
@@ -104,13 +105,13 @@ class Drafting:
         outcomes: Sequence[Outcome],
         features: Tensor | None,
     ) -> None:
-        """Hand the drafter the features of what was committed, all gathered at once.
+        """Pass on the features of what was committed, all gathered at once.
 
         Args:
-            requests: A group.
-            layout: Where it stands in the forward.
+            requests: Requests of a group.
+            layout: Layout of the group in the forward.
             outcomes: What was decided for each request.
-            features: ``[rows, feature_size]`` of the whole forward; None where there are none.
+            features: ``[rows, feature_size]`` of the whole forward; None if there are none.
         """
         if self.drafter is None or features is None:
             return
@@ -119,7 +120,7 @@ class Drafting:
         ]
         if not shown:
             return
-        if len(features) == len(shown):  # all of them, a row each: as nobody drafted
+        if len(features) == len(shown):  # one row for each request, as when none drafted
             parts = features.clone().split(1)
         else:
             rows = [layout.committed_rows(b, outcomes[b].nodes) for b in shown]
@@ -133,11 +134,11 @@ class Drafting:
         self._lookup.catch_up([request for request in requests if request.looks_up])
 
     def matched(self, request: Request) -> int:
-        """Return how many of a text's last tokens stood before; see :class:`NgramDrafter`."""
+        """Return how many tokens at a text's end occurred before; see :class:`NgramDrafter`."""
         return self._lookup.matched(request)
 
     def catch_up(self, requests: Sequence[Request]) -> int:
-        """Run the drafter over what it has not run yet, and return for how many positions."""
+        """Run the drafter over the positions it has not run yet, and return their number."""
         if self.drafter is None:
             return 0
         missed = sum(map(self.behind, requests))
@@ -145,32 +146,32 @@ class Drafting:
         return missed
 
     def behind(self, request: Request) -> int:
-        """Return for how many committed positions the drafter has not run yet."""
+        """Return the number of committed positions that the drafter has not run yet."""
         return 0 if self.drafter is None else self.drafter.behind(request)
 
     def skip(self, requests: Iterable[Request]) -> None:
-        """Have the drafter forget most of what it missed of texts that it may draft no more."""
+        """Let the drafter forget most of what it missed of texts that it may never draft again."""
         for request in requests:
             if request.skips and self.behind(request) > _MOST_KEPT:
                 self._skip(request, keep=_KEPT)
 
     def set_aside(self, requests: Iterable[Request]) -> None:
-        """Copy the features that wait to be run, so that those of the forward can be freed."""
+        """Copy features that are not yet run, so that those of the forward can be freed."""
         for request in requests:
             if request.skips:
                 self._skip(request, keep=_MOST_KEPT)
 
     def final(self, request: Request) -> int | None:
-        """Return for how many leading positions the drafter's rows are final.
+        """Return the number of leading positions whose rows in the drafter are final.
 
-        None where the drafter does not follow the text, so that there are no such rows.
+        The result is None if the drafter does not follow the text and so has no such rows.
         """
         if self.drafter is None or not request.drafted:
             return None
         return self.drafter.shareable(request)
 
     def forget(self, request: Request) -> None:
-        """Drop what is remembered about a request that ended or is pre-empted."""
+        """Drop what is remembered about a request that ended or was pre-empted."""
         self._lookup.forget(request)
         if self.drafter is not None:
             self.drafter.forget(request)

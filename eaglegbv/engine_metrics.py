@@ -23,22 +23,22 @@ class EngineMetrics:
     """Counters and gauges of an engine.
 
     Attributes:
-        values: By metric, then by the value of its label (``""`` where it has none).
+        values: Values by metric, then by the value of its label (``""`` if it has none).
     """
 
     values: dict[Metric, dict[str, float]] = field(default_factory=dict)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        """Move a counter up."""
+        """Increase a counter."""
         by_label = self.values.setdefault(metric, {})
         by_label[label] = by_label.get(label, 0) + amount
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
-        """Set a gauge, or a counter whose value is kept elsewhere."""
+        """Set a gauge, or a counter that is counted elsewhere."""
         self.values.setdefault(metric, {})[label] = value
 
     def value(self, metric: Metric | str, label: str = "") -> float:
-        """Return the value of a metric, or of the metric of that name; 0 before it has one.
+        """Return the value of a metric, given itself or its name; 0 before it has one.
 
         Raises:
             InvalidArgument: No metric has that name.

@@ -1,11 +1,11 @@
-"""Errors a user may meet. Those of an argument name it, its value and what was expected."""
+"""Errors that a user may meet. Errors about an argument state its name, value and expectation."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class EagleGBVError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error that this package raises deliberately."""
 
 
 class InvalidArgument(EagleGBVError, ValueError):
@@ -22,11 +22,11 @@ class InvalidArgument(EagleGBVError, ValueError):
 
 
 def one_of(names: Iterable[str], given: object = None) -> str:
-    """Return what is expected of a name: ``one of a, b``.
+    """Return the expectation for a name: ``one of a, b``.
 
     Args:
-        names: The names there are; members of an enumeration count by their values.
-        given: What was given instead; a name that is close to it is said first.
+        names: The possible names; members of an enumeration count by their values.
+        given: The name that was given; a similar possible name is mentioned first.
     """
     known = [str(name) for name in names]
     close = get_close_matches(given, known, n=1) if isinstance(given, str) else []
@@ -35,7 +35,7 @@ def one_of(names: Iterable[str], given: object = None) -> str:
 
 
 class NotInstalled(EagleGBVError):
-    """A package that is an extra of this one is not there."""
+    """A package that an extra of this one requires is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed: pip install 'eaglegbv[{extra}]'")
@@ -47,7 +47,7 @@ class NotInstalled(EagleGBVError):
 
 
 class ModelNotSupported(InvalidArgument):
-    """The target model cannot be driven by the engine (it ignores our attention, say)."""
+    """The engine cannot drive the target model, for example because it ignores our attention."""
 
 
 class DrafterMismatch(InvalidArgument):
@@ -55,7 +55,7 @@ class DrafterMismatch(InvalidArgument):
 
 
 class LawMismatch(InvalidArgument):
-    """A verifier was given a draft tree of a law it is not lossless for."""
+    """A verifier was given a draft tree of a law for which it is not lossless."""
 
 
 class InvalidProbabilities(InvalidArgument):
@@ -76,11 +76,11 @@ class OutOfSlots(EagleGBVError):
 
 
 class EngineBusy(EagleGBVError):
-    """The engine was asked for a step from within one, by an observer or a finaliser, say."""
+    """The engine was asked for a step within a step, for example by an observer or a finaliser."""
 
 
 class StepFailed(EagleGBVError):
-    """A step of the engine broke off; the requests in it ended, the engine goes on."""
+    """A step of the engine broke off; its requests ended, but the engine continues."""
 
     def __init__(self, request: int, cause: str) -> None:
         super().__init__(f"request {request}: a step broke off: {cause}")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writing files completely or not at all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a file to write, which then takes the place of ``path``.
+    """Yield the path of a temporary file to write, which then replaces ``path``.
 
-    A process that is killed meanwhile leaves ``path`` as it was. Two processes must not write the
+    A process that is killed meanwhile leaves ``path`` unchanged. Two processes must not write the
     same file at once.
     """
     partial = path.with_name(f"{path.name}.partial")
@@ -18,6 +18,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``; a process that is killed meanwhile leaves it as it was."""
+    """Write ``content`` to ``path``; a process that is killed meanwhile leaves it unchanged."""
     with replacing(path) as partial:
         partial.write_bytes(content)

@@ -1,14 +1,15 @@
-"""Where something stands first: what ends a draw, and finds a token among a law's."""
+"""Index of the first true entry, which ends a draw or finds a token within a law."""
 
 import torch
 from torch import Tensor
 
 
 def first_place(found: Tensor) -> Tensor:
-    """Return where ``found`` ``[..., entries]`` bool is true first, ``[...]`` int64; 0 if nowhere.
+    """Return the first index where ``found`` ``[..., entries]`` bool is true; 0 if there is none.
 
-    Either way says the same. Generated code takes the least of many numbers at once, but looks for
-    the place of a maximum one by one: 0.1 ms for 8 rows of 4,096 entries.
+    The result is ``[...]`` int64. Both implementations agree. Generated code computes a minimum
+    over many numbers at once, but searches for the index of a maximum one by one: 0.1 ms for 8 rows
+    of 4,096 entries.
     """
     if not torch.compiler.is_compiling():
         return found.view(torch.uint8).argmax(dim=-1)

@@ -1,14 +1,14 @@
 """A backend of ``torch.compile`` that generates no code: it runs a forward's operations in turn.
 
 A small forward spends much of its time between operations: in calls of modules within modules,
-their keywords and checks, whose outcome never changes. The graph holds what is left of them:
+their keywords and checks, whose outcome never changes. The graph contains only the operations:
 
     block(x):                            h = product(norm(x), ...)
       x + self.attend(self.norm(x))  =>  a = attend(h, ...)
       ...                                y = x + product(a, ...)
 
-So every number is, bit for bit, the one that the model computes uncompiled. It needs no compiler,
-and takes some twenty seconds instead of several minutes.
+So every number is bit for bit the one that the model computes uncompiled. The backend needs no
+compiler, and takes about twenty seconds instead of several minutes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from eaglegbv.operations import python_of
 from eaglegbv.rewrites import rewrite
 
 FLAT = "flat"
-"""The name under which it is registered with torch."""
+"""Name under which the backend is registered with torch."""
 
 _MAY_RETURN_ITS_INPUT = frozenset({"to", "float", "contiguous"})
 
@@ -37,15 +37,15 @@ def flat(
     *,
     options: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that runs the graph, without what need not be done.
+    """Return a function that runs the graph without unnecessary work.
 
-    Operations that run Python are called directly, and not through torch's dispatcher.
+    Operations that run Python are called directly, not through torch's dispatcher.
 
     Args:
-        graph: The function as it was traced.
-        inputs: What it was traced with.
-        options: ``size_asserts``: whether to assert that inputs have the sizes and strides it was
-            traced for; parameters always do.
+        graph: The traced function.
+        inputs: The inputs with which it was traced.
+        options: ``size_asserts``: whether to assert that inputs have the sizes and strides for
+            which it was traced; parameters always have them.
     """
     for node in list(graph.graph.nodes):
         python = python_of(node.target)
@@ -62,11 +62,11 @@ def flat(
 
 
 def _returns_its_input(node: Node) -> bool:
-    """Return whether a node returns the tensor it is called on, as ``float`` does of float32."""
+    """Return whether a node returns the tensor it is called on, as ``float`` does for float32."""
     if node.op != "call_method" or node.target not in _MAY_RETURN_ITS_INPUT:
         return False
     of = node.args[0]
-    assert isinstance(of, Node)  # a method is called on something
+    assert isinstance(of, Node)  # a method is always called on a node
     return node.meta["example_value"] is of.meta["example_value"]
 
 
@@ -85,17 +85,17 @@ def _asserting(graph: GraphModule) -> Callable[..., Any]:
 
 
 def _fitting(inputs: Sequence[FakeTensor | torch.SymInt]) -> Callable[..., bool]:
-    """Return a function that says whether tensors and sizes meet all that tracing assumed of them.
+    """Return a function that checks whether tensors and sizes meet all assumptions of the tracing.
 
-    That is more than sizes and strides: code may branch on a size, and be traced for one branch.
+    These are more than sizes and strides: code may branch on a size and be traced for one branch.
     """
     fakes = [value for value in inputs if isinstance(value, FakeTensor)]
     environment = fakes[0].fake_mode.shape_env
-    assert environment is not None  # fakes that are traced for any size have one
+    assert environment is not None  # fakes traced for any size have one
     names = [f"t{n}" for n in range(len(inputs))]
     sources = [LocalSource(name) for name in names]
     found = environment.produce_guards(inputs, sources, ignore_static=False)
-    # No operation depends on where in its storage a tensor begins.
+    # No operation depends on a tensor's offset in its storage.
     terms = [term for term in found if ".storage_offset()" not in term]
     said = " and ".join(terms) or "True"
     for name in names:

@@ -1,12 +1,11 @@
-"""Work that is recorded once and replayed: CUDA graphs, and what stands in for them elsewhere.
+"""Work that is recorded once and replayed: CUDA graphs, and a substitute on other devices.
 
 A forward of few rows launches over a thousand kernels that take longer to launch than to run. A
-CUDA graph launches them all at once, with the sizes and the addresses of the time it was recorded
-at. So what is recorded is a function without arguments over *static buffers*: before every replay
-new numbers are copied into them, padded up to the sizes they were made for (a *bucket*).
-
-Everything but the recording itself is the same with :class:`EagerRecorder`, which runs the function
-again over the same padded buffers.
+CUDA graph launches them all at once, with the sizes and addresses at the time of recording. So a
+function without arguments over *static buffers* is recorded. Before every replay, new numbers are
+copied into the buffers, padded up to the sizes for which they were made (a *bucket*). With
+:class:`EagerRecorder`, which runs the function again over the same padded buffers, everything but
+the recording itself is the same.
 """
 
 import logging
@@ -25,16 +24,16 @@ from torch import Tensor
 from eaglegbv.errors import InvalidArgument
 
 Work: TypeAlias = Callable[[], tuple[Tensor, ...]]
-"""Reads static buffers and returns tensors; a replay returns the same tensors, computed anew.
+"""Reads static buffers and returns tensors; a replay returns the same tensors, recomputed.
 
-They are good until anything else by the same recorder is replayed: recordings share their memory.
+They are valid until the same recorder replays anything else: recordings share their memory.
 """
 
 MAX_ROWS = 256
-"""Packed rows of the largest bucket: beyond it a forward takes longer to run than to launch."""
+"""Packed rows of the largest bucket: a larger forward takes longer to run than to launch."""
 
 REPLAYED = "replayed"
-"""What counts of work call a replay; other labels say why there was none."""
+"""Label of replays in counts of work; other labels state why there was no replay."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,17 +46,17 @@ class GraphMode(StrEnum):
     AUTO = "auto"
     """On a CUDA device whose attention can be recorded (FlashInfer's), and nowhere else."""
     ON = "on"
-    """As ``auto``; refused where it cannot be done."""
+    """Like ``auto``, but an error where it is impossible."""
     OFF = "off"
     EAGER = "eager"
-    """The same padded work without recording it, on any device: to find faults, not to be fast."""
+    """The same padded work without recording, on any device, for debugging."""
 
 
 class NotRecordable(Exception):
-    """Work turned out to need something that no recording has.
+    """Work turned out to need something that cannot be recorded.
 
     Attributes:
-        reason: A word for it, under which it is counted.
+        reason: Short name of it, under which it is counted.
     """
 
     def __init__(self, reason: str) -> None:
@@ -66,14 +65,14 @@ class NotRecordable(Exception):
 
 
 class Recorder(ABC):
-    """Makes work repeatable."""
+    """Makes work replayable."""
 
     needs_device: bool
-    """Whether work must leave the host alone: no plan, no shape, no number may be read there."""
+    """Whether work must not use the host: it may not plan, or read shapes or numbers there."""
 
     @abstractmethod
     def record(self, work: Work) -> Work:
-        """Return what does ``work`` again; its static buffers hold numbers of a real step.
+        """Return a function that replays ``work``; its static buffers hold numbers of a real step.
 
         Raises:
             NotRecordable: The work needs the host.
@@ -81,7 +80,7 @@ class Recorder(ABC):
 
 
 class EagerRecorder(Recorder):
-    """Runs the work itself, each time."""
+    """Runs the work itself each time."""
 
     needs_device = False
 
@@ -91,13 +90,13 @@ class EagerRecorder(Recorder):
 
 
 class CudaRecorder(Recorder):
-    """Records CUDA graphs. They share the memory of what they compute on the way."""
+    """Records CUDA graphs, which share the memory of their intermediate results."""
 
     needs_device = True
 
     def __init__(self) -> None:
         self._pool: Any = None
-        # Libraries keep a workspace for every stream they see.
+        # One stream for all recordings, because libraries keep a workspace for every stream.
         self._stream: torch.cuda.Stream | None = None
         self._told: set[str] = set()
 
@@ -105,7 +104,7 @@ class CudaRecorder(Recorder):
         """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
 
         Raises:
-            NotRecordable: It reads numbers on the host, say, as layers of experts do.
+            NotRecordable: It reads numbers on the host, for example in layers of experts.
         """
         try:
             return self._record(work)
@@ -121,13 +120,13 @@ class CudaRecorder(Recorder):
         stream.wait_stream(present)
         try:
             with torch.cuda.stream(stream):
-                work()  # kernels are compiled and tuned outside the graph
+                work()  # compile and tune kernels outside the graph
                 with _never_waiting():
                     work()
         finally:
             present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # A capture that fails leaves its own stream the present one.
+        # A capture that fails leaves its own stream as the current one.
         with torch.cuda.stream(present), torch.cuda.graph(graph, pool=self._pool):
             results = work()
         self._pool = graph.pool()
@@ -141,9 +140,9 @@ class CudaRecorder(Recorder):
 
 @contextmanager
 def _never_waiting() -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the device: in a capture, it is too late for it.
+    """Raise RuntimeError where the host waits for the device, since in a capture it is too late.
 
-    A capture that breaks off leaves PyTorch's allocator believing that it goes on.
+    A capture that breaks off leaves PyTorch's allocator in the state of an ongoing capture.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -156,15 +155,15 @@ def _never_waiting() -> Iterator[None]:
 
 
 def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:
-    """Return what records by ``mode``, or None for nothing.
+    """Return the recorder for ``mode``, or None if nothing is recorded.
 
     Args:
-        mode: What the user wants, or what records.
+        mode: The user's choice, or a recorder.
         cuda: Whether the device is a CUDA device.
         recordable: Whether the attention can be recorded.
 
     Raises:
-        InvalidArgument: Graphs are asked for where there can be none.
+        InvalidArgument: Graphs are requested where they are impossible.
     """
     if isinstance(mode, Recorder):
         return mode
@@ -179,18 +178,18 @@ def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -
 
 
 def spare_slots(mode: GraphMode | Recorder, *, cuda: bool) -> int:
-    """Return how many KV slots padding needs that nobody owns: one, where work may be padded."""
+    """Return how many KV slots without an owner padding needs: one if work may be padded."""
     padded = isinstance(mode, Recorder) or mode is GraphMode.EAGER
     return int(padded or (cuda and mode is not GraphMode.OFF))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes that work is recorded for.
+    """Sizes for which work is recorded.
 
     Attributes:
-        requests: Most requests served. Behind them the work has one more at least, which pads.
-        rows: Packed rows, those of padding included.
+        requests: Most requests served. The work has at least one more after them, for padding.
+        rows: Packed rows, including those of padding.
     """
 
     requests: int
@@ -198,9 +197,9 @@ class Bucket:
 
     @classmethod
     def holding(cls, requests: int, rows: int) -> Self | None:
-        """Return the smallest bucket for ``requests`` of ``rows`` rows together, if there is one.
+        """Return the smallest bucket for ``requests`` with ``rows`` rows together, or None.
 
-        Every request that pads has a row at least, and there is at least one.
+        There is at least one padding request, and each has at least one row.
         """
         most = 1 << (requests - 1).bit_length()
         place = bisect_left(_ROWS, rows + most + 1 - requests)

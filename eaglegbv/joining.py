@@ -2,7 +2,7 @@
 
 The first of them to run (of queries, keys and values; of gate and up) computes the product for all,
 and the others find their part of it. This changes nothing but rounding. Which layers read the same
-tensor is observed, not guessed from names: the caller runs the module once.
+tensor is not guessed from names, but observed while the caller runs the module once.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,27 +25,27 @@ def prepare(
 ) -> list[PackedProduct]:
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
-    Weights loaded later are not used. The weights of replaced layers leave their modules (the
-    products hold them), except those that an embedding shares and those of the last layer.
+    Weights loaded later are not used. The weights of replaced layers are removed from their modules
+    (the products hold them), except those that an embedding shares and those of the last layer.
 
     Args:
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, calling each layer as often as a real forward does.
-        quantization: Not ``auto``.
-        generated: A part of it whose products will be generated (see
+        quantization: Any but ``auto``.
+        generated: A part of the module whose products will be generated (see
             :func:`eaglegbv.compiling.generating_products`): its layers are joined but not packed.
 
     Returns:
-        What was packed, in order; what was quantised is not.
+        The packed products, in order, without quantised ones.
     """
     groups = _groups(module, run)[::-1]
     places = _places(module)
-    # By their ids, so that nothing keeps the layers themselves alive.
+    # Layers are listed by id, so that nothing keeps the layers themselves alive.
     as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     packed: list[PackedProduct] = []
     computed = Computed()
-    while groups:  # each matrix is freed before the next is made: models may fit only once
+    while groups:  # free each matrix before making the next: models may fit in memory only once
         group = groups.pop()
         ours = id(group[0]) in as_they_are
         product = _product_of_all(group, quantization, generated=ours, index=len(packed))
@@ -78,12 +78,12 @@ def _replace(
     *,
     kept: bool,
 ) -> None:
-    """Put layers that compute ``parts`` where those of a group stand.
+    """Replace the layers of a group by layers that compute ``parts``.
 
     Args:
         group: The layers.
-        parts: The product of each.
-        places: Where layers stand; those of the group are taken out.
+        parts: The product of each layer.
+        places: Modules and names of the layers; those of the group are removed.
         kept: Whether their weights stay in their modules.
     """
     for layer, own in zip(group, parts, strict=True):
@@ -94,7 +94,7 @@ def _replace(
 
 
 def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each linear layer, and the names they hold it under."""
+    """Return the modules that hold each linear layer, and its names in them."""
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, child in parent.named_children():
@@ -107,13 +107,13 @@ def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
 class Computed:
     """Result of the most recent joint product, held until its last layer has taken its part.
 
-    All joint products of a module share one: what a compiled forward changes in an object is set
-    again after its graph, which for two objects in every layer took 4% of a small forward.
+    All joint products of a module share one object: what a compiled forward changes in an object is
+    set again after its graph, which took 4% of a small forward with two objects in every layer.
 
     Attributes:
         of: The product.
-        input: What it read, kept alive so that no other tensor can be mistaken for it.
-        parts: The layers' parts.
+        input: The tensor it read, kept alive so that no other tensor can be mistaken for it.
+        parts: The layers' parts of the result.
     """
 
     of: "Joint | None" = None
@@ -125,7 +125,7 @@ class Joint:
     """Layers that read the same tensor, as one product."""
 
     def __init__(self, product: Product, sizes: Sequence[int], computed: Computed) -> None:
-        """Take the product of all layers, their sizes in it, and where to keep what it computes."""
+        """Take the product of all layers, their sizes in it, and where to keep its result."""
         self._sizes = list(sizes)
         self._product = product
         self._computed = computed
@@ -136,11 +136,11 @@ class Joint:
         return [partial(self._of, place=place) for place in range(len(self._sizes))]
 
     def _of(self, x: Tensor, place: int) -> Tensor:
-        """Return a layer's part: the first that reads ``x`` computes it, the others find it."""
+        """Return a layer's part: the first layer that reads ``x`` computes it, others find it."""
         computed = self._computed
         if computed.of is not self or computed.input is not x:
             computed.of, computed.input = self, x
-            # Not torch.split, whose Python took 2% of a small forward.
+            # torch.split would take 2% of a small forward with its Python code.
             computed.parts = self._product(x).split_with_sizes(self._sizes, dim=-1)
         found = computed.parts[place]
         if place == len(self._sizes) - 1:
@@ -149,26 +149,26 @@ class Joint:
 
 
 class _Prepared(nn.Linear):
-    """A linear layer that computes its product another way; its weight may be a placeholder."""
+    """A linear layer that computes its product in another way; its weight may be a placeholder."""
 
     def __init__(self, layer: nn.Linear, product: Product, weight: Tensor) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own draws weights from the global generator
+        nn.Module.__init__(self)  # nn.Linear's own draws weights with the global generator
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = layer.bias
         self._product = product
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gives it
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name for it
         """Return the layer's product."""
         return self._product(input)
 
 
 def _groups(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Return the linear layers in the order they ran, in groups that ran in turn on one input.
+    """Return the linear layers in the order they ran, grouping successive ones with one input.
 
     A layer that ran twice, or not at all, is left out.
     """
-    calls: list[tuple[nn.Linear, Tensor]] = []  # with the input, so that it outlives the run
+    calls: list[tuple[nn.Linear, Tensor]] = []  # inputs are kept so that they outlive the run
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, nn.Linear)

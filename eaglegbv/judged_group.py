@@ -11,13 +11,13 @@ from eaglegbv.tree_record import TreeRecord
 
 @dataclass(frozen=True, slots=True)
 class JudgedGroup:
-    """A group whose trees were judged.
+    """A group whose trees were judged, with the results.
 
     Attributes:
-        group: The trees, on the device they were judged on.
-        layout: Where the group stands in the forward.
+        group: The trees, on the device on which they were judged.
+        layout: Layout of the group in the forward.
         judgement: The verdict on the trees.
-        outcomes: What it says for each request, on the host.
+        outcomes: The verdict for each request, on the host.
     """
 
     group: Group
@@ -29,7 +29,7 @@ class JudgedGroup:
         """Return the records of the trees, once they are committed; none without evidence.
 
         Args:
-            kept: The tokens each request was given, by its number.
+            kept: The tokens that each request was given, by its number.
         """
         evidence = self.judgement.evidence
         if evidence is None:

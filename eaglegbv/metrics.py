@@ -1,4 +1,4 @@
-"""The metrics of an engine, by the rules of Prometheus."""
+"""The metrics of an engine, following the conventions of Prometheus."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from types import MappingProxyType
 
 
 class MetricKind(StrEnum):
-    """How the value of a metric moves."""
+    """How the value of a metric changes."""
 
     COUNTER = "counter"
-    """Only up."""
+    """It only increases."""
     GAUGE = "gauge"
-    """Up and down."""
+    """It increases and decreases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Something that an engine counts or gauges.
+    """A quantity that an engine counts or measures.
 
     Attributes:
-        name: Unique; a counter's ends in ``_total``.
-        help: One line.
+        name: Unique name; a counter's ends in ``_total``.
+        help: Description in one line.
         kind: Counter or gauge.
-        label: What tells its values apart, such as ``phase``; None where it has a single value.
+        label: Label that distinguishes its values, such as ``phase``; None if it has a single one.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Who receives the records of an engine's steps."""
+"""The observers that receive the records of an engine's steps."""
 
 import logging
 
@@ -10,13 +10,13 @@ _log = logging.getLogger(__name__)
 
 
 class Observers:
-    """The observers of an engine, in the order they came in."""
+    """The observers of an engine, in the order in which they were added."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
-            metrics: Counts those that raise.
+            metrics: Counts observers that raise an error.
         """
         self._metrics = metrics
         self._all: list[StepObserver] = []
@@ -24,27 +24,27 @@ class Observers:
 
     @property
     def want_trees(self) -> bool:
-        """Whether any of them asked for the records of draft trees."""
+        """Whether any observer asked for the records of draft trees."""
         return bool(self._of_trees)
 
     def add(self, observer: StepObserver, *, trees: bool) -> None:
-        """Add an observer, which may ask for the records of draft trees too."""
+        """Add an observer, which may also ask for the records of draft trees."""
         self._all.append(observer)
         if trees:
             self._of_trees.append(observer)
 
     def remove(self, observer: StepObserver) -> None:
-        """Drop an observer; nothing happens if it is not among them."""
+        """Remove an observer; does nothing if it was not added."""
         for observers in (self._all, self._of_trees):
             if observer in observers:
                 observers.remove(observer)
 
     def show(self, record: StepRecord) -> None:
-        """Give all of them a step's record; one that raises is dropped, logged and counted."""
+        """Pass a step's record to all observers; one that raises is dropped, logged and counted."""
         for observer in tuple(self._all):
             try:
                 observer.on_step(record)
-            except Exception:  # noqa: BLE001  whatever it is, no request is to blame
+            except Exception:  # noqa: BLE001  whatever the error is, no request is to blame
                 _log.exception("an observer raised, and was dropped")
                 self._metrics.add(FAILED_OBSERVERS)
                 self.remove(observer)

@@ -1,4 +1,4 @@
-"""Operations of graphs that run Python: what a compiler does not look into, it calls by name."""
+"""Operations for graphs that run Python: compilers call them by name instead of tracing them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _PYTHON: dict[object, Callable[..., Tensor]] = {}
-"""What operations run; torch's own table of them cannot be read."""
+"""Functions that operations run, since torch's own table of them cannot be read."""
 
 
 def define(
@@ -16,10 +16,10 @@ def define(
     """Define ``torch.ops.eaglegbv.<name>``.
 
     Args:
-        name: Of the operation.
-        signature: Its arguments and result, as torch's schemas have them.
-        run: Computes it.
-        shape: Returns a tensor like its result, from the same arguments.
+        name: Name of the operation.
+        signature: Its arguments and result, as in torch's schemas.
+        run: Computes the result.
+        shape: Returns a tensor like the result, from the same arguments.
     """
     full = f"eaglegbv::{name}"
     torch.library.define(full, signature)
@@ -29,5 +29,5 @@ def define(
 
 
 def python_of(operation: Any) -> Callable[..., Tensor] | None:  # noqa: ANN401
-    """Return what an operation of :func:`define` runs; None for any other."""
+    """Return the function that an operation of :func:`define` runs; None for other operations."""
     return _PYTHON.get(operation)

@@ -1,4 +1,4 @@
-"""What a step decided: judgements on its trees, and one copy of them to the host."""
+"""Decisions of a step: judgements on its trees, copied to the host at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from eaglegbv.verifiers.base import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on a group's trees, and what goes with it.
+    """The verdict on a group's trees, with related data.
 
     Attributes:
-        verdict: What is accepted, and the token after it; it means nothing where there are faults.
-        faults: ``[batch]`` int64, what is wrong with the probabilities it rests on, or 0.
+        verdict: What is accepted, and the token after it; meaningless where there are faults.
+        faults: ``[batch]`` int64, faults of the probabilities on which the verdict rests, or 0.
         debts: For each request, what it leaves to the next tokens.
         evidence: What the verdict rests on; None unless trees are recorded.
     """
@@ -34,14 +34,14 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step decided for one request.
+    """Decision of a step for one request.
 
     Attributes:
-        nodes: Accepted nodes of its tree, the root not counted.
-        token_ids: Their tokens, and the correction or bonus token.
-        fault: What is wrong with the probabilities this rests on, or 0.
+        nodes: Accepted nodes of its tree, without the root.
+        token_ids: Tokens of these nodes, and the correction or bonus token.
+        fault: Faults of the probabilities on which this rests, or 0.
         offered: Depth of the tree.
-        drafted: Nodes of the tree, the root not counted.
+        drafted: Number of nodes of the tree, without the root.
     """
 
     nodes: list[int]
@@ -52,8 +52,8 @@ class Outcome:
 
 
 def read_outcomes(groups: Sequence[Group], judgements: Sequence[Judgement]) -> list[list[Outcome]]:
-    """Return what was decided for every request of every group, by one copy to the host."""
-    if not groups:  # a step that only read parts of texts
+    """Return the decision for every request of every group, with one copy to the host."""
+    if not groups:  # the step only read parts of texts
         return []
     tables = [
         _table(group.tree, judgement) for group, judgement in zip(groups, judgements, strict=True)

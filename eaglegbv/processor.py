@@ -4,11 +4,11 @@ import platform
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
-"""Where Linux describes it."""
+"""File in which Linux describes the processor."""
 
 
 def processor_name() -> str:
-    """Return its name, such as ``AMD EPYC 9B45``, or its architecture where the system has none."""
+    """Return its name, such as ``AMD EPYC 9B45``, or the architecture if the system has no name."""
     if CPU_INFO.is_file():
         for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,12 +1,13 @@
-"""Products of a few rows with a matrix of weights: what most of a decoding step is spent on.
+"""Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 
-On a CPU weights are *packed* into the blocks that oneDNN's kernels read, once and not in every
-call: seven rows of a draft tree then cost little more than one. Not where that is slower: a packed
-product takes longer to begin, which small matrices are timed for. Often it is faster for several
-rows and slower for one, and such a matrix is kept both ways. This changes nothing but rounding.
+On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in every
+call: seven rows of a draft tree then cost little more than one. This is not done where it is
+slower: a packed product takes longer to start, so small matrices are timed. Often packing is faster
+for several rows and slower for one; such a matrix is kept in both forms. This changes nothing but
+rounding.
 
-Weights of 8 bits, *quantised*, change the numbers (:mod:`eaglegbv.quantization`): they are read
-from memory in a quarter of the time. Which products a module has is for :mod:`eaglegbv.joining`.
+*Quantised* weights of 8 bits change the numbers (:mod:`eaglegbv.quantization`), but are read from
+memory in a quarter of the time. :mod:`eaglegbv.joining` decides which products a module has.
 """
 
 import time
@@ -24,34 +25,34 @@ from eaglegbv.operations import define
 from eaglegbv.quantization import Quantization
 
 _PACKED_FOR = 16
-"""Rows that packed weights are laid out for; kernels take any number."""
+"""Number of rows for which packed weights are laid out; kernels take any number."""
 
 _LARGE = 1 << 20
-"""Entries from which on a matrix takes so long to read that packing pays without being timed."""
+"""Entries from which a matrix takes so long to read that packing pays without being timed."""
 
 _LONE, _SEVERAL = (1,), (4, 8)
-"""Rows of the products that are timed: a token's, and those of draft trees."""
+"""Rows of the products that are timed: one for a token, several for draft trees."""
 
 _TIMED_ROUNDS, _TIMED_COPIES = 5, 64
-"""Rounds, of which the fastest counts, and calls in a round.
+"""Number of rounds, of which the fastest counts, and of calls in a round.
 
-Each call is with another copy: in a forward, too, every matrix is read once, after all others, and
-few are still in a cache."""
+Each call uses another copy of the matrix. In a forward, too, every matrix is read once, after all
+others, and few are still in a cache."""
 
 _INT8 = torch.iinfo(torch.int8)
 
 _BLOCK = 16
-"""Columns that the kernel takes at once: of fewer, it would read past the end of the matrix."""
+"""Columns that the kernel takes at once; with fewer, it would read past the end of the matrix."""
 
 _LEAST_SCALE = 1e-30
-"""Scale of a row of zeros."""
+"""Scale for a row of zeros."""
 
 Product = Callable[[Tensor], Tensor]
-"""``[..., in_features]`` to ``[..., out_features]``."""
+"""Maps ``[..., in_features]`` to ``[..., out_features]``."""
 
 
 def _constant(weight: Tensor) -> nn.Parameter:
-    """Return a parameter: a graph whose products are generated makes it a constant of its own."""
+    """Return a parameter, which a graph with generated products turns into a constant."""
     return nn.Parameter(weight, requires_grad=False)
 
 
@@ -68,9 +69,9 @@ def product_of(
     Args:
         weight: The matrix.
         bias: ``[out_features]``, or None.
-        quantization: Not ``auto``.
+        quantization: Any but ``auto``.
         generated: Whether its code will be generated; see :func:`eaglegbv.joining.prepare`.
-        index: Its place among the packed products of a module that may be compiled.
+        index: Its index among the packed products of a module that may be compiled.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
@@ -85,14 +86,15 @@ def product_of(
 @lru_cache(maxsize=256)
 @torch.no_grad()
 def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int, ...]) -> bool:
-    """Return whether products of ``rows`` with such a matrix are faster packed, on this machine.
+    """Return whether packing makes products of ``rows`` with such a matrix faster on this machine.
 
-    Timed once in a process, on as many threads as it has, so that all its models compute alike.
+    The products are timed once in a process, with all its threads, so that all its models compute
+    alike.
 
     Args:
         outputs: Rows of the matrix.
         inputs: Columns of the matrix.
-        dtype: A type that :func:`can_pack`.
+        dtype: A dtype that :func:`can_pack` accepts.
         rows: Numbers of rows, whose times are added up.
     """
     if outputs * inputs >= _LARGE:
@@ -112,7 +114,7 @@ def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int,
 
 
 def _time(products: Sequence["Product"], x: Tensor) -> float:
-    """Return the seconds that this thread takes to call each once."""
+    """Return the seconds that this thread takes to call each product once."""
     start = time.thread_time()
     for product in products:
         product(x)
@@ -120,7 +122,7 @@ def _time(products: Sequence["Product"], x: Tensor) -> float:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether ``weight`` can be packed: floats on a CPU, of a type that oneDNN packs."""
+    """Return whether ``weight`` can be packed: on a CPU, and of a dtype that oneDNN packs."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype is torch.bfloat16:
@@ -129,7 +131,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class DenseProduct:
-    """A product with a matrix as it is."""
+    """A product with an unpacked matrix."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
@@ -142,7 +144,7 @@ class DenseProduct:
 
 
 class PackedProduct:
-    """A product with a packed matrix; a single row's with it as it is, where that is faster."""
+    """A product with a packed matrix; for a single row, with the unpacked one if that is faster."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
@@ -150,11 +152,11 @@ class PackedProduct:
         """Pack ``weight`` ``[out_features, in_features]``.
 
         Args:
-            weight: One that :func:`can_pack`.
+            weight: A matrix that :func:`can_pack` accepts.
             bias: ``[out_features]``, or None.
-            index: Its place among the products of a module that may be compiled.
-            lone: Whether a single row is multiplied with the packed matrix, too; if not, ``weight``
-                is kept for it.
+            index: Its index among the products of a module that may be compiled.
+            lone: Whether the packed matrix is used for a single row too; if not, ``weight`` is kept
+                for it.
         """
         self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
@@ -166,13 +168,13 @@ class PackedProduct:
         """Return the product with ``x`` ``[..., in_features]``."""
         if self._lone is not None and x.numel() == x.shape[-1]:
             return self._lone(x)
-        if torch.compiler.is_compiling():  # the compiler knows no packed tensors
+        if torch.compiler.is_compiling():  # the compiler does not know packed tensors
             opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
             return opaque
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        """Return the product with the packed matrix, whatever the number of rows."""
+        """Return the product with the packed matrix, for any number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -180,10 +182,10 @@ class PackedProduct:
 
 
 class QuantisedProduct:
-    """A product with a matrix of 8-bit integers, and a scale for each of its rows.
+    """A product with a matrix of 8-bit integers and a scale for each of its rows.
 
     A row's result does not depend on the rows beside it: the kernel reads the weights once for a
-    few rows, but adds up each row by itself.
+    few rows, but sums each row separately.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -207,15 +209,15 @@ class QuantisedProduct:
         return out.view(*x.shape[:-1], len(self._weight))
 
 
-# Packed tensors cannot be part of a compiled graph, so it calls products back by their numbers.
-# Whose products the numbers mean is set around the call.
+# Packed tensors cannot be part of a compiled graph, so the graph calls products by number. The
+# products to which the numbers refer are set around the call.
 
 _IN_USE: ContextVar[Sequence[PackedProduct]] = ContextVar("eaglegbv_products", default=())
 
 
 @contextmanager
 def in_use(products: Sequence[PackedProduct]) -> Iterator[None]:
-    """Have compiled code find its products here."""
+    """Let compiled code find its products here within this context."""
     token = _IN_USE.set(products)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a drafter's weights are held: 8 bits change its laws, which the verifier is told exactly."""
+"""How a drafter's weights are held: 8 bits change its laws, which the verifier gets exactly."""
 
 from enum import StrEnum
 
@@ -7,27 +7,27 @@ import torch
 from eaglegbv.errors import InvalidArgument
 
 _FAST_INT8 = frozenset({"AVX2", "AVX512"})
-"""Capabilities of a CPU for which PyTorch has fast kernels for weights of 8 bits."""
+"""CPU capabilities for which PyTorch has fast kernels for 8-bit weights."""
 
 
 class Quantization(StrEnum):
     """How a drafter's weights are held."""
 
     AUTO = "auto"
-    """As ``int8`` where that is fast, else as ``none``."""
+    """As ``int8`` where that is fast, otherwise as ``none``."""
     INT8 = "int8"
-    """Integers of 8 bits and a scale for each row; rows to multiply are rounded to bfloat16."""
+    """8-bit integers with a scale for each row; rows to multiply are rounded to bfloat16."""
     NONE = "none"
-    """As they are."""
+    """Unchanged."""
 
 
 def settled(
     quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> Quantization:
-    """Settle ``auto`` for weights of a dtype on a device; return what is not ``auto`` as it is.
+    """Resolve ``auto`` for weights of a dtype on a device; return other values unchanged.
 
     Raises:
-        InvalidArgument: It is ``int8`` where 8 bits would be slower, or are not supported.
+        InvalidArgument: It is ``int8`` where 8 bits would be slower or are not supported.
     """
     fast = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_INT8
     able = fast and dtype in (torch.float32, torch.bfloat16)

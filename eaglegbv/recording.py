@@ -1,4 +1,4 @@
-"""Records of draft trees for observers that ask for them; a step that nobody watches makes none."""
+"""Records of draft trees for observers that request them; other steps make none."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ from eaglegbv.verifiers.fixed_selection import target_of_tokens
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a group's verdict rests on, kept until the step is over where trees are recorded.
+    """What a group's verdict rests on, kept until the end of the step if trees are recorded.
 
     Attributes:
         verifier: Name of the rule.
         target: The target's laws.
-        figures: Says what else the rule went by.
+        figures: Returns the other numbers on which the rule based its verdict.
         prefilling: Whether the group read prompts.
     """
 
@@ -46,8 +46,8 @@ def tree_records(
     Args:
         group: The trees.
         verdict: The verdict on them.
-        evidence: What it rests on.
-        kept: The tokens each request was given, by its number; requests without any, those whose
+        evidence: What the verdict rests on.
+        kept: The tokens that each request was given, by its number; requests without any, whose
             probabilities were faulty, have no record.
     """
     tree = group.tree
@@ -77,7 +77,7 @@ def tree_records(
 def draft_of_tokens(tree: DraftTree) -> Tensor:
     """Return q of each node's token given its parent, ``[batch, nodes]`` float64.
 
-    NaN where the tree's law draws nothing.
+    The value is NaN where the tree's law draws nothing.
     """
     if tree.width == 0:
         return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)

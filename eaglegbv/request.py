@@ -1,4 +1,4 @@
-"""One request on its way through the engine: the only mutable object there is."""
+"""A request on its way through the engine: the only mutable object."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,33 +32,33 @@ class PlanState:
 
 
 class PlanReason(StrEnum):
-    """Why a request's next step has the plan it has."""
+    """Why a request's next step follows its plan."""
 
     FIXED = "fixed"
-    """The user's own."""
+    """The user fixed the plan."""
     BEST = "best"
-    """It commits the most tokens a second, by what is known."""
+    """By what is known, it commits the most tokens a second."""
     LEARNING = "learning"
     """Too little is known about steps like it."""
     PROBE = "probe"
-    """To see whether what is known still holds."""
+    """The step checks whether what is known still holds."""
 
 
 class DraftSnapshot:
-    """What a drafter needs to say later what a step would have drawn; each has its own kind."""
+    """What a drafter needs to recall the draft laws of a step; each drafter has its own kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debt:
-    """What one step of a greedy rule left for the next tokens to pay.
+    """What one step of a greedy rule left for the next tokens to settle.
 
     Attributes:
         rho: How much the step accepted beyond the target's law; see
             :mod:`eaglegbv.verifiers.modified_target`.
-        drafts: Drafts of the step that would still be in play.
-        remaining: Tokens the debt still covers, at least 1.
-        since: Number of tokens generated before the step, its root the last of them.
-        snapshot: Where the draft laws of the step come from.
+        drafts: Number of drafts of the step that would still be in play.
+        remaining: Number of tokens the debt still covers, at least 1.
+        since: Number of tokens generated before the step, the last of which is its root.
+        snapshot: Source of the draft laws of the step.
     """
 
     rho: float
@@ -70,7 +70,7 @@ class Debt:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its settings and what has become of it.
+    """A prompt, its settings and its progress.
 
     Attributes:
         number: The engine's running number of the request.
@@ -79,27 +79,28 @@ class Request:
         plan: How to speculate in the next step. It may change between steps, to plans that need no
             more than ``step_slots``.
         stream: The request's random numbers.
-        max_tokens: Tokens to generate at most: the user's limit, or what the context leaves.
-        auto: What the engine chooses ``plan`` from before every step; None where the user fixed it.
-        plan_reason: Why ``plan`` is what it is.
+        max_tokens: Most tokens to generate: the user's limit, or what the context leaves.
+        auto: The plans from which the engine chooses before every step; None if the user fixed
+            ``plan``.
+        plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to recall draft laws of earlier
             steps.
         drafted: Whether the drafter follows the text; it need not draft in every step.
-        skips: Whether the drafter may skip what it has missed, and begin behind it.
+        skips: Whether the drafter may skip what it has missed, and begin after it.
         priority: Lower numbers are served first; equal ones in order of arrival.
         token_ids: Tokens generated so far.
         slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
             token has none yet.
-        shared: Leading positions of ``slots`` that belong to the prefix cache.
-        skipped: Leading positions that the drafter skipped, and does not look at.
+        shared: Number of leading positions of ``slots`` that belong to the prefix cache.
+        skipped: Number of leading positions that the drafter skipped and does not attend to.
         borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
-        step: Number of verifications done; keys the random numbers.
+        step: Number of verifications so far; random numbers are keyed by it.
         draft_states: The memories of drafters, by their kinds.
-        debts: What earlier steps left to pay, oldest first; none unless the plan's verifier keeps
-            state.
+        debts: What earlier steps left to settle, oldest first; none unless the plan's verifier
+            keeps state.
         finish_reason: Why the request ended, or None while it runs.
-        error: What went wrong, where the reason is ``error``.
+        error: What went wrong, if the reason is ``error``.
         metrics: Counts and times.
     """
 
@@ -130,7 +131,7 @@ class Request:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the engine may have its drafts looked up in its own text."""
+        """Whether the engine may look up its drafts in its own text."""
         return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
 
     @property
@@ -147,19 +148,19 @@ class Request:
     def length_to_read(self) -> int:
         """Tokens to read before decoding: the prompt, or all but the last of a longer text.
 
-        The last token of a prompt brings the first one of the answer; the last token of an answer
+        The last token of a prompt yields the first one of the answer; the last token of an answer
         is the root of the next tree.
         """
         return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
 
     @property
     def unread(self) -> int:
-        """Tokens still to read before decoding; 0 where a tree comes next."""
+        """Number of tokens to read before decoding; 0 if a tree comes next."""
         return self.length_to_read - self.context
 
     @property
     def prefilled(self) -> bool:
-        """Whether the prompt was read to its end once, and has brought the first token."""
+        """Whether the prompt was read to its end once, which yielded the first token."""
         return bool(self.token_ids)
 
     @property
@@ -169,7 +170,7 @@ class Request:
 
     @property
     def slots_needed(self) -> int:
-        """Most KV slots the request can come to hold at once."""
+        """Most KV slots that the request can ever hold at once."""
         return len(self.prompt_ids) + self.max_tokens + self.step_slots
 
     def tokens_from(self, position: int) -> list[int]:

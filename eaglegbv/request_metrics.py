@@ -1,4 +1,4 @@
-"""What is counted about one request, and the figures that follow."""
+"""Counts of one request, and the figures derived from them."""
 
 import msgspec
 
@@ -6,26 +6,26 @@ from eaglegbv.stopwatch import Phase
 
 
 class RequestMetrics(msgspec.Struct):
-    """Counts of one request, filled while it runs.
+    """Counts of one request, updated while it runs.
 
     The first token comes from the prompt's own forward (prefill) and counts in neither
-    ``target_forwards`` nor ``committed_tokens``. A text cut at a stop counts the tokens kept.
+    ``target_forwards`` nor ``committed_tokens``. A text cut at a stop counts only the tokens kept.
 
     Attributes:
         prompt_tokens: Length of the prompt.
         cached_tokens: Tokens of the text served from the prefix cache instead of being read; after
-            a pre-emption tokens of the answer too.
+            a pre-emption, also tokens of the answer.
         preemptions: How often the request was pre-empted.
         target_forwards: Decoding forwards of the target this request took part in.
         committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).
         accepted_tokens: Drafted tokens among them.
-        drafted_nodes: Tree nodes drafted, roots not counted.
-        offered_by_depth: Entry d - 1: forwards whose tree reached depth d.
-        accepted_by_depth: Entry d - 1: forwards that accepted a node at depth d.
+        drafted_nodes: Tree nodes drafted, without roots.
+        offered_by_depth: Entry d - 1 is the number of forwards whose tree reached depth d.
+        accepted_by_depth: Entry d - 1 is the number of forwards that accepted a node at depth d.
         plans: Decoding forwards by plan, such as ``{"otbv 3x4": 20, "none": 2}``.
-        seconds: Wall time by phase; a batch's time is shared among its requests: forwards that also
-            read prompts by the tokens each read, the rest equally. All time of a step in which a
-            request reads its text is prefill.
+        seconds: Wall time by phase. A batch's time is shared among its requests: that of forwards
+            that also read prompts by the number of tokens each request reads, the rest equally. All
+            time of a step in which a request reads its text is prefill.
     """
 
     prompt_tokens: int = 0
@@ -47,7 +47,7 @@ class RequestMetrics(msgspec.Struct):
 
     @property
     def block_efficiency(self) -> float:
-        """Committed tokens per target forward: acceptance length + 1, but for cut texts."""
+        """Committed tokens per target forward: acceptance length + 1, except for cut texts."""
         return self.committed_tokens / max(1, self.target_forwards)
 
     @property
@@ -58,7 +58,7 @@ class RequestMetrics(msgspec.Struct):
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds in all phases but prefill."""
+        """Seconds in all phases except prefill."""
         return sum(s for phase, s in self.seconds.items() if phase is not Phase.PREFILL)
 
     def count_forward(

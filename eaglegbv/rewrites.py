@@ -1,7 +1,7 @@
-"""Rewrites of a traced graph: the same numbers, bit for bit, by fewer and cheaper operations.
+"""Rewrites of a traced graph: the same numbers, bit for bit, with fewer and cheaper operations.
 
-A small forward is hundreds of operations on a few rows. Each takes longer to start than to compute,
-and longer still because a model's weights pass through the caches in between.
+A small forward consists of hundreds of operations on a few rows. Each takes longer to start than to
+compute, and starting takes even longer because a model's weights pass through the caches meanwhile.
 
     norms                x.pow(2).mean(-1) + eps        =>  (x * x).sum(-1) / width + eps
     queries and keys     each rotated by the angles     =>  rotated as one, and then split
@@ -21,12 +21,12 @@ from torch.fx.node import Argument, map_arg
 from eaglegbv.twins import join_twins
 
 _FLOATS = frozenset({torch.float32, torch.float64})
-"""Types that PyTorch computes in as they are; narrower ones it widens first."""
+"""Dtypes in which PyTorch computes directly; it widens narrower ones first."""
 
 _ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
 
 _UNUSED = frozenset({"size", "unsqueeze", operator.getitem})
-"""Operations that may be left out where nothing reads their result."""
+"""Operations that may be removed if nothing reads their result."""
 
 
 def rewrite(graph: GraphModule) -> None:
@@ -46,7 +46,7 @@ def _drop_unused(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph) -> None:
-    """Merge identical calls on a tensor: every layer views a step's angles the same way."""
+    """Merge identical calls on a tensor, since every layer views the angles in the same way."""
     known: dict[object, Node] = {}
     for node in graph.find_nodes(op="call_method", target="unsqueeze"):
         if not node.kwargs:
@@ -57,7 +57,7 @@ def _share_views(graph: Graph) -> None:
 
 
 def _write_out_norms(graph: Graph) -> None:
-    """Write out norms by mean squares, which PyTorch composes of separate operations, too."""
+    """Write out norms by mean squares, which PyTorch also composes of separate operations."""
     for node in graph.find_nodes(op="call_function", target=torch.rms_norm):
         by_place = len(node.args) > 1 and node.kwargs.keys() <= {"weight", "eps"}
         norm = _norm_of(*node.args, **node.kwargs) if by_place else None
@@ -76,7 +76,7 @@ class _Norm(NamedTuple):
 
     Attributes:
         x: The rows.
-        weight: The factor of each number of a row; None for 1.
+        weight: Factor of each number of a row; None for 1.
         eps: Added to the mean square.
     """
 
@@ -88,7 +88,7 @@ class _Norm(NamedTuple):
 def _norm_of(
     x: Node, shape: Sequence[object], weight: Node | None = None, eps: float | None = None
 ) -> _Norm | None:
-    """Return the norm, if it is one of rows of floats that keeps their type."""
+    """Return the norm if it is one over rows of floats and keeps their dtype."""
     if eps is None or len(shape) != 1 or not _has_rows(x):
         return None
     if weight is not None:
@@ -113,14 +113,14 @@ def _write_out_means(graph: Graph) -> None:
 
 
 class _Writer:
-    """Writes operations in front of a node, and puts their result in its place."""
+    """Inserts operations before a node, and replaces it by their result."""
 
     def __init__(self, graph: Graph, place: Node) -> None:
         self._graph = graph
         self._place = place
 
     def __call__(self, function: Callable[..., Tensor], *args: Argument, **named: Argument) -> Node:
-        """Write ``function``."""
+        """Insert a call of ``function``."""
         with self._graph.inserting_before(self._place):
             node = self._graph.call_function(function, args, named)
         traced = map_arg(args, lambda arg: arg.meta["example_value"])
@@ -128,18 +128,18 @@ class _Writer:
         return node
 
     def mean(self, x: Node) -> Node:
-        """Write the mean of every row of ``x`` ``[..., width]``: ``[..., 1]``."""
+        """Insert the mean of every row of ``x`` ``[..., width]``: ``[..., 1]``."""
         width = x.meta["example_value"].shape[-1]
         return self(operator.truediv, self(torch.sum, x, -1, keepdim=True), width)
 
     def instead(self, node: Node) -> None:
-        """Put ``node`` in the place of the one it was written for."""
+        """Use ``node`` instead of the node for which it was inserted."""
         self._place.replace_all_uses_with(node)
         self._graph.erase_node(self._place)
 
 
 def _hold_numbers(module: GraphModule) -> None:
-    """Make tensors of the numbers in arithmetic once: PyTorch would make them in every call."""
+    """Make tensors of the numbers in arithmetic once; PyTorch would make them in every call."""
     graph, held = module.graph, dict[tuple[str, torch.dtype], Node]()
     first = next(iter(graph.nodes))
     for node in graph.nodes:
@@ -149,7 +149,7 @@ def _hold_numbers(module: GraphModule) -> None:
         if type(number) not in (int, float):
             continue
         dtype = x.meta["example_value"].dtype
-        key = repr(number), dtype  # 0 is not -0
+        key = repr(number), dtype  # by repr, because 0 is not -0
         if key not in held:
             with unset_fake_temporarily():
                 value = torch.tensor(number, dtype=dtype)
@@ -162,7 +162,7 @@ def _hold_numbers(module: GraphModule) -> None:
 
 
 def _has_floats(node: Argument) -> TypeGuard[Node]:
-    """Return whether a node is a tensor on a CPU, of floats that are computed in as they are."""
+    """Return whether a node is a CPU tensor of floats in which PyTorch computes directly."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return isinstance(value, Tensor) and value.dtype in _FLOATS and value.device.type == "cpu"
 

@@ -1,4 +1,4 @@
-"""What one step of an engine did, and the protocol of those who observe steps."""
+"""The record of one step of an engine, and the protocol of observers of steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from eaglegbv.tree_record import TreeRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step of an engine did.
+    """The record of one step of an engine.
 
     Attributes:
         number: Running number of the step.
         started: ``time.perf_counter()`` at its start.
-        seconds: How long it took.
+        seconds: Duration of the step.
         spans: Its phases in order.
-        requests: Requests that took part.
-        prefilling: Those among them that read their prompt, or a part of it.
-        waiting: Requests waiting for admission.
-        nodes: Tree nodes drafted, roots not counted.
+        requests: Number of requests that took part.
+        prefilling: Number of those that read their prompt, or a part of it.
+        waiting: Number of requests waiting for admission.
+        nodes: Tree nodes drafted, without roots.
         accepted: Drafted tokens accepted.
         committed: Tokens committed by decoding requests.
         plans: Decoding requests by plan.
         reasons: Decoding requests by the reason for the choice of their plan.
         kv_used: KV slots in use after the step.
         kv_slots: KV slots in the pool.
-        trees: What became of each request's draft tree; empty unless an observer asked for trees.
+        trees: Each request's draft tree and its verdict; empty unless an observer requested trees.
     """
 
     number: int

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a step's time goes."""
+    """The phases of a step's time."""
 
     PREFILL = "prefill"
     DRAFT = "draft"
@@ -24,7 +24,7 @@ class Span:
     Attributes:
         phase: The phase.
         start: Seconds since the stopwatch started.
-        seconds: Length.
+        seconds: Duration.
     """
 
     phase: Phase
@@ -36,10 +36,11 @@ class Stopwatch:
     """Wall time of one step, by phase."""
 
     def __init__(self, barrier: Callable[[], None] | None = None) -> None:
-        """Start.
+        """Start the stopwatch.
 
         Args:
-            barrier: Waits for the device at the end of every phase; None not to wait.
+            barrier: Waits for the device at the end of every phase; by default nothing is waited
+                for.
         """
         self._barrier = barrier
         self.started = time.perf_counter()
@@ -47,7 +48,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Time the body as ``phase``."""
+        """Count the time within this context as ``phase``."""
         start = time.perf_counter()
         try:
             yield

@@ -11,9 +11,10 @@ from torch import Tensor
 class TargetLaw:
     """Next-token laws p(. | node), already warped (see :mod:`eaglegbv.warp`).
 
-    Verifiers need p at a few drafted tokens of every node and the whole vocabulary at one node per
-    request only, so the law stays in logits: ``p = exp(logits - log_normaliser)``. Rows are packed;
-    ``rows`` says which row belongs to which node, so a batch of trees is never copied into padding.
+    Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
+    one node per request. So the law stays in logits: ``p = exp(logits - log_normaliser)``. Rows are
+    packed; ``rows`` says which row belongs to which node, so a batch of trees is never copied into
+    padding.
 
     Attributes:
         logits: ``[rows, vocab]`` float32 or float64, -inf where warping excluded a token.
@@ -27,12 +28,12 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, rows: Tensor) -> Self:
-        """Normalise warped ``logits``: one pass over the vocabulary."""
+        """Normalise warped ``logits`` with one pass over the vocabulary."""
         return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
 
     @classmethod
     def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
-        """Normalise rows whose largest entry is 0, as :func:`eaglegbv.warp.warp` leaves them."""
+        """Normalise rows whose largest entry is 0, as returned by :func:`eaglegbv.warp.warp`."""
         return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
 
     @classmethod
@@ -70,5 +71,5 @@ class TargetLaw:
         return self.laws_along(nodes.unsqueeze(1)).squeeze(1)
 
     def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return p of ``logits`` ``[..., width]`` that stand in ``rows`` ``[...]``, float64."""
+        """Return p for ``logits`` ``[..., width]`` that belong to ``rows`` ``[...]``, float64."""
         return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()

@@ -1,9 +1,9 @@
 """A timeline of an engine's steps as a Chrome trace: open it in Perfetto or ``chrome://tracing``.
 
-Every step is a box of track "steps" with the phases below it; batch, waiting requests, KV slots in
-use and tokens per request and forward are counters above. The arguments of a step's box say what
-was drafted, accepted and committed, by which plans, and why these were chosen; where trees are
-recorded, also what became of each (``eaglegbv view`` draws them).
+Every step is a box of the track "steps" with its phases below. Counters above it show the batch,
+waiting requests, KV slots in use, and tokens per request and forward. The arguments of a step's box
+say what was drafted, accepted and committed, by which plans, and why these were chosen. If trees
+are recorded, they also contain each tree and its verdict (``eaglegbv view`` draws them).
 """
 
 import json
@@ -21,34 +21,34 @@ Event: TypeAlias = dict[str, object]
 Decode: TypeAlias = Callable[[list[int]], str]
 
 PROMPT_TOKENS = 512
-"""Most tokens of a prompt, its last ones, whose text a trace holds."""
+"""Most tokens of a prompt, counted from its end, whose text a trace contains."""
 
 _STEPS, _PHASES = 1, 2
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so tokens that may make up one."""
+"""Most bytes of a character in UTF-8, and so most tokens that may form one."""
 
 _MOST_TAILS = 4096
-"""Requests whose texts' ends are remembered; more than any engine has at a time."""
+"""Number of requests whose last tokens are remembered; more than any engine runs at a time."""
 
 
 class Tracer:
     """Writes a trace while the engine runs; a context manager.
 
-    The file is complete after :meth:`close`, and can be opened even if that never came. It holds
-    the draft trees of the steps if they are recorded: ``llm.observe(tracer, trees=True)``.
+    The file is complete after :meth:`close`, but can be opened even if that is never called. It
+    contains the draft trees of the steps if they are recorded: ``llm.observe(tracer, trees=True)``.
     """
 
     def __init__(self, path: str | Path, *, decode: Decode | None = None) -> None:
-        """Start a file, over an existing one.
+        """Start a file, replacing an existing one.
 
         Args:
             path: The file.
-            decode: Turns token ids into text, such as ``llm.decode``; without it trees show the
+            decode: Turns token ids into text, such as ``llm.decode``; without it, trees show the
                 ids.
 
         Raises:
-            InvalidArgument: It cannot be written.
+            InvalidArgument: The file cannot be written.
         """
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by close
@@ -63,7 +63,7 @@ class Tracer:
             self._file.write(",\n" + _line(event))
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a step; nothing once the file is closed."""
+        """Write a step; does nothing once the file is closed."""
         if self._file.closed:
             return
         if self._origin is None:
@@ -74,7 +74,7 @@ class Tracer:
             self._file.write(",\n" + _line(event))
 
     def close(self) -> None:
-        """Complete the file; a second time does nothing."""
+        """Complete the file; a second call does nothing."""
         if not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()
@@ -103,26 +103,26 @@ class _Tail:
 class _Texts:
     """Token ids as text.
 
-    A token's text may depend on the one before it (leading spaces), so it is what a pair of tokens
-    has more than its first. A character of several tokens is the text of the last of them.
+    A token's text may depend on the one before it (leading spaces), so it is what is added to the
+    text of the token before. A character of several tokens is the text of the last of them.
     """
 
     decode: Decode
     tails: dict[int, _Tail] = field(default_factory=dict)
-    """By request, the latest last. A request may end between steps, and nobody says so here."""
+    """Ends of texts by request, the latest last. A request may end between steps without notice."""
 
     def of(self, token: int, before: int) -> str:
-        """Return the text of a token after another."""
+        """Return the text of a token after another one."""
         return self._added([before], [token])
 
     def of_nodes(self, tree: TreeRecord) -> list[str]:
-        """Return the texts of a tree's nodes; the root's alone."""
+        """Return the texts of a tree's nodes; the root's text does not depend on a parent."""
         after = zip(tree.token_ids[1:], tree.parents[1:], strict=True)
         root = self.decode([tree.token_ids[0]])
         return [root, *(self.of(token, tree.token_ids[parent]) for token, parent in after)]
 
     def of_committed(self, tree: TreeRecord) -> list[str]:
-        """Return the texts of the tokens a step gave a request, which end to end are its text."""
+        """Return the texts of the tokens committed to a request; joined, they are its text."""
         tail = self.tails.pop(tree.request, None) or _Tail(tree.token_ids[0])
         self.tails[tree.request] = tail
         if len(self.tails) > _MOST_TAILS:
@@ -146,7 +146,7 @@ class _Texts:
 
 
 def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
-    """Return a tree as the arguments of a step hold it."""
+    """Return a tree in the format of a step's arguments."""
     event: Event = {
         "request": tree.request,
         "start": tree.start,
@@ -179,7 +179,7 @@ def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Return numbers at six digits, more than anybody reads."""
+    """Return numbers rounded to six digits, more than anyone reads."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
 
 

@@ -1,8 +1,8 @@
 """Moving numbers between the host and a device, without waiting more often than needed.
 
 A copy to a device need not wait for it: the numbers are staged, and the copy takes its place in the
-device's queue. A copy back waits until all work before it is done, so a step of the engine makes
-one, of everything it has to know.
+device's queue. A copy back waits until all earlier work is done. So a step of the engine makes one
+such copy, of everything it needs to know.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 _STAGED_BY_CUDA = 1 << 16
-"""Bytes of pageable memory up to which CUDA stages a copy by itself."""
+"""Most bytes of pageable memory for which CUDA stages a copy by itself."""
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``tensor`` on ``device``; from the host nothing is waited for.
+    """Return ``tensor`` on ``device``; a copy from the host waits for nothing.
 
-    Of more pageable memory CUDA waits for all that is queued before it copies. So that is pinned
-    first, in memory that PyTorch keeps, and gives to nobody else before the copy is done.
+    For more pageable memory, CUDA waits for all queued work before it copies. So such a tensor is
+    pinned first, in memory that PyTorch keeps and does not reuse before the copy is done.
     """
     leaves = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
     if leaves and tensor.nbytes > _STAGED_BY_CUDA:
@@ -34,7 +34,7 @@ def upload(
 
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors on the host, however many, by one wait for their device."""
+    """Return any number of tensors on the host, waiting for their device once."""
     found = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
     if device is not None:

@@ -42,7 +42,7 @@ class Law(StrEnum):
 
     @property
     def min_paths(self) -> int:
-        """Fewest paths a drafter needs room for."""
+        """Fewest paths for which a drafter needs room."""
         return 2 if self is Law.HUB else 1
 
 
@@ -50,25 +50,27 @@ class Law(StrEnum):
 class DraftTree:
     """Draft trees of a batch of requests, padded to the largest.
 
-    Padding nodes stand behind the real ones, with parent 0, depth 0 and token id 0.
+    Padding nodes come after the real ones, with parent 0, depth 0 and token id 0.
 
     Attributes:
         law: How children arise, the same for every request of the batch.
-        token_ids: ``[batch, nodes]`` int64, node 0 the root.
+        token_ids: ``[batch, nodes]`` int64; node 0 is the root.
         parents: ``[batch, nodes]`` int64; a parent's index is below its child's; the root is its
             own parent.
         depth: ``[batch, nodes]`` int64, 0 at the root.
-        num_nodes: ``[batch]`` int64, real nodes of each tree, the root included.
+        num_nodes: ``[batch]`` int64, number of real nodes of each tree, with the root.
         path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
             in the order drawn, duplicates kept. Past its end a path repeats its last node.
         path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
-        draft_ids: ``[batch, nodes, width]`` int64, support of the law each node's children were
-            drawn from. Width 0 where the law needs none (``fixed``).
-        draft_probs: ``[batch, nodes, width]`` float64, its probabilities, normalised once; padding
-            entries are 0. Exactly the numbers that were sampled from.
-        forks: Most nodes of one tree that several paths leave, or more; None where nobody counted.
-        whole: Whether every law is over the target's vocabulary in its order, so that nobody need
-            look tokens up: all rows of ``draft_ids`` are 0, 1, 2, ..., and no token is beyond them.
+        draft_ids: ``[batch, nodes, width]`` int64, support of the law from which each node's
+            children were drawn. The width is 0 if the law needs none (``fixed``).
+        draft_probs: ``[batch, nodes, width]`` float64, probabilities of this law, normalised once;
+            padding entries are 0. These are exactly the numbers that were sampled from.
+        forks: Upper bound on the nodes of one tree at which paths part; None if they were not
+            counted.
+        whole: Whether every law is over the target's vocabulary in its order, so that tokens need
+            not be looked up: all rows of ``draft_ids`` are 0, 1, 2, ..., and no token is beyond
+            them.
     """
 
     law: Law
@@ -84,13 +86,13 @@ class DraftTree:
     whole: bool = field(default=False, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
-        """Return the trees on ``device``; nothing is waited for."""
+        """Return the trees on ``device``, without waiting for it."""
         if self.token_ids.device == device:
             return self
         return self.mapped(lambda tensor: send(tensor, device))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the trees with every tensor changed."""
+        """Return the trees with ``change`` applied to every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
         return replace(self, **changed)
 
@@ -107,7 +109,7 @@ class DraftTree:
 
     @property
     def nodes(self) -> int:
-        """Padded number of nodes of a tree, the root included."""
+        """Padded number of nodes of a tree, with the root."""
         return self.token_ids.shape[1]
 
     @property
@@ -127,7 +129,7 @@ class DraftTree:
 
     @classmethod
     def roots(cls, token_ids: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
-        """Return trees of a root alone: plain decoding, one token per target forward."""
+        """Return trees with only a root: plain decoding, one token per target forward."""
         batch = len(token_ids)
         ids = torch.tensor(token_ids, dtype=torch.int64, device=device).unsqueeze(1)
         zeros = torch.zeros_like(ids)
@@ -144,7 +146,7 @@ class DraftTree:
         )
 
     def multiplicity(self) -> Tensor:
-        """Return ``[batch, nodes]`` int64: how many paths run through each node; the root: all."""
+        """Return ``[batch, nodes]`` int64, number of paths through each node; K at the root."""
         steps = torch.arange(self.length, device=self.token_ids.device)
         real = (steps < self.path_lengths.unsqueeze(2)).to(torch.int64)
         counts = torch.zeros_like(self.token_ids)
@@ -153,11 +155,11 @@ class DraftTree:
         return counts
 
     def ancestor_mask(self) -> Tensor:
-        """Return ``[batch, nodes, nodes]`` bool: entry (i, j) says node i descends from or is j."""
+        """Return ``[batch, nodes, nodes]`` bool: whether node i is node j or descends from it."""
         nodes = torch.arange(self.nodes, device=self.token_ids.device)
         mask = (nodes.unsqueeze(1) == nodes).expand(self.batch, -1, -1).clone()
         mask[:, :, 0] = True
-        # The root is in already: of the deepest nodes, length - 1 ancestors are left.
+        # The root is set already, so the deepest nodes have length - 1 ancestors left.
         node = self.parents
         for _ in range(self.length - 1):
             mask.scatter_(2, node.unsqueeze(2), value=True)
@@ -170,8 +172,8 @@ def check_tree(tree: DraftTree) -> None:
 
     Raises:
         InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
-            siblings share a token, a path is not a chain of real nodes from the root, or laws said
-            to be whole are not.
+            siblings share a token, a path is not a chain of real nodes from the root, or laws
+            marked as whole are not.
     """
     every = torch.arange(tree.width, device=tree.draft_ids.device)
     if tree.whole and (tree.draft_ids != every).any():

@@ -1,4 +1,4 @@
-"""Heads that are computed alike are computed together: queries and keys, rotated the same way.
+"""Joint computation of heads that are computed alike: queries and keys, rotated in the same way.
 
     split(product, [q, k, v])              split(product, [q + k, v])
        |      |     |                            |        |
@@ -8,7 +8,7 @@
        |      |                                /    \\
        q      k                               q      k
 
-Only operations that treat each head by itself are joined, so every number stays what it was.
+Only operations that treat each head separately are joined, so no number changes.
 """
 
 import operator
@@ -34,10 +34,10 @@ _IN_PLACE = frozenset(
         operator.ipow,
     }
 )
-"""Functions that change what they are given, besides those whose names say so."""
+"""Functions that change their operand in place, besides those whose names say so."""
 
 _BY_NUMBER = frozenset({operator.add, operator.mul, operator.neg, operator.sub, torch.addcmul})
-"""Elementwise operations: each number comes from those in the same place."""
+"""Elementwise operations: each number depends only on numbers in the same place."""
 
 
 def join_twins(graph: Graph) -> None:
@@ -57,9 +57,9 @@ class _Split:
 
     Attributes:
         node: The operation.
-        sizes: Of the parts.
-        parts: The nodes that take them, in order; none unless each part is taken once, and rows are
-            what is split.
+        sizes: Sizes of the parts.
+        parts: The nodes that take the parts, in order; empty unless each part is taken once and the
+            split is along rows.
     """
 
     node: Node
@@ -68,7 +68,7 @@ class _Split:
 
     @classmethod
     def of(cls, node: Node) -> "_Split":
-        """Read the split from its node."""
+        """Read a split from its node."""
         sizes: Any = node.args[1] if len(node.args) > 1 else ()
         if node.kwargs != {"dim": -1} or any(type(size) is not int for size in sizes):
             return cls(node, [], [])
@@ -78,20 +78,20 @@ class _Split:
 
 
 def _place_of(part: Node) -> int:
-    """Return which part of a split is taken."""
+    """Return the index of the part of a split that a node takes."""
     place: Any = part.args[1]
     return int(place)
 
 
 @dataclass(frozen=True, slots=True)
 class _Twins:
-    """What is computed alike from two parts of a product, one next to the other.
+    """What is computed alike from two adjacent parts of a product.
 
     Attributes:
         parts: The parts.
         second: For each node computed from the first part, in order, its twin, computed from the
             second.
-        dims: For the same nodes, which dimension counts heads: never the last.
+        dims: For the same nodes, the dimension that counts heads, which is never the last.
     """
 
     parts: tuple[Node, Node]
@@ -100,7 +100,7 @@ class _Twins:
 
     @classmethod
     def of(cls, first: Node, second: Node) -> "_Twins":
-        """Follow two parts as far as the same is done to both, and nothing is changed in place."""
+        """Follow two parts as long as the same is done to both and nothing is changed in place."""
         twins = cls((first, second), {}, {})
         end = first.next
         while end.op != "output" and not _changes_in_place(end):
@@ -115,7 +115,7 @@ class _Twins:
         return twins
 
     def _dim_of(self, node: Node) -> int | None:
-        """Return which dimension of a result counts heads, if it comes from the first part."""
+        """Return the dimension of a result that counts heads, if it comes from the first part."""
         sources = node.all_input_nodes
         if any(source in self.dims for source in sources):
             return _dim_of_heads(node, self.dims)
@@ -133,7 +133,7 @@ class _Twins:
 
     @property
     def readers(self) -> dict[Node, set[Node]]:
-        """For the first part's nodes that others read, or whose twins others read: those others."""
+        """Nodes outside the twins that read a node of the first part or its twin, by node."""
         found = {n: self._others((*n.users, *twin.users)) for n, twin in self.second.items()}
         return {node: others for node, others in found.items() if others}
 
@@ -142,7 +142,7 @@ class _Twins:
 
     @property
     def worth_joining(self) -> bool:
-        """Whether operations are saved (splitting two results takes two), and none has to move."""
+        """Whether this saves operations (splitting two results takes two), and moves none."""
         readers = self.readers
         alone = not any(self._others(part.users) for part in self.parts)
         behind = all(min(users) > max(n, self.second[n]) for n, users in readers.items())
@@ -156,7 +156,7 @@ def _changes_in_place(node: Node) -> bool:
 
 
 def _dim_of_rows(node: Node) -> int | None:
-    """Return which dimension counts heads if an operation splits rows into heads, else None."""
+    """Return the dimension that counts heads if an operation splits rows into heads, or None."""
     match node.target, node.args[1:]:
         case ("view", ((*_, -1, int()),)) | ("unflatten", (-1, (-1, int()))):
             part, heads = _value(node.all_input_nodes[0]), _value(node)
@@ -167,11 +167,11 @@ def _dim_of_rows(node: Node) -> int | None:
 
 
 def _dim_of_heads(node: Node, dims: Mapping[Node, int]) -> int | None:
-    """Return which dimension of a result counts heads; None unless each is treated by itself.
+    """Return the dimension of a result that counts heads; None unless heads are kept separate.
 
     Args:
         node: The operation.
-        dims: Which dimension counts heads in earlier results, some of which it reads.
+        dims: Dimensions that count heads in earlier results, some of which the operation reads.
     """
     sources = [source for source in node.all_input_nodes if source in dims]
     others = set(node.all_input_nodes) - dims.keys()
@@ -203,7 +203,7 @@ def _keeps_heads(node: Node, dim: int, sources: Iterable[Node], others: Iterable
 
     Args:
         node: The operation.
-        dim: Which dimension of the ``sources`` counts heads.
+        dim: The dimension of the ``sources`` that counts heads.
         sources: Operands with heads.
         others: The other operands, which must be the same for all heads.
     """
@@ -222,19 +222,19 @@ def _same_for_all(node: Node, place: int) -> bool:
 
 
 def _value(node: Node) -> Tensor:
-    """Return the value a node was traced with, which must be a tensor."""
+    """Return the value with which a node was traced, which must be a tensor."""
     value = node.meta["example_value"]
     assert isinstance(value, Tensor)
     return value
 
 
 def _join(graph: Graph, split: _Split, twins: _Twins) -> None:
-    """Compute twins as one."""
+    """Compute twins jointly."""
     joint = {twins.parts[0]: _join_parts(graph, split, _place_of(twins.parts[0]))}
     for first, second in twins.second.items():
         with graph.inserting_after(max(first, second)):
             joint[first] = graph.node_copy(first, lambda arg: joint.get(arg, arg))
-        del joint[first].meta["example_value"]  # has more heads
+        del joint[first].meta["example_value"]  # the joint node has more heads
     for first, readers in twins.readers.items():
         dim, start = twins.dims[first], 0
         for own in (first, twins.second[first]):
@@ -251,7 +251,7 @@ def _join(graph: Graph, split: _Split, twins: _Twins) -> None:
 
 
 def _join_parts(graph: Graph, split: _Split, place: int) -> Node:
-    """Split a product into one part fewer; return the node that replaces two of them."""
+    """Split a product into one part fewer, and return the node that replaces two of the parts."""
     behind = place + 2
     sizes = [*split.sizes[:place], sum(split.sizes[place:behind]), *split.sizes[behind:]]
     with graph.inserting_after(split.node):

@@ -1,8 +1,8 @@
 """Counter-based random numbers: every number is a pure function of (seed, step, purpose).
 
 A request's stream never depends on what else runs, and a number is never used twice: numbers are
-keyed by the request's *step counter*, not by token positions. Keying by position would hand the
-numbers drawn for rejected positions to the next step again, which biases the output.
+keyed by the request's *step counter*, not by token positions. If they were keyed by position, the
+next step would reuse the numbers drawn for rejected positions, which biases the output.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Purpose(IntEnum):
 
 
 _EMPTY = np.zeros(4, dtype=np.uint64)
-"""Philox makes four numbers at a time; none is left over from before."""
+"""Philox makes four numbers at a time; draws never leave any for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class Stream:
     """
 
     seed: int
-    # Made once, for that takes longer than a draw; every draw sets all of its state.
+    # The generator is made once, as that takes longer than a draw; every draw sets all its state.
     _generator: np.random.Generator = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_generator", np.random.Generator(np.random.Philox(key=0)))
 
     def draw(self, step: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
-        """Return ``count`` uniforms in [0, 1), float64: never 1.0, and a pure function of its key.
+        """Return ``count`` uniforms in [0, 1), float64, as a pure function of their key.
 
         Args:
             step: The request's step counter (0 for the first token after the prompt).
             purpose: What the numbers decide.
-            count: How many; a longer draw starts with the numbers of a shorter one.
+            count: Number of uniforms; a longer draw starts with the numbers of a shorter one.
         """
-        # Philox is keyed by (seed, purpose); the step sits above the 64-bit block counter.
-        # As an array, for numpy would round large seeds in a list to float64.
+        # Philox is keyed by (seed, purpose); the step is above the 64-bit block counter.
+        # The key is an array because numpy would round large seeds in a list to float64.
         self._generator.bit_generator.state = {
             "bit_generator": "Philox",
             "state": {
@@ -65,7 +65,7 @@ class Stream:
 
 
 def request_seed(engine_seed: int, request_number: int) -> int:
-    """Return the 64-bit seed of a request that names none, from the engine's seed."""
-    # A spawn key, for in one list of both the words of a large seed run into those of the number.
+    """Return the 64-bit seed of a request without a seed, derived from the engine's seed."""
+    # With a spawn key: in one list of both, the words of a large seed run into those of the number.
     sequence = np.random.SeedSequence(engine_seed, spawn_key=(request_number,))
     return int(sequence.generate_state(1, np.uint64)[0])

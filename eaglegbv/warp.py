@@ -1,7 +1,7 @@
-"""Logits to laws: penalties, temperature, top-k, top-p, min-p. The only place that does this.
+"""Logits to laws: penalties, temperature, top-k, top-p, min-p. No other module does this.
 
-The target is warped over its whole vocabulary, the drafter over its short list of candidates, by
-the same functions: a row may hold any list of tokens.
+The same functions warp the target over its whole vocabulary and the drafter over its short list of
+candidates: a row may hold any list of tokens.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from eaglegbv.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class WarpSettings:
-    """Per-row settings; ``None`` where no row uses a setting, so that its pass is skipped.
+    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
 
     Attributes:
-        temperature: ``[rows]`` float32; 0 keeps the most likely token alone.
+        temperature: ``[rows]`` float32; 0 keeps only the most likely token.
         greedy: ``[rows]`` bool, where the temperature is 0, or None.
         top_k: ``[rows]`` int64, or None.
         limits: The finite values of ``top_k``, known on the host.
         top_p: ``[rows]`` float64, or None.
         min_p: ``[rows]`` float64, or None.
-        tempered: Whether some temperature may be another than 1, known on the host.
+        tempered: Whether some temperature may differ from 1, known on the host.
     """
 
     temperature: Tensor
@@ -47,7 +47,7 @@ class WarpSettings:
     ) -> "WarpSettings":
         """Gather the settings of requests that own ``rows_each`` consecutive rows.
 
-        They are shared with other steps of the same requests: nobody may write to them.
+        Other steps of the same requests share the result, so it must not be written to.
         """
         return _settings_of(tuple(params), tuple(rows_each), device)
 
@@ -84,8 +84,8 @@ def _settings_of(
 def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     """Return warped logits ``[rows, tokens]`` in float32: -inf where a token is excluded.
 
-    They are measured from the row's largest, 0: divided by a low temperature, large logits would
-    lose to rounding, and then overflow, what their differences say.
+    They are relative to the row's largest logit, which becomes 0. Otherwise, large logits divided
+    by a low temperature would lose their differences to rounding, and then overflow.
 
     Order: temperature, top-k, top-p (on what top-k left, renormalised), min-p. Ties at the edge of
     top-k are all kept; ties at the edge of top-p are kept in order of their index. Rows of
@@ -115,7 +115,7 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
 
 def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor:
     size = logits.shape[1]
-    # Only as many largest values as the largest limit below the size asks for need sorting.
+    # Only the largest values need sorting, as many as the largest limit below the size.
     largest = max((limit for limit in limits if limit < size), default=0)
     if largest == 0:
         return logits
@@ -135,7 +135,7 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    # p(x) < min_p * max p, in logits; log 0 = -inf drops nothing.
+    # This is p(x) < min_p * max p in logits; log 0 = -inf drops nothing.
     edge = logits.max(dim=1).values.double() + min_p.log()
     return logits.masked_fill(logits < edge.unsqueeze(1), -torch.inf)
 
@@ -178,12 +178,12 @@ class PenaltySettings:
 def penalise(
     logits: Tensor, in_prompt: Tensor, generated: Tensor, settings: PenaltySettings
 ) -> Tensor:
-    """Return penalised logits ``[rows, tokens]`` float32, in the order vLLM applies them.
+    """Return penalised logits ``[rows, tokens]`` float32; penalties are in vLLM's order.
 
     Args:
         logits: ``[rows, tokens]``.
-        in_prompt: ``[rows, tokens]`` bool: the token occurs in the prompt.
-        generated: ``[rows, tokens]`` int64: occurrences among the generated tokens *on the path of
+        in_prompt: ``[rows, tokens]`` bool, whether the token occurs in the prompt.
+        generated: ``[rows, tokens]`` int64, occurrences among the generated tokens *on the path of
             the row's node*, so that each node is judged by its own history.
         settings: One entry per row.
     """
@@ -202,7 +202,7 @@ def _column(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Return ``[rows]``: each request's value on all its rows."""
-    # Repeated on the host: a device would have to be asked for the number of rows.
+    """Return ``[rows]``: each request's value in all its rows."""
+    # The values are repeated on the host: a device would have to be asked for the number of rows.
     rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
     return upload(rows, dtype=dtype, device=device)
