@@ -106,7 +106,7 @@ class PrefixCache:
         self.allocator.add_keeper(self._forget)
 
     def match(self, request: Request) -> list[Block]:
-        """Return the blocks that ``request`` need not read; it has at least one token to read."""
+        """Return the blocks that ``request`` need not read; at least one token is left unread."""
         if not self.enabled:
             return []
         tokens = request.tokens_from(0)[: request.length_to_read]

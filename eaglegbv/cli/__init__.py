@@ -1,1 +1,1 @@
-"""The command line. Commands import torch and transformers when they run, so help is quick."""
+"""The command line. Commands import torch and transformers only when they run, so help is quick."""

@@ -51,8 +51,8 @@ class Job:
 
     Attributes:
         subject: The verifier.
-        law: What its trees are drawn by.
-        sizes: Of the problems.
+        law: Draft law of its trees.
+        sizes: Sizes of the problems.
     """
 
     subject: "Subject"
@@ -79,13 +79,13 @@ def audit(
     module: Annotated[
         Path | None, typer.Option(help="Python file with verifiers of your own.")
     ] = None,
-    vocab: Annotated[int, typer.Option(help="Tokens.")] = 3,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
+    vocab: Annotated[int, typer.Option(help="Number of tokens.")] = 3,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 2,
     paths: Annotated[
         int | None,
         typer.Option(help="Drafted paths, K.", show_default="2, or as many as the verifier takes"),
     ] = None,
-    instances: Annotated[int, typer.Option(help="Random problems.")] = 50,
+    instances: Annotated[int, typer.Option(help="Number of random problems.")] = 50,
     iterations: Annotated[int, typer.Option(help="Verification steps in a row.")] = 2,
     samples: Annotated[
         int | None,
@@ -95,18 +95,18 @@ def audit(
         ),
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Largest error that passes.")] = 1e-12,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Check that verifiers are lossless.
 
-    Enumerates every draft tree and every random decision on tiny random problems (zeros, ties,
-    p = q and disjoint supports among them), several steps in a row, and compares the law of the
-    first depth + 1 tokens with the target's. Block efficiency is that of one step; the LP optimum
-    is the most any lossless step can have (null where the linear program is too large).
+    Enumerates every draft tree and every random decision on tiny random problems (including zeros,
+    ties, p = q and disjoint supports), several steps in a row, and compares the law of the first
+    depth + 1 tokens with the target's. Block efficiency is that of one step; the LP optimum is the
+    largest that a lossless step can have (null where the linear program is too large).
 
-    Exit status: 0 where all is well; 1 where an error exceeds the tolerance or, with samples, the
-    G-test rejects; 2 for bad input.
+    Exit status: 0 if all is well; 1 if an error exceeds the tolerance or, with samples, the G-test
+    rejects; 2 for bad input.
     """
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
@@ -136,7 +136,7 @@ def audit(
 
 
 def _refuse_own_options(context: typer.Context) -> None:
-    """Options before a subcommand would be read and have no effect."""
+    """Refuse options before a subcommand, which would have no effect."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -145,7 +145,7 @@ def _refuse_own_options(context: typer.Context) -> None:
 
 
 def _subjects(module: Path | None, samples: int | None) -> "dict[str, Subject]":
-    """Return the verifiers there are to choose from, by name."""
+    """Return the available verifiers by name."""
     from eaglegbv.eval.audit import package_subjects
     from eaglegbv.eval.audit_module import as_subject, load_verifiers
     from eaglegbv.eval.audit_sampled import sampled_subject
@@ -182,12 +182,12 @@ def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> 
 
 
 def _every_law(subject: "Subject", sizes: "Sizes") -> list[Job]:
-    """Return a job a law, with as many paths as verifier and law take."""
+    """Return one job per law, with as many paths as the verifier and the law take."""
     return [_job(subject, str(law), sizes, clip=True) for law in sorted(subject.laws)]
 
 
 def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Result]":
-    """Run audits, and print results as they come, or a table of many at the end."""
+    """Run audits, and print results as they come, or a table at the end if there are many."""
     import msgspec
 
     from eaglegbv.eval.report import plain_text
@@ -220,7 +220,7 @@ def _row(job: Job, result: "Result", tolerance: float) -> dict[str, str]:
 
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
-    """Show a bar on standard error, if that is a terminal."""
+    """Show a progress bar on standard error if that is a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=title, unit="problem", leave=False, disable=None) as bar:
@@ -235,30 +235,30 @@ def _progress(title: str, total: int) -> Iterator[Callable[[float], None]]:
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[
-        str, typer.Option(help="Prompt of all texts.")
+        str, typer.Option(help="The prompt of all texts.")
     ] = "Name three kinds of fruit.",
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
     ] = False,
     verifier: Annotated[
-        str, typer.Option(help="Verifier to run, as in audit itself; or none.")
+        str, typer.Option(help="Verifier to run, as for audit itself; or none.")
     ] = "otbv",
     paths: Annotated[
         int | None,
         typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
     ] = None,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 2,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 2,
     law: LawName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     tokens: Annotated[
-        int, typer.Option(help="How many first tokens to test the joint law of.")
+        int, typer.Option(help="How many first tokens to test, by their joint law.")
     ] = 4,
     temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens the target may choose from.")] = 6,
-    samples: Annotated[int, typer.Option(help="Texts to generate.")] = 10_000,
+    samples: Annotated[int, typer.Option(help="Number of texts to generate.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the first text.")] = 0,
-    batch: Annotated[int, typer.Option(help="Texts generated together.")] = 64,
+    batch: Annotated[int, typer.Option(help="Number of texts generated together.")] = 64,
     model: Model = None,
     drafter: Drafter = None,
     device: Device = None,
@@ -266,9 +266,9 @@ def pair(
 ) -> None:
     """Test the whole engine on real models: the joint law of a text's first tokens.
 
-    Generates the same few tokens many times and compares how often each text came with its exact
-    probability, from the plain transformers model, by a G-test. A small top-k keeps the texts
-    listable; the models run in float32. Exit status 1 where the test rejects at level 1e-4.
+    Generates the same few tokens many times. A G-test compares how often each text occurred with
+    its exact probability under the plain transformers model. A small top-k leaves few enough texts
+    to list; the models run in float32. Exit status 1 if the test rejects at level 1e-4.
     """
     import msgspec
     import torch
@@ -322,26 +322,29 @@ def picture(
         str, typer.Option(help="Verifiers to compare.")
     ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
     temperatures: Annotated[
-        str, typer.Option(help="Temperatures of both models; compared at --at-paths.")
+        str, typer.Option(help="Temperatures of both models, compared at --at-paths.")
     ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
-    at_paths: Annotated[int, typer.Option(help="Paths, K, where temperatures are compared.")] = 4,
+    at_paths: Annotated[int, typer.Option(help="Paths, K, for comparing temperatures.")] = 4,
     paths: Annotated[str, typer.Option(help="Numbers of paths.")] = "1,2,3,4,6,8",
     at_temperature: Annotated[
-        float, typer.Option(help="Temperature where numbers of paths are compared.")
+        float, typer.Option(help="Temperature at which numbers of paths are compared.")
     ] = 1.0,
-    vocab: Annotated[int, typer.Option(help="Tokens.")] = 64,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
-    sharpness: Annotated[float, typer.Option(help="Deviation of the target's logits.")] = 3.0,
-    noise: Annotated[float, typer.Option(help="Deviation of the drafter's error.")] = 1.0,
-    trees: Annotated[int, typer.Option(help="Trees for each figure.")] = 3000,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    vocab: Annotated[int, typer.Option(help="Number of tokens.")] = 64,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 6,
+    sharpness: Annotated[
+        float, typer.Option(help="Standard deviation of the target's logits.")
+    ] = 3.0,
+    noise: Annotated[float, typer.Option(help="Standard deviation of the drafter's error.")] = 1.0,
+    trees: Annotated[int, typer.Option(help="Number of trees for each figure.")] = 3000,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure block efficiency on synthetic models, by temperature and by number of paths.
 
     Prints a table and, with --out, draws a picture (matplotlib comes with eaglegbv[bench]). At
-    every prefix the target's logits are normal, drawn anew, and the drafter's are the target's plus
-    normal noise. Verifiers that leave a modified target behind need a text and are left out.
+    every prefix, the target's logits are newly drawn normal numbers, and the drafter's are the
+    target's plus normal noise. Verifiers that leave a modified target need a whole text, so they
+    are left out.
     """
     import msgspec
 

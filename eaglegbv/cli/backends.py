@@ -1,4 +1,4 @@
-"""What answers in a benchmark: this engine, SGLang, or transformers."""
+"""The backends that answer in a benchmark: this engine, SGLang, or transformers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What the options name.
+    """The models that the options name.
 
     Attributes:
         model: Target, or None for the tiny one.
         drafter: Drafter, or None.
-        device: Device, or None for the usual one.
-        dtype: Type, or None for the usual one.
+        device: Device, or None for the default.
+        dtype: Dtype, or None for the default.
         quantization: How this engine holds a head's weights.
-        compile_backend: What this engine is compiled by, or None for not at all.
+        compile_backend: Backend with which this engine is compiled, or None.
     """
 
     model: str | None
@@ -43,7 +43,7 @@ class Models:
 
     @property
     def named(self) -> "NamedModels":
-        """The models that the first two come to."""
+        """Target and drafter, with names resolved and defaults filled in."""
         from eaglegbv.loading import named_models
 
         return named_models(self.model, self.drafter)
@@ -60,8 +60,8 @@ class Sitting:
 
     Attributes:
         settings: The settings.
-        open: Enters what answers by plans, and leaves it in the end.
-        baselines: What answers by name.
+        open: Returns a context with the function that answers by plans.
+        baselines: What answers in settings of a baseline, by name.
     """
 
     settings: tuple["Setting", ...]
@@ -74,12 +74,12 @@ class Backend:
     """What answers in all settings of a run.
 
     Attributes:
-        sittings: One after another; settings of different sittings do not take turns.
-        tokenizer: The target's.
-        dtype: Type the target computes in.
-        device: Where.
-        draft_quantization: How a drafter's weights are held, where this engine answers.
-        packages: Those whose versions matter beside the usual ones.
+        sittings: Sittings in order; settings of different sittings do not take turns.
+        tokenizer: The target's tokenizer.
+        dtype: Dtype in which the target computes.
+        device: Device on which the target runs.
+        draft_quantization: How a drafter's weights are held, if this engine answers.
+        packages: Further packages whose versions matter.
     """
 
     sittings: tuple[Sitting, ...]
@@ -91,7 +91,7 @@ class Backend:
 
 
 def backend_arguments(text: str | None) -> dict[str, Scalar]:
-    """Return the arguments of a JSON object."""
+    """Return the arguments in a JSON object."""
     if text is None:
         return {}
     try:
@@ -105,13 +105,13 @@ def backend_arguments(text: str | None) -> dict[str, Scalar]:
 
 
 def local(models: Models, settings: Sequence["Setting"]) -> Backend:
-    """Load this package's engine, and transformers beside it where a baseline asks for it."""
+    """Load this package's engine, and also transformers if a baseline needs it."""
     from eaglegbv.config import EngineConfig
     from eaglegbv.devices import dtype_name
 
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
-    # Every setting and repeat answers the same prompts, and reads them itself.
+    # Every setting and repeat answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False, draft_quantization=models.quantization)
     llm = load_llm(
         models.model,
@@ -135,7 +135,7 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
 
 
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
-    """Load transformers alone."""
+    """Load only transformers."""
     from transformers import AutoTokenizer
 
     from eaglegbv.devices import dtype_name, place_of
@@ -144,7 +144,7 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     device, dtype = place_of(models.device, models.dtype)
     check_model(models.target)
     baselines = _baselines(models, settings)
-    # There is no plan to answer by.
+    # No setting answers by a plan.
     anyone = next(iter(baselines.values()))
     sitting = Sitting(tuple(settings), lambda: nullcontext(anyone), baselines)
     tokenizer = AutoTokenizer.from_pretrained(models.target)
@@ -154,7 +154,7 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
 def sglang(
     models: Models, settings: Sequence["Setting"], arguments: Mapping[str, Scalar]
 ) -> Backend:
-    """Have SGLang answer: one engine for each plan, one after another."""
+    """Let SGLang answer, with one engine for each plan, one after another."""
     from transformers import AutoTokenizer
 
     from eaglegbv.hub import check_model
@@ -183,7 +183,7 @@ def _sglang_engine(
     from eaglegbv.devices import named_dtype
     from eaglegbv.eval.streamed import Streamed
 
-    # Every setting and repeat reads its prompts itself.
+    # Every setting and repeat must read its prompts itself.
     named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
     if models.dtype is not None:
         named["dtype"] = named_dtype(models.dtype)

@@ -1,4 +1,4 @@
-"""``eaglegbv bench batch``: tokens a second by batch and context, against plain decoding."""
+"""``eaglegbv bench batch``: tokens a second by batch and context, compared with plain decoding."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ EXPLAINED = (
 def batch(
     batches: Annotated[str, typer.Option(help="Numbers of prompts at once.")] = "1,2,4,8,16",
     contexts: Annotated[
-        str, typer.Option(help="Lengths of prompts in tokens; 0 for the questions as they are.")
+        str, typer.Option(help="Prompt lengths in tokens; 0 for the questions as they are.")
     ] = "0",
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
     ways: Annotated[
@@ -66,7 +66,7 @@ def batch(
     prompts: Annotated[
         int,
         typer.Option(
-            help="Fewest prompts that a repeat answers, batch after batch, spread over the set."
+            help="Least number of prompts per repeat, batch after batch, spread over the set."
         ),
     ] = 8,
     questions_set: QuestionsSet = "mt-bench",
@@ -75,7 +75,7 @@ def batch(
         str | None,
         typer.Option(help="Folder of a small model, to add assisted generation with it."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     model: Model = None,
     drafter: Drafter = None,
     device: Device = None,
@@ -92,7 +92,7 @@ def batch(
 ) -> None:
     """Time ways to generate side by side, and print medians, with ratios to plain decoding.
 
-    Answers have all the same length. Ratios are taken within a repeat, and then their median.
+    All answers have the same length. Ratios are computed within each repeat before the median.
     """
     from eaglegbv.devices import dtype_name
     from eaglegbv.eval.batch_table import rate_table
@@ -112,7 +112,7 @@ def batch(
         prompts=prompts,
         seed=seed,
     )
-    # Before models are loaded, which may take minutes: a missing file is said at once.
+    # Check before loading models, which may take minutes.
     check_verifier(verifier)
     check_out(out)
     questions = _questions(questions_set, data, grid)
@@ -145,7 +145,7 @@ def batch(
 
 
 def _questions(questions_set: str, data: Path | None, grid: "Grid") -> list[str]:
-    """Return as many first turns of questions as the largest batch needs, or all there are."""
+    """Return as many first turns of questions as the largest batch needs, or all if fewer."""
     from eaglegbv.eval.questions import load_questions
 
     most = max(batch * grid.calls(batch) for batch in grid.batches)
@@ -155,7 +155,7 @@ def _questions(questions_set: str, data: Path | None, grid: "Grid") -> list[str]
 
 
 def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[Timing]":
-    """Time the ways, beside a progress bar."""
+    """Time the ways while showing a progress bar."""
     from tqdm import tqdm
 
     from eaglegbv.eval.batches import measure
@@ -178,7 +178,7 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
 
 
 def _explain(ways: "Sequence[Way]") -> None:
-    """Print which plans the engine chose, and why, where it had the choice."""
+    """Print which plans the engine chose, and why, in the ways that leave it the choice."""
     from eaglegbv.eval.batch_table import choice_lines
     from eaglegbv.eval.ways import WatchedWay
 
@@ -195,7 +195,7 @@ def _write(out: Path, results: "BatchResults") -> None:
 
 
 class _Fleet:
-    """The models of the ways, each loaded once, and only if it is needed."""
+    """The models of the ways, each loaded once and only when it is needed."""
 
     def __init__(
         self,
@@ -214,13 +214,13 @@ class _Fleet:
         self._verifier = verifier
         self._compile_backend = compile_backend
         self._quantization = quantization
-        # Plain decoding has an engine of its own, which need not keep anything for a drafter.
+        # Plain decoding has a separate engine, which need not keep anything for a drafter.
         self.plain = self._load(PLAIN)
         self._drafting: LLM | None = None
         self._library: Library | None = None
 
     def way(self, name: str) -> "Way":
-        """Return the way that a name stands for."""
+        """Return the way with a name."""
         from eaglegbv.auto_plan import AUTO
         from eaglegbv.config import PLAIN, Plan
         from eaglegbv.eval.ways import EngineWay, TransformersWay, WatchedWay
@@ -246,14 +246,14 @@ class _Fleet:
 
     @property
     def draft_quantization(self) -> str:
-        """How the drafter's weights are held; empty where nothing drafted."""
+        """How the drafter's weights are held; empty if nothing was drafted."""
         return "" if self._drafting is None else self._drafting.draft_quantization
 
     def _load(self, plan: "Planning") -> "LLM":
         from eaglegbv.config import EngineConfig
 
         model, drafter, device, dtype = self._names
-        # Prompts come again in every repeat, and every way has to read them.
+        # Prompts recur in every repeat, and every way must read them.
         config = EngineConfig(
             prefix_cache=False,
             kv_slots=65_536,

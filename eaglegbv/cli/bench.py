@@ -51,7 +51,7 @@ LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
 BACKENDS = (LOCAL, SGLANG, TRANSFORMERS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
-# Their first sentences are longer than a line of the list of commands.
+# These commands have short helps because their first sentences would not fit a line of the list.
 app.command(short_help="Compare the solvers of optimal transport.")(solvers)
 app.command(short_help="Compare sampled with deterministic trees.")(study)
 app.command(short_help="Compare the acceptance length of drafters.")(drafters)
@@ -133,9 +133,9 @@ def mt_bench(
 ) -> None:
     """Hold conversations of MT-Bench, or of another set, in every setting, in turns.
 
-    Questions come from --data, else the folder named by EAGLEGBV_DATA, else the local cache, else
-    the Hugging Face hub; --questions-set builtin is packaged. A run that was interrupted goes on
-    where it stopped when the same command is given again.
+    Questions come from --data, otherwise from the folder named by EAGLEGBV_DATA, the local cache or
+    the Hugging Face hub; --questions-set builtin is packaged. To continue an interrupted run, give
+    the same command again.
     """
     from eaglegbv.cli.backends import Models
     from eaglegbv.cli.backends import backend_arguments as parse_arguments
@@ -189,7 +189,7 @@ def mt_bench(
 
 
 def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolder") -> None:
-    """Hold all conversations that the folder of a run has not yet."""
+    """Hold all conversations that are not yet in the folder of a run."""
     import msgspec
 
     from eaglegbv.eval.runner import run
@@ -220,7 +220,7 @@ def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolde
 
 
 def _report(folder: "RunFolder", *, plots: bool) -> None:
-    """Write what was measured into the folder of a run, and print the table."""
+    """Write the results into the folder of a run, and print the table."""
     from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.report import plain_text, table, write_markdown
     from eaglegbv.eval.store import write_results
@@ -255,7 +255,7 @@ def _baselines(backend: str, text: str | None) -> list[str]:
     else:
         found = [TRANSFORMERS] if backend == TRANSFORMERS else []
     for name in found:
-        baseline(name)  # raises where there is none of this name
+        baseline(name)  # raises an error if there is no baseline with this name
     return found
 
 
@@ -279,7 +279,7 @@ def _serving(models: "Models", settings: "RunSettings") -> "Backend":
 
 
 def _as_served(settings: "RunSettings", serving: "Backend") -> "RunSettings":
-    """Return the settings of a run with what is known of its models once they are loaded."""
+    """Return the settings of a run with what is known about its models once they are loaded."""
     import msgspec
 
     template = serving.tokenizer.chat_template
@@ -295,5 +295,5 @@ def _as_served(settings: "RunSettings", serving: "Backend") -> "RunSettings":
 
 
 def _template(template: str | dict[str, str]) -> str:
-    """Return a chat template as the tokenizer applies it; some have several, by name."""
+    """Return the chat template that the tokenizer applies; some have several, by name."""
     return template if isinstance(template, str) else template["default"]

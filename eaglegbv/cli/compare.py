@@ -1,4 +1,4 @@
-"""``eaglegbv bench compare``: two runs, or two settings of one, with paired intervals."""
+"""``eaglegbv bench compare``: two runs, or two settings of a run, with paired intervals."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,9 @@ SettingName = Annotated[
 
 def compare(
     a: Annotated[Path, typer.Argument(help="Folder of a run, or a results.json.")],
-    b: Annotated[Path | None, typer.Argument(help="The other.", show_default="A itself")] = None,
+    b: Annotated[
+        Path | None, typer.Argument(help="Another one to compare.", show_default="A itself")
+    ] = None,
     setting_a: SettingName = None,
     setting_b: SettingName = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
@@ -23,7 +25,7 @@ def compare(
 
     Two runs are compared in the settings that both have, or in --setting-a of A and --setting-b of
     B; two settings of one run need both options. Speeds of two runs were measured at different
-    times, which no interval covers: compare speeds within a run where it matters.
+    times, which no interval covers: compare speeds within a run if they matter.
     """
     import msgspec
 

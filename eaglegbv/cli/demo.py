@@ -1,4 +1,4 @@
-"""``eaglegbv demo``: an answer, then what each verifier makes of the same questions."""
+"""``eaglegbv demo``: an answer, then the figures of several verifiers on a few questions."""
 
 from typing import Annotated
 
@@ -13,11 +13,11 @@ VERIFIERS = ("none", "token", "block", "gbv", "otbv")
 
 def demo(
     prompt: Annotated[
-        str, typer.Option(help="What to ask first.")
+        str, typer.Option(help="The prompt to answer first.")
     ] = "Give three tips for a good night's sleep.",
-    questions: Annotated[int, typer.Option(help="Questions for the table, 1 to 16.")] = 4,
+    questions: Annotated[int, typer.Option(help="Questions in the table, 1 to 16.")] = 4,
     max_tokens: MaxTokens = 64,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""
     from eaglegbv.config import Plan

@@ -1,4 +1,4 @@
-"""``eaglegbv bench drafters``: what a verifier accepts of several drafters, side by side."""
+"""``eaglegbv bench drafters``: comparison of what a verifier accepts of several drafters."""
 
 import sys
 from typing import Annotated
@@ -44,8 +44,8 @@ def drafters(
     questions_set: QuestionsSet = "mt-bench",
     data: QuestionData = None,
     max_tokens: MaxTokens = 128,
-    batch: Annotated[int, typer.Option(help="Conversations held together.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed that every answer's seed is derived from.")] = 0,
+    batch: Annotated[int, typer.Option(help="Number of conversations held together.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed from which every answer's seed is derived.")] = 0,
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -53,9 +53,9 @@ def drafters(
 ) -> None:
     """Compare the acceptance length of drafters on the same questions, by depth and category.
 
-    Acceptance length is accepted tokens per target forward, pooled; its interval of 95% is a
-    bootstrap over questions, and so is that of the ratio to the first drafter's. 'd or more' is the
-    share of forwards that accept at least d tokens: these shares add up to the length.
+    Acceptance length is accepted tokens per target forward, pooled. Its 95% interval, and that of
+    the ratio to the first drafter, is a bootstrap over questions. 'd or more' is the share of
+    forwards that accept at least d tokens; these shares add up to the length.
     """
     import msgspec
     from tqdm import tqdm
@@ -87,7 +87,7 @@ def drafters(
     reports: list[DrafterReport] = []
     names: list[str] = []
     total = len(named) * len(plans) * len(chosen.questions)
-    # Every drafter and plan answers the same prompts, and reads them itself.
+    # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
     with tqdm(total=total, unit="conversation", file=sys.stderr, disable=None) as bar:
         for name, where in named:
@@ -118,6 +118,6 @@ def drafters(
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """Return the name to show and the drafter of ``NAME=DRAFTER`` or ``DRAFTER``."""
+    """Return the displayed name and the drafter, given ``NAME=DRAFTER`` or ``DRAFTER``."""
     name, equals, where = text.partition("=")
     return (name, where) if equals else (text, text)

@@ -16,17 +16,17 @@ def export(
     drafter: Annotated[
         str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
     ],
-    directory: Annotated[Path, typer.Argument(help="Where to; empty or not there yet.")],
-    format_: Annotated[str, typer.Option("--format", help="eagle, sglang or speculators.")],
+    directory: Annotated[Path, typer.Argument(help="Folder to write, empty or not existing yet.")],
+    format_: Annotated[str, typer.Option("--format", help="One of eagle, sglang, speculators.")],
     target: Annotated[
         str | None,
         typer.Option(
-            help="Folder or hub name of the target, 'tiny' for the packaged one: to check against "
-            "it, and for the embedding that speculators' format wants."
+            help="Folder or hub name of the target, 'tiny' for the packaged one. The head is "
+            "checked against it, and the speculators format takes its embedding."
         ),
     ] = None,
 ) -> None:
-    """Write a head in another format; every weight keeps every bit."""
+    """Write a head in another format, with all weights unchanged."""
     from eaglegbv.drafters.exporting import export_head
 
     checkpoint = open_head(drafter)

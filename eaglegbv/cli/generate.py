@@ -49,15 +49,15 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
     ] = False,
     model: Model = None,
     drafter: Drafter = None,
     verifier: Annotated[
         str | None,
         typer.Option(
-            help=f"{VERIFIERS}; or 'none' for plain decoding.",
-            show_default="otbv; without this, --paths, --depth and --law the engine plans itself",
+            help=f"One of {VERIFIERS}; or 'none' for plain decoding.",
+            show_default="otbv; without this, --paths, --depth and --law the engine chooses plans",
         ),
     ] = None,
     paths: Annotated[
@@ -65,24 +65,26 @@ def generate(
         typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
     ] = None,
     depth: Annotated[
-        int | None, typer.Option(help="Drafted tokens of a path, L.", show_default="4")
+        int | None, typer.Option(help="Drafted tokens per path, L.", show_default="4")
     ] = None,
     law: LawName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens that together have this probability.")
+        float,
+        typer.Option(help="Keep the most likely tokens that together reach this probability."),
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(help="Keep this many of the likeliest tokens.", show_default="all")
+        int | None, typer.Option(help="Keep this many most likely tokens.", show_default="all")
     ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than this fraction of the likeliest.")
+        float,
+        typer.Option(help="Drop tokens less likely than this fraction of the most likely one."),
     ] = 0.0,
     repetition_penalty: Annotated[
         float,
-        typer.Option(help="Above 1, tokens of the prompt and the answer become less likely."),
+        typer.Option(help="Above 1, makes tokens of the prompt and the answer less likely."),
     ] = 1.0,
     presence_penalty: Annotated[
         float, typer.Option(help="Subtracted from the logits of tokens that occur in the answer.")
@@ -95,14 +97,14 @@ def generate(
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")
+        bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")
     ] = False,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Repeats a text, given --verifier, --paths, --depth or --law; plans that the "
-            "engine chooses depend on timing.",
-            show_default="one that is printed",
+            help="Reproduces a text if --verifier, --paths, --depth or --law is given; plans that "
+            "the engine chooses depend on timing.",
+            show_default="a fixed one, which is printed",
         ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
@@ -111,12 +113,12 @@ def generate(
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a timeline of the engine's steps, a Chrome trace for Perfetto."),
+        typer.Option(help="File for a timeline of the engine's steps, a Chrome trace (Perfetto)."),
     ] = None,
     trace_trees: Annotated[
         bool,
         typer.Option(
-            "--trace-trees", help="Put every draft tree into the trace; 'eaglegbv view' draws them."
+            "--trace-trees", help="Add every draft tree to the trace; 'eaglegbv view' draws them."
         ),
     ] = False,
     device: Device = None,
@@ -170,7 +172,7 @@ def generate(
 
 @contextmanager
 def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
-    """Write the steps of the body to a trace, if there is to be one."""
+    """Write the steps taken in this context to a trace, if a path is given."""
     if path is None:
         yield
         return
@@ -183,13 +185,13 @@ def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
 
 
 def messages(prompt: str, system: str | None = None) -> Messages:
-    """Return a conversation of one user message."""
+    """Return a conversation with one user message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": prompt}]
 
 
 def answer(llm: "LLM", request: str | Messages, params: "SamplingParams") -> "Completion":
-    """Return the whole answer; the pieces of the stream go unused."""
+    """Return the whole answer, ignoring the pieces of the stream."""
     for delta in llm.stream(request, params):
         if delta.completion is not None:
             return delta.completion
@@ -226,7 +228,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | None) -> "Planning":
-    """Return the plan of the options, or limits for the engine's own choice where none is set."""
+    """Return the plan that the options fix, or limits for the engine's choice if they fix none."""
     import msgspec
 
     if all(choice is None for choice in (verifier, paths, depth, base.law)):
@@ -267,9 +269,9 @@ def _json(llm: "LLM", completion: "Completion", seconds: float) -> str:
 
 
 def _seeded(params: "SamplingParams", plan: "Planning") -> "SamplingParams":
-    """Return settings with the seed that the engine would derive, so that it can be told.
+    """Return settings with the seed that the engine would derive, so that it can be printed.
 
-    By no seed is a text repeated where the engine chooses plans, which is by time.
+    If the engine chooses plans, no seed reproduces a text, because the choice depends on timing.
     """
     import msgspec
 
@@ -282,7 +284,7 @@ def _seeded(params: "SamplingParams", plan: "Planning") -> "SamplingParams":
 
 
 def _repeating(params: "SamplingParams") -> str:
-    """Say which seed repeats a text that was drawn; nothing where none does."""
+    """Return a note with the seed that reproduces a sampled text; empty if no seed does."""
     drawn = params.temperature > 0 and params.seed is not None
     return f", seed {params.seed}" if drawn else ""
 
@@ -291,7 +293,7 @@ def _footer(completion: "Completion", repeats: str) -> str:
     metrics = completion.metrics
     seconds = metrics.decode_seconds
     rate = f", {metrics.committed_tokens / seconds:.0f} tokens/s" if seconds else ""
-    # Reading the prompt brings a token, which no forward of the rest is counted for.
+    # Reading the prompt yields a token that is not counted in any decoding forward.
     first = max(0, len(completion.token_ids) - metrics.committed_tokens)
     forwards = metrics.target_forwards
     steps = ""

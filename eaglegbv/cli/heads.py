@@ -1,4 +1,4 @@
-"""Heads that a command is given by name."""
+"""Heads that are named on the command line."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_head(drafter: str) -> "Checkpoint":
-    """Read the head in the folder ``drafter``, or of that name in the package."""
+    """Read the head in the folder ``drafter``, or the packaged head with this name."""
     from eaglegbv.drafters.checkpoint import CONFIG, read_checkpoint
     from eaglegbv.loading import TINY_DRAFTERS, named_folder
 
@@ -26,7 +26,7 @@ def open_head(drafter: str) -> "Checkpoint":
 
 
 def read_embedding(model: str) -> "Tensor":
-    """Return the token embedding of a model, without opening the rest of it."""
+    """Return the token embedding of a model without opening the rest of the model."""
     import huggingface_hub
     import torch
     from transformers import AutoModelForCausalLM

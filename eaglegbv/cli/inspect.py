@@ -1,4 +1,4 @@
-"""``eaglegbv inspect``: what a head is, what was assumed, and what other engines would do."""
+"""``eaglegbv inspect``: a head's configuration, assumptions about it, and other engines' views."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ def inspect(
         typer.Option(help="Folder or hub name of the target; 'tiny' for the packaged one."),
     ] = None,
 ) -> None:
-    """Print what a head's files say, check them, and warn of what engines disagree about."""
+    """Print what a head's files contain, check them, and warn where engines disagree about them."""
     from eaglegbv.drafters.checkpoint import fit
     from eaglegbv.drafters.inspection import inspect_head
     from eaglegbv.hub import check_model

@@ -16,10 +16,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it takes brackets, as in eaglegbv[bench], for markup of its own
+    rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup
     help="Lossless tree speculation for large language models.",
 )
-# Where the first sentence is long, a list of commands would break off in the middle of it.
+# Commands with a long first sentence have a short help, or the list would cut the sentence off.
 app.command(short_help="Answer a prompt.")(generate.generate)
 app.command(short_help="Answer a prompt, and compare verifiers on a few questions.")(demo.demo)
 app.command(short_help="Print what a head's files say, and check them.")(inspect.inspect)
@@ -46,7 +46,7 @@ def _options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Take the options that come before a command."""
+    """Handle the options that come before a command."""
 
 
 @app.command(
@@ -55,14 +55,14 @@ def _options(
 )
 def train(context: typer.Context) -> None:
     """Train a target, an EAGLE head or a bigram table."""
-    # Its options come from modules that import torch, so they are read when it is called.
+    # Its options are in modules that import torch, so they are read only when it is called.
     from eaglegbv.cli.train import app as train_app
 
     train_app(context.args, prog_name="eaglegbv train")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error the package raises on purpose is one line, status 2."""
+    """Run the command line; for a deliberate error of the package, print a line and exit with 2."""
     try:
         app(arguments)
     except EagleGBVError as error:

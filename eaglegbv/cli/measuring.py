@@ -1,4 +1,4 @@
-"""What the commands that measure share: settings of a run, progress, and errors."""
+"""Code shared by the commands that measure: settings of a run, progress, and errors."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -60,13 +60,13 @@ def run_settings(
 def progress(
     settings: "RunSettings", records: "Sequence[Record]" = ()
 ) -> "Iterator[Callable[[Record], None]]":
-    """Show a progress bar on standard error, if that is a terminal.
+    """Show a progress bar on standard error if that is a terminal.
 
-    Beside it stand the figures so far of the setting that ran last: those of all fit on no line.
+    It shows the figures so far of the setting that ran last; those of all would not fit on a line.
 
     Args:
-        settings: Of the run.
-        records: What earlier sittings have measured.
+        settings: Settings of the run.
+        records: Records from earlier sittings.
     """
     from tqdm import tqdm
 
@@ -89,7 +89,7 @@ def progress(
 
 
 class _SoFar:
-    """Figures of each setting over all that was measured so far."""
+    """Figures of each setting over all records so far."""
 
     def __init__(self, settings: list[str]) -> None:
         from eaglegbv.eval.figures import BLOCK_EFFICIENCY, TOKENS_PER_SECOND, Sums
@@ -107,7 +107,7 @@ class _SoFar:
             ]
 
     def text(self, name: str) -> str:
-        """Return tokens a forward and tokens a second of a setting; nothing where it has none."""
+        """Return tokens a forward and tokens a second of a setting; empty if it has none yet."""
         efficiency, rate = self._sums[name]
         if not efficiency.below:
             return ""
@@ -115,7 +115,7 @@ class _SoFar:
 
 
 def report_errors(summaries: list["Summary"]) -> None:
-    """Say how many conversations broke off, if any did."""
+    """Print how many conversations broke off, if any did."""
     broken = {s.setting: s.errors for s in summaries if s.errors}
     if broken:
         counts = ", ".join(f"{setting}: {count}" for setting, count in broken.items())

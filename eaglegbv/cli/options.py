@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean together."""
+"""Options shared by several commands, and their combined meaning."""
 
 import logging
 import os
@@ -24,13 +24,13 @@ VERIFIERS = (
     "otbv, gbv, spectr_gbv, traversal, block, greedy_block, token, specinfer, spectr, spechub, "
     "greedy_draft, global_resolution or target_only"
 )
-"""What help says of verifiers, without loading them; variants of one are left out."""
+"""Verifiers listed in help, without loading them; variants of a verifier are left out."""
 
 QUESTION_SETS = (
     "mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm, mbpp, eagle-gsm8k, eagle-humaneval "
     "or builtin"
 )
-"""What help says of sets of questions, likewise."""
+"""Sets of questions listed in help, without loading them."""
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
@@ -46,11 +46,11 @@ Drafter = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda.", show_default="cuda or cpu")
+    str | None, typer.Option(help="Device, such as cpu or cuda.", show_default="cuda or cpu")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 or float16.", show_default="by device"),
+    typer.Option(help="One of float32, bfloat16, float16.", show_default="by device"),
 ]
 CompileBackend = Annotated[
     str | None,
@@ -66,8 +66,8 @@ CudaGraphs = Annotated[
     str,
     typer.Option(
         "--cuda-graphs",
-        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (padded in "
-        "the same way but not recorded, on any device).",
+        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (the same "
+        "padding without recording, on any device).",
     ),
 ]
 DraftQuantization = Annotated[
@@ -84,7 +84,7 @@ LawName = Annotated[
         help="Draft law: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
     ),
 ]
-DraftWidth = Annotated[int, typer.Option(help="Candidates a draft law keeps.")]
+DraftWidth = Annotated[int, typer.Option(help="Number of candidates a draft law keeps.")]
 Questions = Annotated[
     int | None,
     typer.Option(help="Number of questions, spread evenly over the set.", show_default="all"),
@@ -94,7 +94,7 @@ QuestionsSet = Annotated[
 ]
 QuestionData = Annotated[
     Path | None,
-    typer.Option(help="File or folder to read the set from, instead of the usual places."),
+    typer.Option(help="File or folder from which to read the set, instead of the usual places."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -107,7 +107,7 @@ DraftTemperature = Annotated[
 
 
 def fitting_paths(verifier: str, paths: int) -> int:
-    """Return as many of ``paths`` as a verifier takes; plain decoding takes any number."""
+    """Return ``paths``, or the most that a verifier takes; plain decoding takes any number."""
     from eaglegbv.verifiers.registry import make_any_verifier
 
     check_verifier(verifier)
@@ -115,7 +115,7 @@ def fitting_paths(verifier: str, paths: int) -> int:
 
 
 def check_verifier(name: str) -> None:
-    """Raise unless there is a verifier of that name; ``none`` is plain decoding."""
+    """Raise unless a verifier has this name; ``none`` is plain decoding."""
     from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 
     found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
@@ -124,7 +124,7 @@ def check_verifier(name: str) -> None:
 
 
 def verifier_names(text: str) -> list[str]:
-    """Return the verifiers of a comma-separated list."""
+    """Return the verifiers in a comma-separated list."""
     found = names("verifiers", text)
     for name in found:
         check_verifier(name)
@@ -132,7 +132,7 @@ def verifier_names(text: str) -> list[str]:
 
 
 def laws(text: str) -> "list[Law | None]":
-    """Return the draft laws of a comma-separated list; ``own`` is each verifier's own."""
+    """Return the draft laws in a comma-separated list; ``own`` is each verifier's own."""
     from eaglegbv.tree import Law
 
     found: list[Law | None] = []
@@ -167,7 +167,7 @@ def load_llm(
     engine: "EngineConfig | None" = None,
     compile_backend: str | None = None,
 ) -> "LLM":
-    """Load models as the options say."""
+    """Load the models that the options name."""
     from transformers.utils.logging import disable_progress_bar
 
     from eaglegbv.llm import LLM
@@ -186,7 +186,7 @@ def load_llm(
 
 
 class _Told(logging.Handler):
-    """Prints what is logged on standard error, as it is."""
+    """Prints log messages on standard error without a prefix."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See :meth:`logging.Handler.emit`."""
@@ -195,7 +195,7 @@ class _Told(logging.Handler):
 
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Print what a module logs of its progress within the body."""
+    """Print the progress that a module logs within this context."""
     log, handler = logging.getLogger(name), _Told()
     level = log.level
     log.addHandler(handler)
@@ -208,14 +208,14 @@ def _telling(name: str) -> Iterator[None]:
 
 
 def graph_mode(name: str) -> "GraphMode":
-    """Return the mode of that name."""
+    """Return the graph mode with a name."""
     from eaglegbv.graphs import GraphMode
 
     return _named("cuda-graphs", name, GraphMode)
 
 
 def quantization(name: str) -> "Quantization":
-    """Return the way to hold weights of that name."""
+    """Return the quantisation with a name."""
     from eaglegbv.quantization import Quantization
 
     return _named("draft-quantization", name, Quantization)
@@ -253,7 +253,7 @@ def names(option: str, text: str) -> list[str]:
 
 
 def integers(option: str, text: str) -> list[int]:
-    """Return the integers of a comma-separated list."""
+    """Return the integers in a comma-separated list."""
     try:
         return [int(entry) for entry in text.split(",")]
     except ValueError:
@@ -261,7 +261,7 @@ def integers(option: str, text: str) -> list[int]:
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """Return the numbers of a comma-separated list."""
+    """Return the numbers in a comma-separated list."""
     try:
         return [float(entry) for entry in text.split(",")]
     except ValueError:

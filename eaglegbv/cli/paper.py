@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 def paper(
-    name: Annotated[str, typer.Argument(help="Such as bv, gbv or spectr-gbv.")],
+    name: Annotated[str, typer.Argument(help="Name of the paper, such as bv, gbv or spectr-gbv.")],
     questions: Questions = None,
     questions_set: QuestionsSet = "mt-bench",
     data: QuestionData = None,
     max_tokens: MaxTokens = 128,
     places: Annotated[
-        int, typer.Option(help="Places of each text where all verifiers judge the same drafts.")
+        int, typer.Option(help="Places per text at which all verifiers judge the same drafts.")
     ] = 5,
     judgements: Annotated[
         int, typer.Option(help="How many times each verifier judges each tree.")
     ] = 4,
     engine_questions: Annotated[
         int,
-        typer.Option(help="Questions that whole engines answer, for what one step cannot show."),
+        typer.Option(help="Questions to answer in the engine, for what one step cannot show."),
     ] = 16,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Also measure in the engine what one step shows.")
+        bool, typer.Option("--engine", help="Also measure in the engine what one step can show.")
     ] = False,
     sheets: Annotated[
         str | None,
         typer.Option(
-            help="Parts of the comparison, separated by commas, where it has some: drafts, engine "
-            "and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
-            show_default="all, gbv's engine with --engine only",
+            help="Parts of the comparison, separated by commas, for papers with parts: drafts, "
+            "engine and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
+            show_default="all, but gbv's engine only with --engine",
         ),
     ] = None,
     so_far: Annotated[
@@ -65,16 +65,16 @@ def paper(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the run; a run that is in it is resumed.",
+            help="Folder of the run; a run in it is resumed.",
             show_default="runs/paper-NAME",
         ),
     ] = None,
 ) -> None:
-    """Measure what a paper compares, and say in which direction each figure should differ.
+    """Measure what a paper compares, and test the direction of each difference.
 
-    Other models give other figures: it is order and trend that should agree. Each is tested by a
-    paired bootstrap interval of a ratio. What is measured is kept as it comes: the same command
-    goes on where an earlier one stopped.
+    Other models give other figures, but order and trend should agree. A paired bootstrap interval
+    of a ratio tests each of them. Measurements are saved as they come: the same command continues
+    where an earlier one stopped.
     """
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.eval.papers.base import Options, Site
@@ -88,7 +88,7 @@ def paper(
         return
 
     def load() -> "LLM":
-        # Every setting reads the same prompts, and reads them itself.
+        # Every setting answers the same prompts, and must read them itself.
         config = EngineConfig(prefix_cache=False)
         return load_llm(model, drafter, Plan(), device, dtype, engine=config)
 
@@ -122,7 +122,7 @@ def _tell(title: str, report: "Report", folder: Path) -> None:
 
 
 def _report_so_far(chosen: "Paper", folder: Path) -> "Report":
-    """Report the parts that are in a folder, and write them as cells."""
+    """Report the parts found in a folder, and write them as cells."""
     import msgspec
 
     from eaglegbv.eval.papers.cells import CELLS, measured_so_far

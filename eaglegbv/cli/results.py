@@ -1,4 +1,4 @@
-"""``eaglegbv bench results``: the page of results, from measured files."""
+"""``eaglegbv bench results``: the page of results, written from measured files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,17 +19,17 @@ def results(
     add: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=PATH: take a measured run or file into the folder first, compactly; repeat "
-            "it for more. The name begins with mt-bench, baselines, grid, set, paper, study, batch "
+            help="NAME=PATH: first add a measured run or file to the folder in compact form; may "
+            "be repeated. The name begins with mt-bench, baselines, grid, set, paper, study, batch "
             "or drafters."
         ),
     ] = None,
-    pictures: Annotated[bool, typer.Option(help="Draw the pictures, too.")] = True,
+    pictures: Annotated[bool, typer.Option(help="Also draw the pictures.")] = True,
 ) -> None:
     """Write a page of results from measured files: tables, pictures, and which verifier when.
 
-    Files are what the other commands write: bench mt-bench (a run's folder), bench paper (its
-    folder), bench study (its folder), bench batch --out, bench drafters --json. What is missing is
+    The files are those that other commands write: bench mt-bench (a run's folder), bench paper (its
+    folder), bench study (its folder), bench batch --out, bench drafters --json. Missing files are
     left out and named. The same files give the same page.
     """
     from eaglegbv.eval.evidence import add_evidence, other_files, read_evidence

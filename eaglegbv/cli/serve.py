@@ -21,13 +21,15 @@ def serve(
         str, typer.Option(help="A verifier of independently drawn paths, such as gbv.")
     ] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 3,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 4,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 4,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of requests without one of their own.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed from which requests without a seed derive theirs.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
-    """Serve MODEL by SGLang; options it knows itself (--port, --tp, ...) are handed on to it."""
+    """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
     from eaglegbv.backends.sglang.guard import check_plugin, check_version
     from eaglegbv.backends.sglang.serving import launch
     from eaglegbv.backends.sglang.settings import Settings

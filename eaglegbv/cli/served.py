@@ -1,4 +1,4 @@
-"""``eaglegbv bench served``: acceptance by verifier, through the OpenAI endpoint of SGLang."""
+"""``eaglegbv bench served``: acceptance by verifier, through SGLang's OpenAI endpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,27 +47,27 @@ def served(
             show_default="none",
         ),
     ] = None,
-    paths: Annotated[int, typer.Option(help="Drafted paths, K; EAGLE's top-k.")] = 3,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L; EAGLE's steps.")] = 4,
+    paths: Annotated[int, typer.Option(help="Drafted paths, K; top-k of EAGLE.")] = 3,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L; steps of EAGLE.")] = 4,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
     draft_width: DraftWidth = DRAFT_WIDTH,
     max_tokens: MaxTokens = 128,
-    at_once: Annotated[int, typer.Option(help="Conversations at a time.")] = 16,
+    at_once: Annotated[int, typer.Option(help="Number of conversations at a time.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed that every request's seed is derived from.")] = 0,
     model: Model = None,
     drafter: Drafter = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for records, logs and the table; a run that is in it is resumed.",
+            help="Folder for records, logs and the table; a run in it is resumed.",
             show_default="runs/served-SET",
         ),
     ] = None,
 ) -> None:
-    """Serve the pair by SGLang, a server a verifier, and hold all conversations in each.
+    """Serve the pair with SGLang, one server per verifier, and hold all conversations in each.
 
-    Options that are not known here are SGLang's and handed on. SGLang's own EAGLE drafts its trees
-    from the same head with as many nodes. A run that was interrupted goes on where it stopped.
+    Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
+    the same number of nodes. To continue an interrupted run, give the same command again.
     """
     from eaglegbv.backends.sglang.guard import check_plugin, check_version
     from eaglegbv.checks import require_integer
@@ -132,7 +132,7 @@ def _hold(
     others: "Sequence[str]",
     at_once: int,
 ) -> None:
-    """Hold all conversations that the folder of a run has not yet, server by server."""
+    """Hold all conversations that are not yet in the folder of a run, server by server."""
     from tqdm import tqdm
 
     from eaglegbv.backends.sglang.endpoint import Endpoint
@@ -176,13 +176,13 @@ def _report(folder: "RunFolder") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """A server, and the settings it answers in.
+    """A server, and the settings in which it answers.
 
     Attributes:
-        settings: Of one plan, or of SGLang's own EAGLE, at several temperatures.
+        settings: Settings of one plan, or of SGLang's own EAGLE, at several temperatures.
         target: Folder or hub name of the target.
         head: Folder of the EAGLE head, or None.
-        shape: How its trees are shaped.
+        shape: Plan with the shape of its trees.
     """
 
     settings: tuple["Setting", ...]
@@ -191,7 +191,7 @@ class _Server:
     shape: "Plan"
 
     def launch(self, others: "Sequence[str]") -> "Launch":
-        """Return what starts it."""
+        """Return the command that starts it."""
         from eaglegbv.backends.sglang.serving import launch, launch_eagle
         from eaglegbv.backends.sglang.settings import Settings
 

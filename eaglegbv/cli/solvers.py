@@ -1,4 +1,4 @@
-"""``eaglegbv bench solvers``: the solvers of optimal transport at a node, side by side."""
+"""``eaglegbv bench solvers``: comparison of the solvers of optimal transport at a node."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -23,26 +23,26 @@ def solvers(
         str | None, typer.Option(help="Numbers of drafts, n.", show_default="the standard table")
     ] = None,
     width: Annotated[
-        str, typer.Option(help="Tokens that draft laws keep; 'all' is the whole vocabulary.")
+        str, typer.Option(help="Tokens that draft laws keep; 'all' keeps the whole vocabulary.")
     ] = "all,64",
     solver: Annotated[
         str, typer.Option(help="Solvers to compare.")
     ] = "exact,convex,race,max_flow,lp",
-    instances: Annotated[int, typer.Option(help="Random nodes of each size.")] = 10,
+    instances: Annotated[int, typer.Option(help="Number of random nodes of each size.")] = 10,
     time_limit: Annotated[
-        float, typer.Option(help="Milliseconds of processor time above which a node is not solved.")
+        float, typer.Option(help="Milliseconds of processor time after which a solver has failed.")
     ] = 1000.0,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
-    Time is the processor's, from the two laws and the drafts to the draft selected, the median. A
-    solver succeeds where it is in time and its bound on the acceptance lost is within 1e-3; where
-    the bound is not, K-SEQ takes its place (a fall-back). Nodes too large for a solver are refused.
-    The deviation is the L1 distance of the law committed from the target's, the largest.
+    Times are medians of processor time from the two laws and the drafts to the selected draft. A
+    solver succeeds if it is in time and its bound on the lost acceptance is within 1e-3. If the
+    bound is larger, K-SEQ takes its place (a fall-back). A solver refuses nodes that are too large
+    for it. The deviation is the largest L1 distance of the committed law from the target's.
 
-    Without --vocab and --drafts the standard sizes are measured, with them every pair of theirs.
+    By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
     """
     import msgspec
     from tqdm import tqdm

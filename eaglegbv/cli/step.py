@@ -1,4 +1,4 @@
-"""``eaglegbv bench step``: step time by phase at any model shape, against the machine's limits."""
+"""``eaglegbv bench step``: step time by phase at any model shape, and the machine's limits."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,33 +18,34 @@ from eaglegbv.errors import InvalidArgument, one_of
 
 
 def step(
-    shape: Annotated[str, typer.Option(help="tiny or llama-3.1-8b; sizes below replace its.")] = (
-        "tiny"
-    ),
-    hidden: Annotated[int | None, typer.Option(help="Width.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads.")] = None,
+    shape: Annotated[
+        str, typer.Option(help="tiny or llama-3.1-8b; the sizes below replace those of the shape.")
+    ] = ("tiny"),
+    hidden: Annotated[int | None, typer.Option(help="Width of a hidden state.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of decoder layers.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Number of key and value heads.")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Width of feed-forward layers.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Tokens.")] = None,
-    draft_vocab: Annotated[int | None, typer.Option(help="Tokens the head drafts.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Number of tokens.")] = None,
+    draft_vocab: Annotated[int | None, typer.Option(help="Tokens that the head can draft.")] = None,
     verifier: Annotated[str, typer.Option(help="Verifier, as in generate.")] = "otbv",
     paths: Annotated[int, typer.Option(help="Drafted paths, K.")] = 4,
-    depth: Annotated[int, typer.Option(help="Drafted tokens of a path, L.")] = 6,
-    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Steps timed.")] = 30,
+    depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 6,
+    batch: Annotated[int, typer.Option(help="Number of requests.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Number of steps to time.")] = 30,
     device: Device = None,
     dtype: Dtype = None,
     compile_backend: CompileBackend = None,
     cuda_graphs: CudaGraphs = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
-    """Time the phases of a step with random weights, a target and an EAGLE-3 head.
+    """Time the phases of a step with random weights, for a target and an EAGLE-3 head.
 
-    The floor is what reading weights, keys and values once, or multiplying, takes at the bandwidth
-    and rate measured on this machine. Random weights accept little; times do not depend on that.
+    The floor is the time to read weights, keys and values once, or to multiply, at the bandwidth
+    and the rate measured on this machine. Random weights accept little, but times do not depend on
+    that.
     """
     import msgspec
 

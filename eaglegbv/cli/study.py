@@ -40,20 +40,20 @@ def study(
         str, typer.Option(help="Temperatures of the target.")
     ] = "0,0.2,0.4,0.6,0.8,1.0,1.2",
     draft_temperatures: Annotated[
-        str, typer.Option(help="Draft temperatures, as multiples of the target's; 1 among them.")
+        str, typer.Option(help="Draft temperatures, as multiples of the target's, including 1.")
     ] = "0.5,1,1.5,2,3",
     paths: Annotated[str, typer.Option(help="Numbers of paths of sampled trees, K.")] = "1,2,4",
     depth: Annotated[int, typer.Option(help="Length of a path, and depth of fixed trees.")] = 4,
     sizes: Annotated[
-        str, typer.Option(help="Nodes of fixed trees, up to K L or more.")
+        str, typer.Option(help="Numbers of nodes of fixed trees, up to K L or more.")
     ] = "1,2,4,6,8,12,16",
     questions: Questions = None,
     questions_set: QuestionsSet = "mt-bench",
     data: QuestionData = None,
-    places: Annotated[int, typer.Option(help="Places of each text where trees are drafted.")] = 3,
+    places: Annotated[int, typer.Option(help="Places per text at which trees are drafted.")] = 3,
     judgements: Annotated[int, typer.Option(help="How many times each tree is judged.")] = 3,
     max_tokens: MaxTokens = 64,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -61,11 +61,12 @@ def study(
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
 
-    The target writes texts plainly at every temperature. At places of them sampled trees (K paths,
-    otbv) and best-first fixed trees (target_only, which is optimal for them) are drafted and
-    judged. 'nodes' are those the target scores; a sampled tree is compared with the mixture of two
-    fixed trees that has as many in the mean. Writes study.json and a picture (matplotlib comes with
-    eaglegbv[bench]) into --out; what is measured is written after every temperature.
+    The target writes texts by plain decoding at every temperature. At places of these texts,
+    sampled trees (K paths, otbv) and best-first fixed trees (target_only, which is optimal for
+    them) are drafted and judged. 'nodes' are those that the target scores; a sampled tree is
+    compared with the mixture of two fixed trees with the same mean number of nodes. Writes
+    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out; results are saved
+    after every temperature.
     """
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.eval.picture import check_matplotlib
@@ -89,7 +90,7 @@ def study(
     )
     chosen = load_questions(questions_set, data).first(questions)
     named = [split_name(text) for text in drafter or ("eagle3", "eagle1")]
-    # Texts are read once each, and shared by all drafters.
+    # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
     llms = {
         name: load_llm(model, where, Plan(), device, dtype, engine=engine) for name, where in named
@@ -119,7 +120,7 @@ def study(
 def _measure(
     study: "Study", llms: "Mapping[str, LLM]", questions: "Sequence[Question]", path: Path
 ) -> "Study":
-    """Return the study with what is measured by the drafters, written after every temperature."""
+    """Return the study with the drafters' results, which are saved after every temperature."""
     import msgspec
     from tqdm import tqdm
 

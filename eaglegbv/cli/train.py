@@ -1,4 +1,4 @@
-"""``eaglegbv train``: the target, the EAGLE heads, and a table to measure them by."""
+"""``eaglegbv train``: the target, the EAGLE heads, and a table with which to compare them."""
 
 import sys
 from pathlib import Path
@@ -22,16 +22,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # as of the command this is part of
+    rich_markup_mode=None,  # as for the command that this is part of
     help="Train a target, an EAGLE head or a bigram table.",
 )
 
 Data = Annotated[list[Path], typer.Option(help="JSON-lines file or folder; may be repeated.")]
 Out = Annotated[Path, typer.Option(help="Folder to write.")]
-Minutes = Annotated[float | None, typer.Option(help="Time budget; shapes the schedule.")]
-Device = Annotated[str, typer.Option(help="cuda, cpu, or auto.")]
+Minutes = Annotated[float | None, typer.Option(help="Time budget; the schedule is fitted to it.")]
+Device = Annotated[str, typer.Option(help="Device: cuda, cpu, or auto.")]
 Bf16 = Annotated[bool, typer.Option(help="Run the forward in bfloat16.")]
-Resume = Annotated[bool, typer.Option(help="Go on from the checkpoint in the folder, if any.")]
+Resume = Annotated[bool, typer.Option(help="Continue from the checkpoint in the folder, if any.")]
 
 
 @app.callback()
@@ -43,15 +43,17 @@ def main() -> None:
 def target(
     data: Data,
     out: Out,
-    tokens: Annotated[int, typer.Option(help="Tokens to train on at most.")] = 160_000_000,
+    tokens: Annotated[int, typer.Option(help="Most tokens to train on.")] = 160_000_000,
     minutes: Minutes = None,
-    batch: Annotated[int, typer.Option(help="Rows of a step.")] = 32,
-    window: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
-    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 20,
+    batch: Annotated[int, typer.Option(help="Rows per step.")] = 32,
+    window: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
+    layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 20,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
-    heads: Annotated[int, typer.Option(help="Query heads, half as many key and value heads.")] = 4,
+    heads: Annotated[
+        int, typer.Option(help="Number of query heads; half as many key and value heads.")
+    ] = 4,
     intermediate: Annotated[int, typer.Option(help="Width of the feed-forward layers.")] = 640,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 6144,
+    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 6144,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
     dropout: Annotated[float, typer.Option(help="Residual dropout.")] = 0.1,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
@@ -60,15 +62,15 @@ def target(
         float, typer.Option(help="Fraction of the peak learning rate at the end.")
     ] = 0.01,
     final_phase: Annotated[
-        float, typer.Option(help="Fraction of training on short instructions alone, at the end.")
+        float, typer.Option(help="Final fraction of training that uses only short instructions.")
     ] = 0.25,
     prompt_weight: Annotated[
-        float, typer.Option(help="Loss weight of tokens the assistant did not write.")
+        float, typer.Option(help="Loss weight of tokens that the assistant did not write.")
     ] = 0.3,
     initial: Annotated[
-        Path | None, typer.Option(help="Trained shallower target to grow from.")
+        Path | None, typer.Option(help="Trained, shallower target to grow from.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     device: Device = "auto",
     bf16: Bf16 = True,
     compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
@@ -108,14 +110,14 @@ def target(
 
 @app.command()
 def eagle(
-    arch: Annotated[Arch, typer.Option(help="Which head.")],
+    arch: Annotated[Arch, typer.Option(help="Kind of head.")],
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     data: Data,
     out: Out,
-    steps: Annotated[int, typer.Option(help="Steps at most.")] = 3_000,
+    steps: Annotated[int, typer.Option(help="Most steps.")] = 3_000,
     minutes: Minutes = None,
-    batch: Annotated[int, typer.Option(help="Rows of a step.")] = 16,
-    window: Annotated[int, typer.Option(help="Tokens of a row and of a text.")] = 256,
+    batch: Annotated[int, typer.Option(help="Rows per step.")] = 16,
+    window: Annotated[int, typer.Option(help="Tokens per row, and most tokens per text.")] = 256,
     intermediate: Annotated[
         int | None, typer.Option(help="Width of the head's feed-forward layer; default: target's.")
     ] = None,
@@ -125,36 +127,40 @@ def eagle(
     depths: Annotated[int, typer.Option(help="Depths of the training-time test.")] = 5,
     decay: Annotated[float, typer.Option(help="Weight of a depth relative to the last.")] = 0.9,
     anchors: Annotated[int, typer.Option(help="Positions of a row that are unrolled.")] = 48,
-    loss: Annotated[Loss, typer.Option(help="What is lowered.")] = Loss.MIX,
-    feature_weight: Annotated[float, typer.Option(help="EAGLE-1's feature regression.")] = 0.1,
+    loss: Annotated[Loss, typer.Option(help="Loss to minimise.")] = Loss.MIX,
+    feature_weight: Annotated[
+        float, typer.Option(help="Weight of EAGLE-1's feature regression.")
+    ] = 0.1,
     regenerate: Annotated[
-        int, typer.Option(help="Prompts the target answers itself first; 0: the data's answers.")
+        int, typer.Option(help="Prompts the target first answers itself; 0 keeps the data's.")
     ] = 0,
     samples: Annotated[
-        Path | None, typer.Option(help="File to keep the target's answers in and reuse.")
+        Path | None, typer.Option(help="File in which to keep the target's answers for reuse.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer of the target.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the target's answers.")] = 128,
     keep_runs: Annotated[
         bool,
         typer.Option(
             "--keep-runs/--no-keep-runs",
-            help="Run the target once over its answers, and keep what a head learns from.",
+            help="Run the target over its answers once, and keep what a head learns from.",
         ),
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    initial: Annotated[Path | None, typer.Option(help="Trained head to go on from.")] = None,
+    initial: Annotated[Path | None, typer.Option(help="Trained head to continue from.")] = None,
     validate: Annotated[
         int,
         typer.Option(
-            help="Held-out prompts that every evaluation measures acceptance on, by the engine, "
-            "with verifier otbv and a second copy of the target; 0: none."
+            help="Held-out prompts on which every evaluation measures acceptance, with the engine, "
+            "verifier otbv and a second copy of the target; 0 for none."
         ),
     ] = 16,
-    validate_tokens: Annotated[int, typer.Option(help="Tokens of their answers at most.")] = 64,
-    validate_paths: Annotated[int, typer.Option(help="Drafted paths, of --depths tokens.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    validate_tokens: Annotated[int, typer.Option(help="Most tokens of their answers.")] = 64,
+    validate_paths: Annotated[
+        int, typer.Option(help="Paths drafted for them, of --depths tokens each.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     device: Device = "auto",
     bf16: Bf16 = True,
     compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
@@ -213,20 +219,20 @@ def bigram(
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     data: Data,
     out: Out,
-    width: Annotated[int, typer.Option(help="Followers kept of every token.")] = 256,
-    window: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 256,
+    width: Annotated[int, typer.Option(help="Followers kept for every token.")] = 256,
+    window: Annotated[int, typer.Option(help="Most tokens of a text.")] = 256,
     regenerate: Annotated[
-        int, typer.Option(help="Prompts the target answers itself first; 0: the data's answers.")
+        int, typer.Option(help="Prompts the target first answers itself; 0 keeps the data's.")
     ] = 0,
     samples: Annotated[
-        Path | None, typer.Option(help="File to keep the target's answers in and reuse.")
+        Path | None, typer.Option(help="File in which to keep the target's answers for reuse.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer of the target.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the target's answers.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Count a bigram table, the yardstick of heads, on the texts that heads are trained on.
 
-    With the same --data, --window, --regenerate, --samples and --seed the texts are the same.
+    With the same --data, --window, --regenerate, --samples and --seed, the texts are the same.
     """
     out.mkdir(parents=True, exist_ok=True)
     texts = TextSettings(

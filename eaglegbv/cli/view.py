@@ -17,7 +17,7 @@ def view(
         Path | None, typer.Option(help="Page to write.", show_default="beside it, .html")
     ] = None,
 ) -> None:
-    """Write one HTML page with the charts of a run or a trace; it needs no server, no network."""
+    """Write one HTML page with the charts of a run or a trace; it needs no server or network."""
     from eaglegbv.eval.view import view as page_of
 
     text = page_of(path)

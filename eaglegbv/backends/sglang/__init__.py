@@ -1,4 +1,4 @@
-"""SGLang serves, we draft and verify. The only package that imports sglang.
+"""SGLang serves; this project drafts and verifies. No other package imports sglang.
 
 SGLang loads :mod:`eaglegbv.backends.sglang.plugin` in each of its processes, so nothing here is
 imported before it is used.

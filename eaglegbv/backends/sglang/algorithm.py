@@ -1,4 +1,4 @@
-"""What SGLang asks a speculative algorithm about itself, and what is settled before it starts."""
+"""Our speculative algorithms' answers to SGLang's questions, and the arguments settled at start."""
 
 import os
 from typing import Any, ClassVar
@@ -17,15 +17,15 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     title: ClassVar[str] = "EAGLEGBV"
 
     def is_eagle(self) -> bool:
-        """Take SGLang's paths for EAGLE: its workers, its KV layout, its CUDA graphs."""
+        """Use SGLang's code for EAGLE: its workers, its KV layout, its CUDA graphs."""
         return True
 
     def supports_grammar_overlap(self) -> bool:
-        """Verification is SGLang's own but for the kernel, the grammar's barrier included."""
+        """Whether grammars may overlap: only the verification kernel differs from SGLang's own."""
         return True
 
     def carries_draft_hidden_states(self) -> bool:
-        """Say as EAGLE does; SGLang asks every algorithm, plug-ins included."""
+        """Answer as EAGLE does; SGLang asks every algorithm, including plug-ins."""
         return True
 
     def need_topk(self) -> bool:
@@ -39,7 +39,7 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        """Return what carries tensors from round to round, as for EAGLE."""
+        """Return the object that carries tensors from round to round, as for EAGLE."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(
@@ -47,10 +47,10 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         )
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Check and complete the arguments; what cannot be served is refused here.
+        """Check and complete the arguments; refuse what cannot be served.
 
         Raises:
-            EagleGBVError: Naming the argument, its value, the reason and the remedy.
+            EagleGBVError: The error names the argument, its value, the reason and the remedy.
         """
         check_version()
         settle_arguments(
@@ -62,12 +62,12 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 class Eagle3Algorithm(EagleAlgorithm):
-    """Sampled trees of an EAGLE-3 head, a reduced draft vocabulary included."""
+    """Sampled trees of an EAGLE-3 head, possibly with a reduced draft vocabulary."""
 
     title: ClassVar[str] = "EAGLEGBV3"
 
     def is_eagle3(self) -> bool:
-        """Have SGLang feed the head from several of the target's layers."""
+        """Let SGLang feed the head from several of the target's layers."""
         return True
 
 

@@ -1,9 +1,10 @@
 """SGLang's EAGLE draft worker with K sampled paths instead of the most likely tokens.
 
-What a round needs from the one before is the law at its root. The head's logits there are heard
-while SGLang runs the head over the accepted tokens, and kept by the request's slot in SGLang's
-pool, as SGLang keeps what it carries from round to round. Numbers that change from round to round
-lie in buffers at fixed addresses, so that the drafting loop can be captured as a CUDA graph.
+A round needs from the round before only the law at its root. A listener records the head's logits
+there while SGLang runs the head over the accepted tokens. They are kept by the request's slot in
+SGLang's pool, as SGLang keeps what it carries from round to round. Numbers that change from round
+to round are in buffers at fixed addresses, so that the drafting loop can be captured as a CUDA
+graph.
 """
 
 from collections.abc import Callable
@@ -29,12 +30,12 @@ from eaglegbv.errors import ModelNotSupported
 
 @dataclass(frozen=True, slots=True)
 class RoundInputs:
-    """What one round of drafting reads, in buffers of ``rows`` requests.
+    """Inputs of one round of drafting, in buffers for ``rows`` requests.
 
     Attributes:
         uniforms: ``[rows, paths, length]`` float64.
-        temperatures: ``[rows, 1]`` float32, of the draft laws.
-        greedy: ``[rows, 1]`` bool: draft the most likely tokens, for the request is greedy.
+        temperatures: ``[rows, 1]`` float32, temperatures of the draft laws.
+        greedy: ``[rows, 1]`` bool, whether the request is greedy: draft the most likely tokens.
     """
 
     uniforms: Tensor
@@ -43,7 +44,7 @@ class RoundInputs:
 
     @classmethod
     def allocate(cls, rows: int, *, paths: int, length: int, device: str) -> "RoundInputs":
-        """Return buffers that suit rounds captured before the first real one."""
+        """Return buffers with values that suit captures before the first real round."""
         return cls(
             torch.zeros((rows, paths, length), dtype=torch.float64, device=device),
             torch.ones((rows, 1), device=device),
@@ -51,7 +52,7 @@ class RoundInputs:
         )
 
     def load(self, uniforms: Tensor, temperatures: Tensor, greedy: Tensor) -> None:
-        """Write the numbers of a round's requests."""
+        """Write the numbers for a round's requests."""
         batch = len(uniforms)
         self.uniforms[:batch].copy_(uniforms, non_blocking=True)
         self.temperatures[:batch].copy_(temperatures)
@@ -61,7 +62,7 @@ class RoundInputs:
         """Return each path's token ``[batch, paths]`` at ``depth``, 0 at the root's children."""
         batch, paths, width = laws.ids.shape
         drawn = laws.pick(self.uniforms[:batch, :, depth])
-        # Greedy requests: the paths part at the root, one likely token each, and go on alike.
+        # For greedy requests, paths start with different likely tokens, and continue with the best.
         column = torch.arange(paths, device=drawn.device).clamp(max=width - 1) if depth == 0 else 0
         likely = laws.ids[:, torch.arange(paths, device=drawn.device), column]
         return torch.where(self.greedy[:batch], likely, drawn)
@@ -71,14 +72,14 @@ Redraw = Callable[[ScheduleBatch, Tensor], bool]
 
 
 class Listener:
-    """A callable in place of another that keeps the last result."""
+    """Wraps a callable and keeps its last result."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self.heard: Any = None
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        """Call, and keep the result as :attr:`heard`."""
+        """Call it, and keep the result as :attr:`heard`."""
         self.heard = self._call(*arguments, **named)
         return self.heard
 
@@ -99,12 +100,12 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self._replay: Listener | None = None
 
     def configure(self, settings: Settings, book: RequestBook, redraw: Redraw) -> None:
-        """Take what the worker shares; to be called before memory is allocated.
+        """Take the objects shared with the worker; call this before memory is allocated.
 
         Args:
-            settings: Of the drafts.
-            book: Where the random numbers come from.
-            redraw: Draws the tokens after prompts again where they are not the target's alone;
+            settings: Settings of the drafts.
+            book: Source of the random numbers.
+            redraw: Redraws tokens after prompts that must not be drawn from the target's law alone;
                 returns whether it changed any of the token ids ``[batch]``, in place.
         """
         self._settings = settings
@@ -112,7 +113,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self._redraw = redraw
 
     def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
-        """Allocate SGLang's pools, and what is kept by request slot and by row."""
+        """Allocate SGLang's pools, and the buffers by request slot and by row."""
         super().alloc_memory_pool(*arguments, **named)
         slots = self.req_to_token_pool.req_to_token.shape[0]
         vocab = self.draft_runner.model_config.vocab_size
@@ -120,8 +121,8 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             vocab = len(self.hot_token_id)
         width = min(self._settings.draft_width, vocab)
         self._root_laws = torch.zeros((slots, 2, width), dtype=torch.float64, device=self.device)
-        # CUDA graphs are captured for batches of as many rows at most, rounded up to a multiple of
-        # ranks, or of twice as many where two batches overlap.
+        # CUDA graphs are captured for at most this many rows, rounded up to a multiple of the
+        # number of ranks, or of twice that number where two batches overlap.
         self._inputs = RoundInputs.allocate(
             slots + 2 * self.server_args.tp_size,
             paths=self.topk,
@@ -132,7 +133,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
     def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
         """Draft a tree for each request.
 
-        It rides on the verify input as ``numbered``, and where it started as ``start``.
+        The verify input carries it as ``numbered``, and where its round started as ``start``.
         """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
@@ -157,11 +158,11 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
     def draft_forward(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Draw the paths on from their first tokens; the laws take the place of draft_probs.
+        """Continue the paths from their first tokens; the laws take the place of draft_probs.
 
         Returns:
-            Parents, numbers and tokens as :class:`SGLangTree` has them, and the laws after each
-            path's tokens, packed: ``[batch, length - 1, paths, 2, width]`` float64.
+            Parents, numbers and tokens as in :class:`SGLangTree`, and the laws after each path's
+            tokens, packed: ``[batch, length - 1, paths, 2, width]`` float64.
         """
         spec_info: EagleDraftInput = forward_batch.spec_info
         if forward_batch.forward_mode.is_idle():
@@ -207,7 +208,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         if batch.forward_mode.is_idle():
             return next_input
         if self._redraw(batch, next_token_ids):
-            # The head has read the token that was drawn first: once more, from the start.
+            # The head has read the token drawn first, so it runs again from the start.
             batch.input_ids = input_ids
             next_input = extend(batch, target_hidden_states, next_token_ids, *arguments, **named)
         self._keep_roots(batch, self._forward.heard.logits_output)
@@ -240,7 +241,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self._root_laws[batch.req_pool_indices] = laws.pack()
 
     def short_laws(self, logits: Tensor, temperatures: Tensor) -> ShortLaws:
-        """Turn the head's logits ``[rows, draft_vocab]`` into the laws that drafts follow."""
+        """Turn the head's logits ``[rows, draft_vocab]`` into the laws of the drafts."""
         return ShortLaws.of_logits(
             logits,
             temperatures,

@@ -1,4 +1,4 @@
-"""A client of SGLang's OpenAI endpoint that reads what its answers say about acceptance."""
+"""A client of SGLang's OpenAI endpoint that reads the acceptance figures of its answers."""
 
 import json
 import urllib.error
@@ -33,7 +33,7 @@ class Endpoint:
 
     Attributes:
         url: Address of the server.
-        shape: How its trees are shaped; its verifier does not matter here.
+        shape: Plan with the shape of its trees; its verifier does not matter here.
     """
 
     url: str
@@ -45,10 +45,10 @@ class Endpoint:
         """Answer one conversation.
 
         Raises:
-            InvalidArgument: The server refused the request; the message has its words.
+            InvalidArgument: The server refused the request; the message quotes its reason.
             StepFailed: The server broke off.
         """
-        del plan  # settled when the server started
+        del plan  # it was fixed when the server started
         body = {"model": "default", "messages": prompts, **to_openai(sampling_params)}
         body |= {"return_meta_info": True, "return_token_ids": True}
         try:

@@ -1,4 +1,4 @@
-"""SGLang's engine with our drafts and verifiers, in one call."""
+"""SGLang's engine with our drafts and verifiers, from one call."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -24,11 +24,11 @@ def server_arguments(
 
     Args:
         model: Folder or hub name of the target.
-        drafter: Folder of an EAGLE head; None for none.
+        drafter: Folder of an EAGLE head, or None.
         paths: Number of drafted paths.
         depth: Length of a drafted path.
-        revision: Of the target on the hub, with which the head is compared.
-        trust_remote_code: Whether the target's repository may bring code of its own.
+        revision: Revision of the target on the hub, with which the head is compared.
+        trust_remote_code: Whether to run code from the target's repository.
 
     Raises:
         DrafterMismatch: The head does not fit the target.
@@ -61,14 +61,14 @@ def engine(
         drafter: Folder of an EAGLE head in any format this project reads; None decodes plainly.
         paths: Number of drafted paths, K.
         depth: Length of a drafted path, L.
-        settings: Verifier, draft width and temperature, seed; by default otbv's.
-        arguments: Anything else SGLang's engine takes, such as ``tp_size``.
+        settings: Verifier, draft width and temperature, seed; by default those of otbv.
+        arguments: Other arguments of SGLang's engine, such as ``tp_size``.
 
     Returns:
-        The engine, ready to ``generate``; ``shutdown()`` ends it.
+        The engine, ready to ``generate``; call ``shutdown()`` to end it.
 
     Raises:
-        EagleGBVError: SGLang is missing or another version, or something cannot be served; the
+        EagleGBVError: SGLang is missing or of another version, or something cannot be served; the
             message names the argument and the remedy.
     """
     check_version()
@@ -77,7 +77,7 @@ def engine(
 
     hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
-    # SGLang's processes inherit the environment; all of them run when the engine is ready.
+    # SGLang's processes inherit the environment; all of them have started when the engine is ready.
     with _environment((settings or Settings()).to_environment()):
         return sglang.Engine(**(named | arguments))
 

@@ -1,7 +1,7 @@
 """The token after a prompt, drawn from SGLang's law with the request's own random numbers.
 
-So a seed fixes the whole answer. After a retraction the prompt is read again with what has been
-generated, and the token after it is drawn the same way.
+So a seed determines the whole answer. After a retraction, the prompt is read again with what has
+been generated, and the token after it is drawn in the same way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens"
 
 @contextmanager
 def first_tokens_of(requests: Sequence[Req]) -> Iterator[None]:
-    """Say whose tokens the sampler draws in the body."""
+    """Set the requests whose tokens the sampler draws within this context."""
     token = _requests.set(requests)
     try:
         yield
@@ -44,10 +44,10 @@ def warped(probs: Tensor, sampling: SamplingBatchInfo) -> Tensor:
 
 
 class FirstTokens:
-    """In place of a sampler's draw; tokens that are none of ours it draws as before.
+    """Replaces a sampler's draw; for requests that are not ours, it draws as before.
 
     Attributes:
-        laws: ``[batch, vocab]``, what the last tokens were drawn from; None before the first.
+        laws: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
     """
 
     def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
@@ -62,7 +62,7 @@ class FirstTokens:
         positions: Tensor,
         simple_sampling_case: bool,
     ) -> tuple[Tensor, Any]:
-        """Return token ids ``[batch]``, and a record of sampling masks where one is wanted."""
+        """Return token ids ``[batch]``, and a record of sampling masks if one is wanted."""
         requests = _requests.get()
         if requests is None or sampling_info.sampling_mask_batch_indices is not None:
             return cast(

@@ -1,4 +1,4 @@
-"""Is this the SGLang we know? Checked when a server starts, before anything is overridden."""
+"""Checks, before anything is overridden at a server's start, that SGLang is of a known version."""
 
 import inspect
 import os
@@ -12,11 +12,11 @@ SUPPORTED = ("0.5.23",)
 """Versions of SGLang whose override points are known."""
 
 PLUGIN = "eaglegbv"
-"""Name of our entry point."""
+"""Name of our entry point for plug-ins."""
 
 
 class OverridePointChanged(EagleGBVError):
-    """A name of SGLang's that we override is gone or takes other parameters."""
+    """A name in SGLang that we override is gone or takes other parameters."""
 
     def __init__(self, point: str, found: str, expected: str) -> None:
         super().__init__(
@@ -33,12 +33,12 @@ class OverridePointChanged(EagleGBVError):
 
 @dataclass(frozen=True, slots=True)
 class OverridePoint:
-    """A function of SGLang's that is replaced, wrapped or overridden.
+    """A function of SGLang that is replaced, wrapped or overridden.
 
     Attributes:
-        module: Where it is looked up.
+        module: Module in which it is looked up.
         name: Its name there, dotted for a method.
-        parameters: The parameters relied on, in order; more may follow.
+        parameters: The parameters we rely on, in order; more may follow.
     """
 
     module: str
@@ -46,7 +46,7 @@ class OverridePoint:
     parameters: tuple[str, ...]
 
     def check(self) -> None:
-        """Raise :class:`OverridePointChanged` unless it is there and takes the parameters."""
+        """Raise :class:`OverridePointChanged` unless it exists and takes the parameters."""
         found: object = import_module(self.module)
         for part in self.name.split("."):
             if part not in dir(found):
@@ -104,15 +104,15 @@ OVERRIDE_POINTS = (
         ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
     ),
 )
-"""Everything we put something of ours in the place of."""
+"""All functions of SGLang that we replace, wrap or override."""
 
 
 def check_version() -> None:
-    """Raise unless the installed SGLang is one we know.
+    """Raise unless the installed SGLang is of a known version.
 
     Raises:
-        NotInstalled: There is none.
-        InvalidArgument: It is another version.
+        NotInstalled: SGLang is not installed.
+        InvalidArgument: It is of another version.
     """
     try:
         installed = version("sglang")
@@ -136,6 +136,6 @@ def check_plugin() -> None:
 
 
 def check_override_points() -> None:
-    """Raise :class:`OverridePointChanged` for the first override point that is not as known."""
+    """Raise :class:`OverridePointChanged` for the first override point that has changed."""
     for point in OVERRIDE_POINTS:
         point.check()

@@ -1,4 +1,4 @@
-"""Draft heads as SGLang reads them."""
+"""Draft heads in the format that SGLang reads."""
 
 import hashlib
 import tempfile
@@ -17,7 +17,7 @@ class ServedHead:
     """A head in SGLang's format.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of the head.
         eagle3: Whether it is an EAGLE-3 head.
     """
 
@@ -37,13 +37,13 @@ def served_head(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ServedHead:
-    """Check a head against its target; where it is in another format, write it anew for SGLang.
+    """Check a head against its target, and convert it for SGLang if it is in another format.
 
     Args:
         folder: A head in any format that :mod:`eaglegbv.drafters.formats` reads.
         model: Folder or hub name of the target.
-        revision: Of the target on the hub; None for the newest.
-        trust_remote_code: Whether the target's repository may bring code of its own.
+        revision: Revision of the target on the hub; None for the newest.
+        trust_remote_code: Whether to run code from the target's repository.
 
     Raises:
         DrafterMismatch: The head is broken, or does not fit the target.
@@ -57,7 +57,7 @@ def served_head(
 
 
 def _converted(checkpoint: Checkpoint) -> Path:
-    """Write the head into the temporary folder, unless a server before did."""
+    """Write the head into the temporary folder, unless an earlier server did."""
     written = sorted(
         (name, (checkpoint.folder / name).stat().st_mtime_ns)
         for name in ("config.json", *checkpoint.files)

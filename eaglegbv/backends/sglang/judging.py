@@ -1,4 +1,4 @@
-"""Our verdicts on SGLang's trees and laws, written in SGLang's numbers."""
+"""Our verdicts on SGLang's trees and laws, in SGLang's numbering."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Acceptance:
 
     Attributes:
         nodes: ``[batch, length + 1]`` int64, the root and the accepted nodes, then -1.
-        tokens: ``[batch * nodes]`` int64, at the root and each accepted node the token after it.
+        tokens: ``[batch * nodes]`` int64, at the root and each accepted node, the token after it.
         accepted: ``[batch]`` int64, number of accepted nodes without the root.
     """
 
@@ -27,7 +27,7 @@ class Acceptance:
 
 
 def target_law(target_probs: Tensor, numbered: NumberedTree) -> TargetLaw:
-    """Wrap SGLang's warped laws ``[batch, nodes, vocab]`` float32, which are normalised again."""
+    """Wrap SGLang's warped laws ``[batch, nodes, vocab]`` float32, normalising them again."""
     batch, nodes, _ = target_probs.shape
     first = nodes * torch.arange(batch, device=target_probs.device).unsqueeze(1)
     real = torch.arange(nodes, device=first.device) < numbered.tree.num_nodes.unsqueeze(1)
@@ -38,9 +38,9 @@ def target_law(target_probs: Tensor, numbered: NumberedTree) -> TargetLaw:
 def walk_greedily(
     numbered: NumberedTree, target: TargetLaw, verdict: Verdict, rows: Tensor
 ) -> Verdict:
-    """Return ``verdict`` with the rows ``[batch]`` bool of greedy requests walked greedily.
+    """Return ``verdict``, with a greedy walk for the rows ``[batch]`` bool of greedy requests.
 
-    Their paths are the drafter's most likely ones and not drawn, so no other rule fits them.
+    Their paths are not drawn, but the drafter's most likely ones, so no other rule fits them.
     """
     walked = GreedyWalkVerifier().judge(numbered.tree, target, None)  # type: ignore[arg-type]
     return Verdict(
@@ -51,13 +51,13 @@ def walk_greedily(
 
 
 def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
-    """Write a verdict in SGLang's numbers."""
+    """Convert a verdict to SGLang's numbering."""
     tree = numbered.tree
     batch, nodes = tree.token_ids.shape
     steps = torch.arange(tree.length + 1, device=tree.token_ids.device)
     reached = steps <= verdict.accepted.unsqueeze(1)
     path = torch.nn.functional.pad(verdict.path_nodes, (1, 0))
-    # Steps beyond the last accepted node repeat it, so that they write what it writes.
+    # Steps beyond the last accepted node repeat it, so that they write the same values.
     path = path.gather(1, torch.minimum(steps, verdict.accepted.unsqueeze(1)))
     following = torch.nn.functional.pad(tree.token_ids.gather(1, path)[:, 1:], (0, 1))
     following = torch.where(

@@ -1,7 +1,7 @@
 """SGLang's arguments, checked and completed before a server starts.
 
-SGLang does as much for its own EAGLE; for a plug-in nobody does. Everything is refused that we
-would get wrong or ignore.
+SGLang does this for its own EAGLE, but not for plug-ins. Everything is refused that we would get
+wrong or ignore.
 """
 
 import logging
@@ -26,15 +26,15 @@ MASKLESS_BACKENDS = ("torch_native", "flex_attention")
 TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
 """Attention backends that read the masks of trees."""
 LATENT_TREE_BACKENDS = ("fa3", "triton")
-"""Those that do so where the target's attention is latent (MLA). FlashInfer's takes any tree for a
-chain there, without a word.
+"""Backends that do so if the target's attention is latent (MLA). FlashInfer's treats any tree as a
+chain there, without a warning.
 """
 PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
-"""Those that draft several paths in pages of several tokens."""
+"""Backends that draft several paths in pages of several tokens."""
 
 
 class NotServed(EagleGBVError):
-    """An option of SGLang's that this backend cannot honour."""
+    """An option of SGLang that this backend cannot honour."""
 
     def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
         super().__init__(f"--{option.replace('_', '-')} {value}: {reason}; {remedy}")
@@ -52,10 +52,10 @@ class Unserved:
     """An option that must keep its value.
 
     Attributes:
-        option: Its name.
+        option: Name of the option.
         harmless: The values it may have.
-        reason: Why no other.
-        remedy: What to do about it.
+        reason: Why it may have no other value.
+        remedy: What the user can do.
     """
 
     option: str
@@ -161,15 +161,15 @@ def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool, late
     """Check SGLang's arguments and fill in what depends on K and L.
 
     Args:
-        server_args: SGLang's.
-        settings: Ours.
+        server_args: SGLang's arguments.
+        settings: Our settings.
         eagle3: Whether the algorithm is the one for EAGLE-3 heads.
         latent: Whether the target's attention is latent (MLA).
 
     Raises:
         InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
         NotServed: An option cannot be honoured.
-        DrafterMismatch: The head is not of the kind that was named, or does not fit the target.
+        DrafterMismatch: The head is not of the named kind, or does not fit the target.
     """
     for unserved in UNSERVED:
         unserved.check(server_args)
@@ -213,7 +213,7 @@ def _settle_head(server_args: Any, *, eagle3: bool) -> None:
     folder = server_args.speculative_draft_model_path
     if folder is None:
         raise InvalidArgument("speculative_draft_model_path", None, "a folder with an EAGLE head")
-    if not Path(folder).is_dir():  # a hub name: SGLang fetches it, and checks it when it loads it
+    if not Path(folder).is_dir():  # for a hub name, SGLang fetches and checks the head itself
         return
     head = served_head(
         folder,
@@ -231,7 +231,7 @@ def _settle_head(server_args: Any, *, eagle3: bool) -> None:
 
 
 def _settle_debts(server_args: Any) -> None:
-    """Settle what a verifier with debts needs beside the others."""
+    """Settle the further arguments that a verifier with debts needs."""
     for unserved in UNSERVED_WITH_DEBTS:
         unserved.check(server_args)
     if not server_args.disable_overlap_schedule:

@@ -1,4 +1,4 @@
-"""Draft laws as short lists, and drawing from them, without reading anything on the host.
+"""Draft laws as short lists, and draws from them, without reading anything on the host.
 
 Everything here may run inside a CUDA graph.
 """
@@ -16,7 +16,8 @@ class ShortLaws:
 
     Attributes:
         ids: ``[..., width]`` int64 target token ids, most likely first.
-        probs: ``[..., width]`` float64, normalised once: drawn from and handed to the verifier.
+        probs: ``[..., width]`` float64, normalised once; the same numbers are sampled from and
+            passed to the verifier.
     """
 
     ids: Tensor
@@ -26,17 +27,18 @@ class ShortLaws:
     def of_logits(
         cls, logits: Tensor, temperatures: Tensor, *, width: int, target_ids: Tensor | None
     ) -> Self:
-        """Keep the ``width`` most likely tokens, temper and normalise them.
+        """Keep the ``width`` most likely tokens, apply the temperature, and normalise.
 
-        Any law is lossless as long as it is the one drawn from. So a head whose logits are NaN
-        drafts the first of its tokens for certain, and speculation goes on without it.
+        Any law is lossless as long as it is the one that is sampled from. So a head whose logits
+        are NaN drafts the first of its tokens with certainty, and decoding continues as if without
+        speculation.
 
         Args:
             logits: ``[rows, draft_vocab]``.
             temperatures: ``[rows, 1]``, above 0.
-            width: Candidates to keep; fewer where the vocabulary is smaller.
-            target_ids: ``[draft_vocab]`` int64, the target's id of each draft token; None where
-                the vocabularies are one.
+            width: Number of candidates to keep; fewer if the vocabulary is smaller.
+            target_ids: ``[draft_vocab]`` int64, the target's id of each draft token; None if both
+                have the same vocabulary.
         """
         values, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
         values = values.double()
@@ -62,14 +64,14 @@ class ShortLaws:
             uniforms: ``[...]`` float64 in [0, 1).
         """
         cumulative = self.probs.cumsum(dim=-1)
-        # Most likely first: entries of probability 0 stand at the end, where the sum does not grow.
+        # Entries of probability 0 are at the end, as the laws are sorted; the sum stays constant.
         limit = torch.nextafter(cumulative[..., -1:], torch.zeros_like(cumulative[..., -1:]))
         threshold = torch.minimum(uniforms.unsqueeze(-1) * cumulative[..., -1:], limit)
         place = (cumulative <= threshold).sum(dim=-1, keepdim=True)
         return self.ids.gather(-1, place).squeeze(-1)
 
     def of_branches(self, branches: Tensor) -> Self:
-        """Return ``[batch, paths, width]``: for each path the law of the path named.
+        """Return ``[batch, paths, width]``: for each path, the law of the given branch.
 
         Args:
             branches: ``[batch, paths]`` int64; the laws' rows are ``batch * paths``.

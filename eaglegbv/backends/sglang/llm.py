@@ -46,7 +46,7 @@ LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
         "unobserve": "SGLang's steps are its own",
     }
 )
-"""What the local engine's :class:`eaglegbv.llm.LLM` has besides, and why there is none here."""
+"""Members of only the local engine's :class:`eaglegbv.llm.LLM`, and why they are missing here."""
 
 UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
     {
@@ -55,13 +55,13 @@ UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
         "draft_quantization": "it holds the weights, see its speculative_draft_model_quantization",
     }
 )
-"""What of :class:`EngineConfig` SGLang has no use for, and what to do instead. ``calibrate`` is for
-plans that the engine chooses, which SGLang does not run.
+"""Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead. ``calibrate``
+is for plans that the engine chooses, which SGLang does not run.
 """
 
 
 class SGLangLLM(TextGenerator):
-    """What ``LLM(..., backend="sglang")`` gives: SGLang runs the models; arguments are LLM's.
+    """Result of ``LLM(..., backend="sglang")``: SGLang runs the models; arguments are LLM's.
 
     One plan serves every request: SGLang fixes the number and length of paths when it starts.
     """
@@ -87,21 +87,21 @@ class SGLangLLM(TextGenerator):
         """Start SGLang.
 
         Args:
-            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``law`` is None
-                or ``iid``, and ``plan`` is none that the engine chooses.
+            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``law`` must be
+                None or ``iid``, and the engine cannot choose ``plan``.
             drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
             verifier: A verifier that accepts independently drawn paths.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
             law: How a tree's children arise.
-            draft_width: Candidates a draft law keeps.
+            draft_width: Number of candidates a draft law keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Instead of those six.
-            dtype: Of weights and activations; SGLang's choice by default.
-            device: ``cuda`` or ``cpu``; SGLang's choice by default.
+            plan: Plan, instead of the last six arguments.
+            dtype: Dtype of weights and activations; by default SGLang chooses it.
+            device: ``cuda`` or ``cpu``; by default SGLang chooses it.
             engine: Sizes and seed.
             backend: ``"sglang"``.
-            arguments: Anything else SGLang's engine takes.
+            arguments: Other arguments of SGLang's engine.
 
         Raises:
             EagleGBVError: Something cannot be served; the message names it and the remedy.
@@ -132,14 +132,14 @@ class SGLangLLM(TextGenerator):
             tokenizer=tokenizer,
         )
 
-    if not TYPE_CHECKING:  # which would take every name for an attribute
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> object:
-            """Say why there is none of what users may know of the local engine."""
+            """Explain why a member of the local engine is missing here."""
             if name in LOCAL_ALONE:
                 why = f"{LOCAL_ALONE[name]}; LLM(..., backend='local') has it"
                 raise AttributeError(f"SGLangLLM has no {name!r}: {why}", name=name, obj=self)
-            return super().__getattribute__(name)  # raises as usual
+            return super().__getattribute__(name)  # raises the usual error
 
     def shutdown(self) -> None:
         """Stop SGLang's processes."""
@@ -160,7 +160,7 @@ class SGLangLLM(TextGenerator):
         params = to_sglang(sampling_params or SamplingParams())
         pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
         for whole in pieces:
-            # SGLang goes on appending to the list it has handed out.
+            # SGLang continues to append to the list it has returned.
             new = Delta(text=whole["text"][len(text) :], token_ids=whole["output_ids"][tokens:])
             answer, text, tokens = whole, whole["text"], tokens + len(new.token_ids)
             yield new
@@ -203,7 +203,7 @@ class SGLangLLM(TextGenerator):
             )
         except EagleGBVError as error:
             return Result.of_error(error)
-        except ValueError as error:  # what SGLang says of requests it does not take
+        except ValueError as error:  # SGLang raises it for requests it does not accept
             return Result.of_error(InvalidArgument("prompt", f"{len(prompt)} long", str(error)))
         return Result(self._completion(prompt_ids, answer))
 
@@ -257,7 +257,7 @@ def _check_priority(priority: int) -> None:
 
 
 def _check_sizes(sizes: EngineConfig) -> None:
-    """Refuse what would be ignored."""
+    """Refuse sizes that would be ignored."""
     default = EngineConfig()
     for name, reason in UNUSED_SIZES.items():
         value, expected = getattr(sizes, name), getattr(default, name)

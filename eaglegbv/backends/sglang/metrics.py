@@ -1,4 +1,4 @@
-"""Acceptance, said in the field's terms and counted exactly."""
+"""Acceptance in the usual terms of the field, counted exactly."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,20 +14,21 @@ def acceptance_length(histogram: Sequence[int]) -> float:
     """Return the drafted tokens accepted per target forward.
 
     Args:
-        histogram: Entry i: verifications that accepted i drafted tokens.
+        histogram: Entry i is the number of verifications that accepted i drafted tokens.
     """
     forwards = sum(histogram)
     return sum(i * count for i, count in enumerate(histogram)) / forwards if forwards else 0.0
 
 
 def corrected(meta_info: Mapping[str, Any], *, length: int) -> dict[str, Any]:
-    """Return SGLang's ``meta_info`` of a finished request with what it gets wrong put right.
+    """Return SGLang's ``meta_info`` of a finished request with its errors corrected.
 
-    SGLang counts the token of the prompt's own forward among those that verifications committed,
-    and divides what was accepted by the nodes of the tree, of which at most ``length`` can be.
+    SGLang counts the token of the prompt's own forward among those that verifications committed. It
+    also divides the number of accepted tokens by the nodes of the tree, though at most ``length``
+    of them can be accepted.
 
     Args:
-        meta_info: As SGLang says it.
+        meta_info: SGLang's own counts.
         length: Length of the drafted paths.
     """
     histogram = meta_info.get("spec_correct_drafts_histogram")
@@ -44,10 +45,10 @@ def corrected(meta_info: Mapping[str, Any], *, length: int) -> dict[str, Any]:
 
 
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
-    """Return the counts of a finished request; SGLang tells no times of its phases.
+    """Return the counts of a finished request; SGLang does not report times of its phases.
 
     Args:
-        meta_info: As SGLang says it.
+        meta_info: SGLang's own counts.
         plan: How the server drafts.
     """
     histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
@@ -66,7 +67,7 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
 
 
 def corrected_rate(block_efficiency: float, *, length: int) -> float:
-    """Return the share of the tokens that could be accepted that was; 0 before any verification.
+    """Return the accepted share of the tokens that could be accepted; 0 before any verification.
 
     Args:
         block_efficiency: Tokens committed per verification.
@@ -76,7 +77,7 @@ def corrected_rate(block_efficiency: float, *, length: int) -> float:
 
 
 def install() -> None:
-    """Have SGLang's answers and its Prometheus gauges say it so, for our algorithms alone."""
+    """Correct SGLang's answers and Prometheus gauges, only for our algorithms."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
@@ -96,7 +97,7 @@ def _correct_gauges(original: Callable[..., None], collector: Any, stats: Any) -
 
     spec = get_spec()
     if spec.speculative_algorithm in TITLES:
-        # SGLang divides by the nodes of the tree here too.
+        # Here too, SGLang divides by the nodes of the tree.
         stats.spec_accept_rate = corrected_rate(
             stats.spec_accept_length, length=spec.speculative_num_steps
         )

@@ -5,7 +5,7 @@ from eaglegbv.backends.sglang.metrics import install
 
 
 def register() -> None:
-    """Make ``EAGLEGBV`` (EAGLE-1 and -2 heads) and ``EAGLEGBV3`` (EAGLE-3 heads) known."""
+    """Register ``EAGLEGBV`` (EAGLE-1 and -2 heads) and ``EAGLEGBV3`` (EAGLE-3 heads)."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     for algorithm in (EagleAlgorithm, Eagle3Algorithm):

@@ -1,10 +1,10 @@
-"""What an earlier round's head would have drawn after other tokens.
+"""Draft laws that an earlier round's head would have had after other tokens.
 
 A debt (:mod:`eaglegbv.verifiers.modified_target`) needs the draft laws of its own round along
-tokens committed later. The round's root, its head's hidden state there and the settings of its laws
-are remembered; the head is run on from there along the tokens, on its own features, one row each.
-Its keys before the root are SGLang's, final once written; those from the root on are kept here, for
-SGLang's own have been written again from the target's features.
+tokens committed later. So the round's root, its head's hidden state there and the settings of its
+laws are kept, and the head runs on from there along the tokens, on its own features, one row each.
+Its keys before the root are SGLang's, which are final once written. Those from the root onwards are
+kept here, because SGLang's own have been rewritten from the target's features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,13 +38,13 @@ Entries = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """Where a round's drafting began, one row per request.
+    """Start of a round's drafting, one row per request.
 
     Attributes:
-        lengths: ``[batch]`` int64, entries of the head's KV cache up to the root.
+        lengths: ``[batch]`` int64, number of entries of the head's KV cache up to the root.
         hidden: ``[batch, hidden]``, the head's state at the root.
         laws: ``[batch, width]``, the laws at the root.
-        temperatures: ``[batch, 1]`` of the round's draft laws.
+        temperatures: ``[batch, 1]``, temperatures of the round's draft laws.
     """
 
     lengths: Tensor
@@ -59,10 +59,10 @@ class HeadSnapshot(DraftSnapshot):
 
     Attributes:
         context: Entries of SGLang's KV cache to read: those before the round's root.
-        entries: The head's own entries from the root on, by layer.
+        entries: The head's own entries from the root onwards, by layer.
         hidden: ``[hidden]``, its state.
-        law: ``[width]``, what it draws the next token from.
-        temperature: ``[1]``, of its laws.
+        law: ``[width]``, the law of the next token.
+        temperature: ``[1]``, temperature of its laws.
     """
 
     context: int
@@ -73,13 +73,13 @@ class HeadSnapshot(DraftSnapshot):
 
     @property
     def position(self) -> int:
-        """Where the next entry goes."""
+        """Position of the next entry."""
         own = next(iter(self.entries.values()), None)
         return self.context + (0 if own is None else len(own[0]))
 
 
 class HeadRecall(Recaller):
-    """Recalls for the requests of one batch."""
+    """Recalls laws for the requests of one batch."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class HeadRecall(Recaller):
         Args:
             worker: Runs the head.
             requests: The requests of the batch.
-            pool_indices: ``[batch]``, where SGLang keeps their slots.
-            start: Where the round began; None where nothing was drafted.
+            pool_indices: ``[batch]``, indices of their slots in SGLang's pool.
+            start: Start of the round; None if nothing was drafted.
         """
         self._worker = worker
         self._rows = {request.number: row for row, request in enumerate(requests)}
@@ -121,8 +121,8 @@ class HeadRecall(Recaller):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row of the head each; see :meth:`Recaller.advance`."""
-        del slots  # entries are few and short-lived, and kept beside the pool
+        """Run one more row of the head for each request; see :meth:`Recaller.advance`."""
+        del slots  # entries are few and short-lived, so they are kept outside the pool
         own = own_snapshots(snapshots, HeadSnapshot)
         rows = [self._rows[request.number] for request in requests]
         attention = RecallAttention(self._worker, self._pool_indices[rows], own)
@@ -176,7 +176,7 @@ class HeadRecall(Recaller):
 
 
 class RecallAttention(AttentionBackend):  # type: ignore[misc]
-    """Attention of single rows over SGLang's entries and over entries of their own."""
+    """Attention of single rows over SGLang's entries and over the rows' own entries."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         pool_indices: Tensor,
         snapshots: Sequence[HeadSnapshot],
     ) -> None:
-        """Look up what each row reads."""
+        """Look up the entries that each row reads."""
         super().__init__()
         self.token_to_kv_pool = worker.draft_runner.token_to_kv_pool
         self.pool_indices = pool_indices
@@ -198,7 +198,7 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         self._new: dict[int, Entries] = {}
 
     def entries_of(self, row: int) -> dict[int, Entries]:
-        """Return a row's own entries by layer, the one just written last."""
+        """Return a row's own entries by layer, with the one just written last."""
         return {
             layer: (self._extended(row, layer, 0), self._extended(row, layer, 1))
             for layer in self._new
@@ -214,7 +214,7 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **others: object,
     ) -> Tensor:
-        """Return ``[rows, heads * dim]``; nothing is written to SGLang's pool."""
+        """Return ``[rows, heads * dim]``, without writing to SGLang's pool."""
         del forward_batch, save_kv_cache
         if others:
             raise NotImplementedError(f"attention with {', '.join(others)}")
@@ -232,7 +232,7 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         return out.flatten(1).to(q.dtype)
 
     def _all(self, layer: Any, part: int) -> Tensor:
-        """Return keys or values ``[rows, entries, heads, dim]``: SGLang's, then their own."""
+        """Return keys or values ``[rows, entries, heads, dim]``: SGLang's, then the rows' own."""
         pool = self.token_to_kv_pool
         buffer = pool.get_value_buffer if part else pool.get_key_buffer
         before = buffer(layer.layer_id)[self._slots]

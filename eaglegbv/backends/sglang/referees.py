@@ -1,4 +1,4 @@
-"""Who decides about a round's trees: a verifier without state, or one with debts."""
+"""Referees that decide about a round's trees: a stateless verifier, or one with debts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Referee(ABC):
-    """Judges trees of a batch."""
+    """Judges the trees of a batch."""
 
     @abstractmethod
     def judge(
@@ -36,15 +36,15 @@ class Referee(ABC):
         start: RoundStart | None,
         greedy: Sequence[bool],
     ) -> Verdict:
-        """Judge, and remember what later rounds need.
+        """Judge the trees, and remember what later rounds need.
 
         Args:
             requests: SGLang's requests.
-            pool_indices: ``[batch]``, where SGLang keeps their slots.
+            pool_indices: ``[batch]``, indices of their slots in SGLang's pool.
             tree: Their trees.
             target: The target's laws.
-            start: Where the round's drafting began; None for trees of a root alone.
-            greedy: Which requests are greedy: others decide about them, and they owe nothing.
+            start: Start of the round's drafting; None for trees with only a root.
+            greedy: Whether each request is greedy; the greedy walk then decides, without debts.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Referee(ABC):
 
 
 class PlainReferee(Referee):
-    """A verifier whose rounds are lossless by themselves."""
+    """A verifier whose rounds are each lossless."""
 
     def __init__(self, verifier: Verifier, book: RequestBook) -> None:
         self._verifier = verifier
@@ -81,13 +81,13 @@ class PlainReferee(Referee):
         return self._verifier.verify(tree, target, uniforms)
 
     def owing(self, requests: Sequence["Req"]) -> list[int]:
-        """None has any."""
+        """Return an empty list, as no request has debts."""
         del requests
         return []
 
 
 class DebtReferee(Referee):
-    """A verifier whose rounds leave a modified target to the next."""
+    """A verifier whose rounds leave a modified target for the next."""
 
     def __init__(
         self, verifier: StatefulVerifier, book: RequestBook, worker: "SampledDraftWorker"
@@ -114,7 +114,7 @@ class DebtReferee(Referee):
         """See :meth:`Referee.judge`."""
         own = self._records(requests)
         recall = HeadRecall(self._worker, own, pool_indices, start)
-        # Recalled entries lie beside SGLang's pool: these slots are counted, and stand for none.
+        # Recalled entries are outside SGLang's pool, so these slots are only counted, never used.
         slots = SlotAllocator(1 + len(own) * recall_slots(own[0].plan))
         settled = settle(self._verifier, own, tree, target, recall, slots)
         for request, debts, exempt in zip(own, settled.debts, greedy, strict=True):

@@ -1,6 +1,6 @@
-"""Top-k, top-p and min-p on probabilities, in PyTorch: what SGLang's verification lacks.
+"""Top-k, top-p and min-p on probabilities, in PyTorch, which SGLang's verification lacks.
 
-It has compiled kernels for the first two on a GPU only, and does not apply min-p to trees at all.
+SGLang has compiled kernels for the first two only on a GPU, and does not apply min-p to trees.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the ``top_k`` ``[rows]`` most likely tokens of each row, ties at the edge too."""
+    """Keep the ``top_k`` ``[rows]`` most likely tokens of each row, including ties at the edge."""
     values = probs.sort(dim=1, descending=True).values
     limits = top_k.to(torch.int64).clamp(max=probs.shape[1]).view(-1, 1)
     return _normalised(probs.where(probs >= values.gather(1, limits - 1), 0))

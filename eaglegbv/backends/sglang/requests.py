@@ -1,8 +1,8 @@
-"""What we remember about SGLang's requests: random numbers, steps, debts.
+"""Our records of SGLang's requests: random numbers, steps, debts.
 
-A request has one stream and one step counter for all its life, over retraction and whatever batch
-it is in. Every rank of a tensor-parallel group sees the same requests in the same order, so all of
-them draw the same numbers.
+A request has one stream and one step counter for all its life, through retractions and in any
+batch. Every rank of a tensor-parallel group sees the same requests in the same order, so all ranks
+draw the same numbers.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class RequestBook:
-    """Our records of the requests alive; those SGLang has dropped are forgotten with them."""
+    """Records of the living requests; the record of a request that SGLang drops is dropped too."""
 
     def __init__(self, plan: Plan, seed: int, *, replica: int | None = None) -> None:
-        """Open it.
+        """Start without records.
 
         Args:
             plan: How all requests speculate.
-            seed: Seed of the requests that name none.
-            replica: Which data-parallel replica serves them, if there are several: each counts
-                requests from 0, and copies of one prompt must not get the same numbers.
+            seed: Seed for the requests without a seed.
+            replica: Number of the data-parallel replica that serves them, if there are several:
+                each counts requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
         self._seed = seed if replica is None else request_seed(seed, replica)
@@ -44,7 +44,7 @@ class RequestBook:
         return [self._of(request) for request in requests]
 
     def draft_uniforms(self, requests: Sequence["Req"]) -> Tensor:
-        """Return ``[batch, paths, length]`` float64 in [0, 1), of the requests' current steps."""
+        """Return ``[batch, paths, length]`` float64 in [0, 1), for the requests' current steps."""
         paths, length = self._plan.paths, self._plan.depth
         numbers = [
             torch.from_numpy(own.stream.draw(own.step, Purpose.DRAFT, paths * length))
@@ -53,14 +53,14 @@ class RequestBook:
         return torch.stack(numbers).view(len(requests), paths, length)
 
     def token_uniforms(self, requests: Sequence["Req"]) -> Tensor:
-        """Return ``[batch]`` float64 in [0, 1): a token's, of the requests' current steps."""
+        """Return ``[batch]`` float64 in [0, 1), for one token at the requests' current steps."""
         numbers = [
             float(own.stream.draw(own.step, Purpose.CORRECTION, 1)[0]) for own in self.of(requests)
         ]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def advance(self, requests: Sequence["Req"]) -> None:
-        """Go on to the next step; no number of this one is used again."""
+        """Move on to the next step, so that no number of this one is used again."""
         for own in self.of(requests):
             own.step += 1
 
@@ -73,7 +73,7 @@ class RequestBook:
             self._records[request] = Request(
                 number=self._opened,
                 prompt_ids=tuple(request.origin_input_ids),
-                params=SamplingParams(),  # SGLang's are the ones that count
+                params=SamplingParams(),  # unused: SGLang's own apply
                 plan=self._plan,
                 stream=Stream(seed % 2**64),
                 max_tokens=2**31 - 1,

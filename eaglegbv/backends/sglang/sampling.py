@@ -1,15 +1,15 @@
-"""Sampling settings by SGLang's names."""
+"""Sampling settings under SGLang's names."""
 
 from typing import Any
 
 from eaglegbv.params import SamplingParams
 
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""What the OpenAI endpoints call otherwise."""
+"""Names that differ in the OpenAI endpoints."""
 
 
 def to_sglang(params: SamplingParams) -> dict[str, Any]:
-    """Return the same settings as SGLang's engine and ``/generate`` name them."""
+    """Return the same settings under the names of SGLang's engine and ``/generate``."""
     settings: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -24,11 +24,11 @@ def to_sglang(params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
     }
     if params.seed is not None:
-        # SGLang's seeds are signed; the same 64 bits.
+        # SGLang's seeds are signed; this keeps all 64 bits distinct.
         settings["sampling_seed"] = (params.seed + 2**63) % 2**64 - 2**63
     return settings
 
 
 def to_openai(params: SamplingParams) -> dict[str, Any]:
-    """Return the same settings as SGLang's OpenAI endpoints name them."""
+    """Return the same settings under the names of SGLang's OpenAI endpoints."""
     return {OPENAI_NAMES.get(name, name): value for name, value in to_sglang(params).items()}

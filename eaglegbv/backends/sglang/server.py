@@ -1,4 +1,4 @@
-"""A server of SGLang's in a process of its own, for as long as it is needed."""
+"""A server of SGLang in a separate process, for as long as it is needed."""
 
 import os
 import socket
@@ -33,18 +33,18 @@ class ServerFailed(EagleGBVError):
 
 @contextmanager
 def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) -> Iterator[str]:
-    """Start a server on a free port of this machine, and stop it in the end.
+    """Start a server on a free port of this machine, and stop it at the end.
 
     Args:
-        launch: What starts it, without its port.
-        log: File that gets what it prints.
-        starts_within: Seconds it may take to answer.
+        launch: The command that starts it, without its port.
+        log: File for its output.
+        starts_within: Seconds within which it must answer.
 
     Yields:
         Its address, once it answers.
 
     Raises:
-        ServerFailed: It ended, or did not answer in time.
+        ServerFailed: The server ended, or did not answer in time.
     """
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ from eaglegbv.backends.sglang.engine import server_arguments
 from eaglegbv.backends.sglang.settings import Settings
 
 SGLANGS_OWN = {"EAGLEGBV": "EAGLE", "EAGLEGBV3": "EAGLE3"}
-"""SGLang's algorithm for the heads of each of ours."""
+"""SGLang's algorithm for the heads of each of our algorithms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command and what its environment has beside the caller's.
+    """A command, and the variables to add to its environment.
 
     Attributes:
         command: Program and arguments.
@@ -36,7 +36,7 @@ def launch(
     settings: Settings,
     others: Sequence[str] = (),
 ) -> Launch:
-    """Return what starts the server.
+    """Return the command that starts the server.
 
     Args:
         model: Folder or hub name of the target.
@@ -44,7 +44,7 @@ def launch(
         paths: Number of drafted paths.
         depth: Length of a drafted path.
         settings: Verifier, draft width and temperature, seed.
-        others: SGLang's own arguments, handed on as they are.
+        others: SGLang's own arguments, passed on unchanged.
 
     Raises:
         DrafterMismatch: The head does not fit the target.
@@ -56,9 +56,9 @@ def launch(
 def launch_eagle(
     model: str | Path, drafter: str | Path, *, paths: int, depth: int, others: Sequence[str] = ()
 ) -> Launch:
-    """Return what starts SGLang with its own EAGLE, for comparison; see :func:`launch`.
+    """Return the command for SGLang with its own EAGLE, for comparison; see :func:`launch`.
 
-    Its trees keep the ``paths * depth`` most likely nodes of those that top-k ``paths`` expands.
+    Its trees keep the ``paths * depth`` most likely nodes among those that top-k ``paths`` expands.
     """
     named = server_arguments(model, drafter, paths=paths, depth=depth, **_hub_options(others))
     named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
@@ -67,7 +67,7 @@ def launch_eagle(
 
 
 def _hub_options(others: Sequence[str]) -> dict[str, Any]:
-    """Return those of SGLang's arguments that say how the target's configuration is read."""
+    """Return those of SGLang's arguments that affect how the target's configuration is read."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--revision")
     parser.add_argument("--trust-remote-code", action="store_true")

@@ -1,4 +1,4 @@
-"""What a user sets beside SGLang's own flags: by environment variables or one JSON string."""
+"""User settings besides SGLang's own flags, from environment variables or one JSON string."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -14,13 +14,13 @@ JSON_VARIABLE = "EAGLEGBV_SETTINGS"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How drafts are drawn and judged. The number and length of paths are SGLang's flags.
+    """How drafts are drawn and judged. SGLang's flags set the number and length of paths.
 
     Attributes:
         verifier: Name of a verifier that accepts independently drawn paths.
-        draft_width: Candidates a draft law keeps, most likely first.
+        draft_width: Number of candidates a draft law keeps, most likely first.
         draft_temperature: Temperature of the draft law as a multiple of the request's own.
-        seed: Seed from which requests without one of their own derive theirs.
+        seed: Seed from which the seeds of requests without one are derived.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
@@ -40,10 +40,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Read ``EAGLEGBV_<FIELD>`` variables, and ``EAGLEGBV_SETTINGS``, a JSON object, over them.
+        """Read ``EAGLEGBV_<FIELD>``; fields of ``EAGLEGBV_SETTINGS``, a JSON object, come first.
 
         Raises:
-            InvalidArgument: The JSON is none, a field is unknown, or a value is out of range.
+            InvalidArgument: The JSON is invalid, a field is unknown, or a value is out of range.
         """
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variables that :meth:`from_environment` reads the same settings from."""
+        """Return the variables from which :meth:`from_environment` reads the same settings."""
         return {JSON_VARIABLE: msgspec.json.encode(self).decode()}
 
 

@@ -1,8 +1,8 @@
-"""K paths of length L as one tree: in SGLang's numbers, and as a :class:`DraftTree`.
+"""K paths of length L as one tree: in SGLang's numbering, and as a :class:`DraftTree`.
 
 SGLang's trees have a constant number of nodes, ``K L + 1``: node ``1 + i K + k`` is the token that
 path k drew at depth ``i + 1``. Paths with equal prefixes share the node of the first of them, which
-stands for all; the nodes of the others stay as leaves that nothing hangs from and no verifier sees.
+represents all. The nodes of the others remain as leaves without children, which no verifier sees.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from eaglegbv.tree import DraftTree, Law
 
 
 class GrowingPaths:
-    """The tokens of the paths so far, and which path stands for which."""
+    """The tokens of the paths so far, and which path represents each."""
 
     def __init__(self, roots: Tensor) -> None:
         """Start with the tokens of depth 1, ``[batch, paths]`` int64."""
@@ -33,16 +33,17 @@ class GrowingPaths:
 
 
 def _first_equal(same: Tensor) -> Tensor:
-    """Return for each row of ``[batch, paths, paths]`` bool the first column that holds."""
+    """Return, for each row of ``[batch, paths, paths]`` bool, the first column that is true."""
     return same.to(torch.uint8).argmax(dim=2)
 
 
 @dataclass(frozen=True, slots=True)
 class SGLangTree:
-    """What SGLang builds its tree from; see ``build_tree_kernel_efficient`` there.
+    """Inputs from which SGLang builds its tree; see its ``build_tree_kernel_efficient``.
 
-    It numbers candidates by the place they are found at: those below path r at depth ``i + 1``
-    are ``K + K^2 (i - 1) + r K + k``, and finds a node's parent by ``parents[number // K]``.
+    SGLang numbers candidates by the place at which they are found: those below path r at depth
+    ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
+    ``parents[number // K]``.
 
     Attributes:
         parents: ``[batch, 1 + K (L - 1)]`` int64, or ``[batch, 0]`` where L is 1.
@@ -73,10 +74,10 @@ def sglang_tree(paths: GrowingPaths) -> SGLangTree:
 
 @dataclass(frozen=True, slots=True)
 class NumberedTree:
-    """A draft tree and SGLang's numbers of its nodes.
+    """A draft tree, and SGLang's numbers of its nodes.
 
     Attributes:
-        tree: The tree; nodes that stand for no other stand behind, as padding.
+        tree: The tree; nodes that represent no path come last, as padding.
         numbers: ``[batch, nodes]`` int64, SGLang's number of each node within its request.
     """
 
@@ -93,7 +94,7 @@ def draft_tree(
         last: ``[batch]`` int64, the last committed token.
         tokens: ``[batch, length, paths]`` int64, as drawn.
         root_laws: ``[batch, width]``, the laws at the roots.
-        inner_laws: ``[batch, length - 1, paths, width]``, those after each path's tokens.
+        inner_laws: ``[batch, length - 1, paths, width]``, the laws after each path's tokens.
     """
     batch, L, K = tokens.shape
     paths = GrowingPaths(tokens[:, 0])

@@ -1,8 +1,8 @@
-"""Where SGLang samples from a tree of drafts, our verifier does it.
+"""Our verifiers in place of SGLang's sampling from a tree of drafts.
 
 SGLang's own code prepares the laws: penalties, logit bias, grammars, temperature, top-k, top-p.
-Only the kernel that accepts and rejects is another, and only while one of our workers verifies;
-all other algorithms find their kernels as before.
+Only the kernel that accepts and rejects is replaced, and only while one of our workers verifies;
+for all other algorithms the kernels are unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from eaglegbv.backends.sglang.judging import Acceptance
 from eaglegbv.backends.sglang.renormalisation import keep_top_k, keep_top_p
 
 Judge = Callable[[Tensor], Acceptance]
-"""From the target's laws ``[batch, nodes, vocab]`` to what is accepted."""
+"""Maps the target's laws ``[batch, nodes, vocab]`` to what is accepted."""
 
 _judge: ContextVar[Judge | None] = ContextVar("eaglegbv_judge", default=None)
 
 
 @contextmanager
 def judging(judge: Judge) -> Iterator[None]:
-    """Let ``judge`` decide about the trees verified in the body."""
+    """Let ``judge`` decide about the trees verified within this context."""
     token = _judge.set(judge)
     try:
         yield
@@ -34,7 +34,7 @@ def judging(judge: Judge) -> Iterator[None]:
 
 
 def install() -> None:
-    """Put our functions before SGLang's, once per process."""
+    """Replace SGLang's functions by ours, once per process."""
     for name, make in _REPLACEMENTS.items():
         original = getattr(eagle_utils, name)
         if not getattr(original, "eaglegbv", False):
@@ -73,8 +73,8 @@ def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uses_greedy(original: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(original)
     def uses_greedy(*, is_all_greedy: bool, **platform: bool) -> bool:
-        # Without kernels of its own for a platform SGLang takes the most likely tokens there,
-        # whatever temperature was asked for. Ours run everywhere.
+        # On platforms for which SGLang has no kernels, it takes the most likely tokens, whatever
+        # the temperature. Our kernels run everywhere.
         if _judge.get() is not None:
             return is_all_greedy
         return original(is_all_greedy=is_all_greedy, **platform)
@@ -87,7 +87,7 @@ def _renormalising(
 ) -> Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]]:
     def choose(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
         def renormalise(probs: Tensor, limits: Tensor) -> Tensor:
-            # SGLang has none on a CPU.
+            # SGLang has no such kernel on a CPU.
             return ours(probs, limits) if original is None else original(probs, limits)
 
         return renormalise

@@ -1,4 +1,4 @@
-"""The worker that SGLang's scheduler drives: draft, verify, extend, as it does for EAGLE."""
+"""The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE."""
 
 import os
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         sampler._sample_from_probs = self._first_tokens
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
-        """Judge the trees of a round by the target's forward; every row moves on by a step."""
+        """Judge the trees of a round by the target's forward, and advance every row by a step."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
         drafted = batch.spec_info
@@ -79,14 +79,14 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     ) -> Any:
         with first_tokens_of(list(batch.reqs)):
             result = super()._forward_prefill_batch(batch, *arguments, **named)
-        # A prompt read in parts yields its token with the last of them.
+        # A prompt read in parts yields its token with the last part.
         self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
-        """Draw the tokens of retracted requests with debts from what the debts leave.
+        """Redraw the tokens of retracted requests with debts from the laws that the debts leave.
 
-        Their texts have been read again, by the head too, so that it can recall.
+        The target and the head have read their texts again, so the head can recall laws.
         """
         requests = list(batch.reqs)
         rows = [r for r in self._referee.owing(requests) if requests[r] is not batch.chunked_req]
@@ -120,7 +120,7 @@ def _referee(name: str, book: RequestBook, draft_worker: SampledDraftWorker) -> 
 
 @contextmanager
 def _draft_worker_class(worker: type) -> Iterator[None]:
-    """Have SGLang's worker create a draft worker of this class."""
+    """Let SGLang's worker create a draft worker of this class."""
     original = eagle_worker_v2.EagleDraftWorker
     eagle_worker_v2.EagleDraftWorker = worker
     try:
