@@ -179,7 +179,10 @@ class Engine:
         self.check_plan(plan)
         check_priority(priority)
         plans = plans_of(plan, greedy=params.greedy)
-        max_tokens = self._token_limit(prompt_ids, params, plans)
+        step_slots = max(
+            p.tree_slots + self._verification.slots_to_recall(p, params) for p in plans
+        )
+        max_tokens = self._token_limit(prompt_ids, params, plans, step_slots)
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
@@ -195,9 +198,7 @@ class Engine:
             auto=auto,
             stream=Stream(seed),
             max_tokens=max_tokens,
-            step_slots=max(
-                p.tree_slots + self._verification.slots_to_recall(p, params) for p in plans
-            ),
+            step_slots=step_slots,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
             priority=priority,
@@ -560,7 +561,11 @@ class Engine:
         )
 
     def _token_limit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, plans: Sequence[Plan]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        plans: Sequence[Plan],
+        step_slots: int,
     ) -> int:
         if not prompt_ids:
             raise InvalidArgument("prompt", list(prompt_ids), "at least one token")
@@ -577,7 +582,11 @@ class Engine:
                 f"{len(prompt_ids)} tokens",
                 f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
             )
-        return min(params.max_tokens, room)
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        # At least 1: a prompt that the pool has no room for is refused by the scheduler.
+        slots = self._target.allocator.num_slots
+        return min(room, max(1, slots - len(prompt_ids) - step_slots))
 
 
 def check_priority(priority: int) -> None:

@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_p: Keep the smallest set of most likely tokens whose mass reaches ``top_p``.
         top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all, as do 0 and -1.
         min_p: Drop tokens less likely than ``min_p`` times the most likely one.
-        max_tokens: Number of tokens to generate at most.
+        max_tokens: Number of tokens to generate at most; None for as many as the model's context
+            and the engine's memory have room for.
         stop: Strings that end the text; the text is cut before the first of them.
         stop_token_ids: Token ids that end the text, besides the model's end-of-sequence tokens. The
             one that does is the last of ``token_ids``, and its text is left out.
@@ -46,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
-    max_tokens: int = 128
+    max_tokens: int | None = 128
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
@@ -80,7 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.top_k is not None:
             require_integer("top_k", self.top_k, 1)
-        require_integer("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None:
+            require_integer("max_tokens", self.max_tokens, 1)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
         if self.seed is not None:

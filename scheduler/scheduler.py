@@ -123,7 +123,8 @@ class Scheduler:
             raise InvalidArgument(
                 "prompt",
                 f"{len(request.prompt_ids)} tokens + {request.max_tokens} to generate",
-                f"at most {slots - request.step_slots} tokens, which the KV pool holds",
+                f"at most {slots - request.step_slots} tokens, which the KV pool holds: "
+                "a smaller max_tokens, or more kv_slots",
             )
         insort(self._waiting, request, key=_precedence)
 

@@ -358,3 +358,18 @@ def test_what_would_be_missed_after_loading_is_missed_before(
         LLM(5)
     with pytest.raises(InvalidArgument, match="drafter='': expected a folder or a name"):
         LLM(drafter="")
+
+
+def test_without_a_limit_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
+    free = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    answer = llm.generate([1, 2, 3], free)
+    context = llm.pair.target.max_context
+    assert len(answer.prompt_token_ids) + len(answer.token_ids) == context - llm.plan.depth
+    assert answer.finish_reason is FinishReason.LENGTH
+    small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
+    answer = small.generate([1, 2, 3], free)
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert 50 < len(answer.token_ids) < 64
+    # What is asked for in so many words is refused, not cut short.
+    with pytest.raises(InvalidArgument, match="a smaller max_tokens, or more kv_slots"):
+        small.generate([1, 2, 3], SamplingParams(max_tokens=80))

@@ -33,7 +33,6 @@ BAD = [
     ("top_k", True, "an integer of at least 1"),
     ("max_tokens", 0, "an integer of at least 1"),
     ("max_tokens", 1.5, "an integer of at least 1"),
-    ("max_tokens", None, "an integer of at least 1"),
     ("seed", -1, "an integer in [0, 18446744073709551615]"),
     ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
     ("seed", 0.5, "an integer in [0, 18446744073709551615]"),

@@ -117,11 +117,14 @@ def audit_pair(
     if samples < FEWEST_CELLS * SMALLEST_EXPECTED:
         needed = round(FEWEST_CELLS * SMALLEST_EXPECTED)
         raise InvalidArgument("samples", samples, f"an integer of at least {needed}")
+    tokens = params.max_tokens
+    if tokens is None:
+        raise InvalidArgument("max_tokens", None, "an integer: texts of one length are compared")
     if params.penalised or params.stop or params.stop_token_ids:
         raise InvalidArgument("params", params, "no penalties and no stops")
     start = perf_counter()
     if tell is not None:
-        tell(f"{samples:,} texts of {params.max_tokens} tokens, against their exact law")
+        tell(f"{samples:,} texts of {tokens} tokens, against their exact law")
     params = msgspec.structs.replace(params, ignore_eos=True)
     first = params.seed or 0
     one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
@@ -129,7 +132,7 @@ def audit_pair(
     law = joint_law(
         lambda texts: _next_laws(model, texts, params),
         one.prompt_token_ids,
-        params.max_tokens,
+        tokens,
         most=MOST_TEXTS,
     )
     seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
@@ -148,7 +151,7 @@ def audit_pair(
         model=llm.model_name,
         drafter=llm.drafter_name,
         samples=samples,
-        tokens=params.max_tokens,
+        tokens=tokens,
         cells=test.cells,
         statistic=test.statistic,
         p_value=test.p_value,

@@ -236,11 +236,12 @@ class ChatBaseline:
         if room < 1:
             expected = f"at most {room + len(prompt) - 1} tokens, by the model's context"
             raise InvalidArgument("prompt", f"{len(prompt)} tokens", expected)
+        most = sampling_params.max_tokens
         watch = _Watch(self.generation.baseline.name, len(prompt))
         with watch.watching(self.generation.model):
             answer = self.generation(
                 [prompt],
-                min(sampling_params.max_tokens, room),
+                room if most is None else min(most, room),
                 temperature=sampling_params.temperature,
                 seed=sampling_params.seed or 0,
                 streamer=watch,

@@ -266,7 +266,8 @@ def test_a_request_that_can_never_fit_is_refused():
     with pytest.raises(InvalidArgument) as caught:
         pool.add(request(1, prompt=10, max_tokens=14, step_slots=7))
     assert str(caught.value) == (
-        "prompt='10 tokens + 14 to generate': expected at most 23 tokens, which the KV pool holds"
+        "prompt='10 tokens + 14 to generate': expected at most 23 tokens, which the KV pool holds: "
+        "a smaller max_tokens, or more kv_slots"
     )
     assert numbers(pool.step()) == [0]
 
