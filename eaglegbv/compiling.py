@@ -139,7 +139,7 @@ def compiled_by_kind(
         kind: Returns, for the arguments of a call, a key of the inputs that share a graph. Calls
             for which it returns None go through torch.compile's guards; with ``kind=None``, all do.
     """
-    own = _code_of_its_own(forward)
+    own = code_of_its_own(forward)
     if kind is None or backend not in _ASSERTING:
         return _compiled(own, backend, sizes_checked=False)
     return _ByKind(own, _compiled(own, backend, sizes_checked=True), kind)
@@ -189,7 +189,7 @@ def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
         handle.remove()
 
 
-def _code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
+def code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
     """Return a function that calls ``forward``, with a code object shared with no other function.
 
     PyTorch stores graphs by the code object they were made from, not by the function.

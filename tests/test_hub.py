@@ -40,7 +40,7 @@ def test_a_name_the_hub_does_not_know_is_said_at_once(
 
     monkeypatch.setattr(HfApi, "repo_info", refuse)
     with pytest.raises(InvalidArgument, match=rf"model='nobody/none': expected .* \({why}"):
-        LLM("nobody/none")
+        LLM("nobody/none", "ngram")
     assert asked == ["nobody/none"]
 
 

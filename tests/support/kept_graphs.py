@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from eaglegbv.compiling import making_graphs
+from eaglegbv.compiling import code_of_its_own, making_graphs
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., object]]
 
@@ -25,12 +25,12 @@ class KeptGraphs:
 
     def run(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run a function's graph, of rows as wide as a model's and any number of them."""
-        torch.compiler.reset()  # graphs of all modules are counted as those of one function
+        own = code_of_its_own(function)  # else the graphs of all modules count as one function's
         for tensor in inputs:
             if tensor.is_floating_point() and tensor.ndim:
                 torch._dynamo.mark_static(tensor, tensor.ndim - 1)
         with making_graphs(), torch.no_grad():
-            return torch.compile(function, backend=self, dynamic=True, fullgraph=True)(*inputs)
+            return torch.compile(own, backend=self, dynamic=True, fullgraph=True)(*inputs)
 
     def targets(self) -> list[object]:
         """Return what the graph calls, in order."""
