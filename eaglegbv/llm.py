@@ -41,7 +41,6 @@ from eaglegbv.request import FinishReason
 from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.planner import PlanEstimate
 from eaglegbv.step_record import StepObserver
-from eaglegbv.targets.hf import load_config
 from eaglegbv.text import TextStream
 from eaglegbv.text_generator import TextGenerator, load_tokenizer
 from eaglegbv.tree import Law
@@ -153,7 +152,6 @@ class LLM(TextGenerator):
         if compile_backend is not None:
             check_backend(compile_backend)
         check_model(models.target)
-        load_config(models.target)
         tokenizer = load_tokenizer(models.target)
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from eaglegbv.attention.fitting import paged_attention
 from eaglegbv.attention.kv_pool import KVPool, slot_bytes
 from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.compiling import check_backend
 from eaglegbv.devices import place_of
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import load_head, read_head_config
@@ -26,7 +25,7 @@ from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.graphs import GraphMode, make_recorder, spare_slots
-from eaglegbv.hub import check_model, hub_refusal
+from eaglegbv.hub import hub_refusal
 from eaglegbv.quantization import Quantization
 from eaglegbv.targets.base import FeatureSpec, Target
 from eaglegbv.targets.hf import HFTarget, load_config
@@ -118,9 +117,6 @@ def load_pair(
         DrafterMismatch: The drafter does not fit the target.
     """
     place, dtype = place_of(device, dtype)
-    if compile_backend is not None:
-        check_backend(compile_backend)
-    check_model(model)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
     opening = _Opening(
         model=model,

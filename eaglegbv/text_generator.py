@@ -13,6 +13,7 @@ from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.params import SamplingParams
 from eaglegbv.prompts import Message, Prompt, PromptReader, is_one
+from eaglegbv.targets.hf import load_config
 
 
 class TextGenerator(ABC):
@@ -152,11 +153,13 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model folder or hub model.
 
     Raises:
-        InvalidArgument: There is none that transformers can read.
+        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
+        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
+        load_config(model)  # raises if it is the model that is missing
         reason = str(error).strip().splitlines()[0]
         expected = f"a model with a tokenizer beside its weights ({reason})"
         raise InvalidArgument("model", str(model), expected) from error

@@ -136,10 +136,9 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
 
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load only transformers."""
-    from transformers import AutoTokenizer
-
     from eaglegbv.devices import dtype_name, place_of
     from eaglegbv.hub import check_model
+    from eaglegbv.text_generator import load_tokenizer
 
     device, dtype = place_of(models.device, models.dtype)
     check_model(models.target)
@@ -147,7 +146,7 @@ def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     # No setting answers by a plan.
     anyone = next(iter(baselines.values()))
     sitting = Sitting(tuple(settings), lambda: nullcontext(anyone), baselines)
-    tokenizer = AutoTokenizer.from_pretrained(models.target)
+    tokenizer = load_tokenizer(models.target)
     return Backend((sitting,), tokenizer, dtype_name(dtype), str(device))
 
 
@@ -155,9 +154,8 @@ def sglang(
     models: Models, settings: Sequence["Setting"], arguments: Mapping[str, Scalar]
 ) -> Backend:
     """Let SGLang answer, with one engine for each plan, one after another."""
-    from transformers import AutoTokenizer
-
     from eaglegbv.hub import check_model
+    from eaglegbv.text_generator import load_tokenizer
 
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
@@ -169,7 +167,7 @@ def sglang(
 
     check_model(models.target)
     plans = dict.fromkeys(setting.plan for setting in settings)
-    tokenizer = AutoTokenizer.from_pretrained(models.target)
+    tokenizer = load_tokenizer(models.target)
     device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
     sittings = tuple(map(sitting, plans))
     return Backend(sittings, tokenizer, dtype, device, packages=("sglang",))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +29,7 @@ from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
 from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.stopwatch import Phase
+from eaglegbv.text_generator import load_tokenizer
 
 PLAIN = "transformers"
 """Name of the baseline that does not draft."""
@@ -216,7 +216,7 @@ class ChatBaseline:
     @classmethod
     def of(cls, library: Library, model: str, chosen: Baseline) -> "ChatBaseline":
         """Return the baseline with the tokenizer of ``model``."""
-        return cls(library.generation(chosen, ends=True), AutoTokenizer.from_pretrained(model))
+        return cls(library.generation(chosen, ends=True), load_tokenizer(model))
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
