@@ -1,0 +1,227 @@
+"""The golden texts: every rule, with each of its draft samplings, still gives these very tokens.
+
+`golden.json` holds, by "rule/sampling", what 64 requests gave, one for each seed: a digit (base 36)
+for each token, and the number of the target's decoding forwards. The target and the drafter are
+tables of exact numbers, so no network's rounding can change a text. The requests of a case share an
+engine; their prompts, plans and sampling parameters differ.
+
+A change of code that should change no behaviour leaves the file as it is. If texts should change,
+say why in the commit, and write the file anew:
+
+    python tests/integration/test_golden.py --write
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.engine import Engine
+from eaglegbv.params import SamplingParams
+from eaglegbv.request import Request
+from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.tree import Law
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
+
+GOLDEN = Path(__file__).with_name("golden.json")
+SEEDS, TOKENS, VOCAB, ORDER, SLOTS = 64, 14, 11, 2, 4096
+
+RULES = {**VERIFIERS, **STATEFUL_VERIFIERS}
+
+# Seed s has plan s % 3 and parameters s % 8, so that all pairs of the two occur.
+PLANS: tuple[dict[str, Any], ...] = (
+    {"paths": 3, "depth": 4, "draft_width": 6},
+    {"paths": 2, "depth": 3, "whole_vocab": VOCAB, "draft_temperature": 1.4},
+    {"paths": 4, "depth": 3, "draft_width": 8, "min_confidence": 0.05},
+)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 6},
+    {"top_p": 0.85, "stop_token_ids": (3,)},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"min_p": 0.1, "repetition_penalty": 0.8},
+    {"temperature": 0.0},
+)
+
+# Cases beside those of the registry: what the plans of a case have in common.
+FIXED = {"verifier": "otbv", "law": Law.FIXED}
+OTHERS: Mapping[str, dict[str, Any]] = {
+    "none": {"verifier": "none"},
+    "otbv/fixed, static": {**FIXED, "shape": EAGLE1_SHAPE, "depth": 5},
+    "otbv/fixed, beam": {**FIXED, "beam": 3, "nodes": 7},
+    "otbv/fixed, lookup": {**FIXED, "source": Source.LOOKUP},
+    "target_only/fixed, lookup": {**FIXED, "verifier": "target_only", "source": Source.LOOKUP},
+}
+CASES: Mapping[str, dict[str, Any]] = {
+    **{
+        f"{name}/{sampling}": {"verifier": name, "law": sampling}
+        for name, rule in RULES.items()
+        for sampling in sorted(rule.laws)
+    },
+    **OTHERS,
+}
+
+
+def exact_logits(noise: int) -> torch.Tensor:
+    """Return ``[states, VOCAB]`` float32 without rounding, different within a row.
+
+    ``noise`` in 64ths says how far they are from those of ``noise`` 0.
+    """
+    shape = ((VOCAB + 1) ** ORDER, VOCAB)
+    rng = np.random.Generator(np.random.Philox(key=39))
+    steps = rng.integers(0, 256, shape) + rng.integers(-noise, noise + 1, shape)
+    return torch.from_numpy((steps * 16 + np.arange(VOCAB)) / 1024).float()
+
+
+class ExactTable(TabularTarget):
+    """A table of given logits."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(vocab_size=VOCAB, order=ORDER, max_slots=SLOTS)
+        self._logits = logits
+
+
+def table_drafter() -> Drafter:
+    return TabularDrafter(Table.of_logits(exact_logits(noise=64), order=ORDER))
+
+
+def model_drafter() -> Drafter:
+    return StandaloneDrafter(ExactTable(exact_logits(noise=64)), vocab_size=VOCAB)
+
+
+def plan_of(case: str, seed: int) -> Plan:
+    settings = {**PLANS[seed % len(PLANS)], **CASES[case]}
+    rule = RULES.get(settings["verifier"])
+    if rule is not None and rule.max_paths is not None:
+        settings["paths"] = min(settings["paths"], rule.max_paths)
+    if settings["verifier"] in STATEFUL_VERIFIERS:
+        settings.pop("min_confidence", None)
+    return Plan(**settings)
+
+
+def run(case: str, make_drafter: Callable[[], Drafter] = table_drafter) -> list[str]:
+    """Return what every seed's request gives, all served by one engine, some after others."""
+    config = EngineConfig(max_batch=48, kv_slots=SLOTS, check_slots=True)
+    engine = Engine(ExactTable(exact_logits(noise=0)), make_drafter(), config)
+    requests = []
+    for seed in range(SEEDS):
+        prompt = [(seed // 4 + i * i) % VOCAB for i in range(1 + seed % 5)]
+        params = SamplingParams(seed=seed, max_tokens=TOKENS, **PARAMS[seed % len(PARAMS)])
+        requests.append(engine.add(prompt, params, plan_of(case, seed)))
+    while engine.has_work:
+        engine.step()
+    return [written(request) for request in requests]
+
+
+def written(request: Request) -> str:
+    assert request.error is None
+    digits = "".join(np.base_repr(token, 36) for token in request.token_ids)
+    return f"{digits}:{request.metrics.target_forwards}"
+
+
+def golden() -> dict[str, list[str]]:
+    return {case: line.split() for case, line in json.loads(GOLDEN.read_text()).items()}
+
+
+def differences(expected: list[str], found: list[str]) -> list[str]:
+    """Name the seeds that differ, with both texts."""
+    assert len(expected) == len(found) == SEEDS
+    return [
+        f"seed {seed}: expected {old}, found {new}"
+        for seed, (old, new) in enumerate(zip(expected, found, strict=True))
+        if old != new
+    ]
+
+
+def test_the_table_has_every_case_and_no_other() -> None:
+    assert set(golden()) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_are_the_same(case: str) -> None:
+    assert differences(golden()[case], run(case)) == []
+
+
+@pytest.mark.parametrize("case", ["gbv/iid", "otbv/fixed", "spectr_gbv/iid", "specinfer/wor"])
+def test_a_draft_model_with_the_same_table_gives_the_same_texts(case: str) -> None:
+    assert differences(golden()[case], run(case, model_drafter)) == []
+
+
+def test_equal_texts_mean_something() -> None:
+    """They differ by seed, and so does how much is accepted."""
+    for case, texts in golden().items():
+        whole = [text for text in texts if text.index(":") == TOKENS]
+        assert len(set(whole)) > SEEDS // 2, case
+        forwards = {text[TOKENS:] for text in whole}
+        assert (len(forwards) == 1) == (case == "none"), case
+
+
+# What is planted in a rule: its verify with a mistake.
+Verify = Callable[..., Any]
+
+
+def easier_acceptance(verify: Verify) -> Verify:
+    """The numbers that decide acceptance are 2% too small."""
+
+    def wrong(self: object, tree: Any, target: Any, uniforms: Any) -> Any:
+        easier = replace(uniforms, acceptance=uniforms.acceptance * 0.98)
+        return verify(self, tree, target, easier)
+
+    return wrong
+
+
+def one_more(verify: Verify) -> Verify:
+    """One more token of the selected path is accepted."""
+
+    def wrong(self: object, tree: Any, target: Any, uniforms: Any) -> Any:
+        verdict = verify(self, tree, target, uniforms)
+        return replace(verdict, accepted=(verdict.accepted + 1).clamp(max=tree.length))
+
+    return wrong
+
+
+def no_debts(verify: Verify) -> Verify:
+    """Nothing is owed to later steps."""
+
+    def wrong(self: object, tree: Any, target: Any, uniforms: Any, debts: Any) -> Any:
+        verdict = verify(self, tree, target, uniforms, debts)
+        nothing = torch.zeros_like(verdict.layers.remaining)
+        return replace(verdict, layers=replace(verdict.layers, remaining=nothing))
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [
+        ("gbv/iid", easier_acceptance),
+        ("otbv/fixed, static", one_more),
+        ("greedy_block/iid", no_debts),
+        ("spectr_gbv/iid", no_debts),
+    ],
+)
+def test_a_planted_mistake_is_seen(
+    case: str, mistake: Callable[[Verify], Verify], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = RULES[CASES[case]["verifier"]]
+    monkeypatch.setattr(rule, "verify", mistake(rule.verify))
+    assert differences(golden()[case], run(case))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/integration/test_golden.py --write")
+    lines = {case: " ".join(run(case)) for case in CASES}
+    GOLDEN.write_text(json.dumps(lines, indent=0) + "\n")
