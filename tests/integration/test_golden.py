@@ -36,7 +36,7 @@ from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 GOLDEN = Path(__file__).with_name("golden.json")
 SEEDS, TOKENS, VOCAB, ORDER, SLOTS = 64, 14, 11, 2, 4096
 
-RULES = {**VERIFIERS, **STATEFUL_VERIFIERS}
+RULES: Mapping[str, Any] = {**VERIFIERS, **STATEFUL_VERIFIERS}
 
 # Seed s has plan s % 3 and parameters s % 8, so that all pairs of the two occur.
 PLANS: tuple[dict[str, Any], ...] = (
