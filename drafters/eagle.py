@@ -27,8 +27,7 @@ from torch import Tensor
 from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
-from eaglegbv.drafters.chains import draft_chains, drafts_chains
-from eaglegbv.drafters.compiled_head import CompiledHeadForward, CompiledLevels
+from eaglegbv.drafters.compiled_head import CompiledHeadForward
 from eaglegbv.drafters.device_drafting import DeviceDrafting
 from eaglegbv.drafters.draft_law import DraftLaws
 from eaglegbv.drafters.eagle_head import EagleHead
@@ -125,8 +124,11 @@ class EagleDrafter(RecallingDrafter):
         self.head = head
         make: Callable[..., HeadForward] = HeadForward
         if compile_backend is not None:
-            compiled = CompiledHeadForward if recorder is None else CompiledLevels
-            make = partial(compiled, compile_backend=compile_backend)
+            make = partial(
+                CompiledHeadForward,
+                compile_backend=compile_backend,
+                recorded=recorder is not None,
+            )
         self._forward = make(head, attention, quantization=self._quantization)
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
@@ -214,11 +216,6 @@ class EagleDrafter(RecallingDrafter):
             found = self._on_device.draft(requests, plan, law, roots)
             if found is not None:
                 return found
-        if (
-            drafts_chains(requests, plan, law, self.head.config.draft_vocab_size)
-            and roots.hidden.device.type == "cpu"
-        ):
-            return draft_chains(requests, plan, law, self._forward, roots)
         drafted = [
             DraftedRows(context, slots)
             for context, slots in zip(roots.contexts, tree_slots, strict=True)

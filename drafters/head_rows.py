@@ -6,7 +6,6 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.drawing import Drawing, Followed, draw
 from eaglegbv.drafters.eagle_head import EagleHead
 from eaglegbv.drafters.eagle_layers import Attend
 from eaglegbv.drafters.rotary import Rotation
@@ -22,18 +21,6 @@ class Drafted(NamedTuple):
 
     hidden: Tensor
     logits: Tensor
-
-
-class FollowInput(NamedTuple):
-    """Input of rows that draw a token each.
-
-    Attributes:
-        hidden: ``[rows, hidden]``.
-        drawing: How the token after each row is drawn.
-    """
-
-    hidden: Tensor
-    drawing: Drawing
 
 
 class Rows(NamedTuple):
@@ -68,9 +55,8 @@ class LevelRows(NamedTuple):
 
 
 Result = TypeVar("Result")
-Above = TypeVar("Above", Tensor, FollowInput)
 
-Forward = Callable[[EagleHead, Attend, Rows, Above], Result]
+Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
 """A forward of a head over rows, given its attention and the states that the rows continue."""
 
 
@@ -83,12 +69,6 @@ def step_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: T
 def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> Tensor:
     """Run rows on the target's ``features`` ``[rows, F]``; return ``[rows, hidden]``."""
     return step_rows(head, attend, rows, head.fuse(features))
-
-
-def follow_rows(head: EagleHead, attend: Attend, rows: Rows, above: FollowInput) -> Followed:
-    """Run rows on the head's own output, and draw a token after each."""
-    hidden = step_rows(head, attend, rows, above.hidden)
-    return Followed(hidden, draw(head, hidden, above.drawing))
 
 
 def go_on_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Drafted:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compiled_by_kind, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compile_graph, making_graphs
 from eaglegbv.first_place import first_place
 
 _LAST = 1 << 40
@@ -95,7 +95,7 @@ def growth(backend: str | None, device: torch.device) -> Grow:
     if backend is None:
         return grow_paths
     check_backend(backend)
-    compiled = compiled_by_kind(grow_paths, backend, None)
+    compiled = compile_graph(grow_paths, backend)
 
     def grow(paths: Paths, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Grown:
         if ids.shape[1] == 1:  # nothing is drawn, and separate graphs would be needed

@@ -11,7 +11,6 @@ import msgspec
 from eaglegbv.auto_plan import AutoPlan
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.engine import Engine
-from eaglegbv.frames import roomy
 from eaglegbv.loading import Pair
 from eaglegbv.params import SamplingParams
 from eaglegbv.scheduler.costs import CostTable, KnownCosts, StepCosts, StepShape
@@ -63,7 +62,6 @@ class _Kind(NamedTuple):
     prompt: int = _PROMPT
 
 
-@roomy
 def calibrate(
     pair: Pair,
     auto: AutoPlan,

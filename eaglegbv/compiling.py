@@ -2,30 +2,24 @@
 
 import platform
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.config import patch
-from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor import config, list_options
 from torch._inductor.config import patch as inductor_patch
 from torch.backends.mkldnn import set_flags as set_onednn_flags
 
-from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.flat import FLAT
-from eaglegbv.frames import with_code
+from eaglegbv.errors import InvalidArgument
 
 EXAMPLE_WIDTH = 251
 """Approximate number of tokens in a draft law, for which code over draft laws is tuned."""
-
-_ASSERTING = frozenset({FLAT, "inductor"})
-"""Backends whose code can assert the sizes and strides of its inputs."""
 
 
 def check_backend(backend: str) -> None:
@@ -35,9 +29,8 @@ def check_backend(backend: str) -> None:
         InvalidArgument: ``torch.compile`` does not know it.
     """
     if backend not in torch.compiler.list_backends(exclude_tags=None):
-        first = FLAT, "inductor"
-        others = sorted({*torch.compiler.list_backends()} - {*first})  # not those for debugging
-        expected = f"{one_of(first)}, or another of torch.compile's: {', '.join(others)}"
+        others = sorted({*torch.compiler.list_backends()} - {"inductor"})  # none for debugging
+        expected = f"'inductor', or another of torch.compile's: {', '.join(others)}"
         raise InvalidArgument("compile_backend", backend, expected)
 
 
@@ -113,101 +106,31 @@ def generating_products() -> Iterator[None]:
         selector.preprocessing_fns.remove(generated)
 
 
-def compiled_by_kind(
-    forward: Callable[..., Any], backend: str, kind: Callable[..., Hashable] | None
-) -> Callable[..., Any]:
-    """Return ``forward`` compiled for any sizes; calls find their graph by their kind.
+def compile_graph(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Return ``forward`` compiled as a single graph for any sizes.
 
     A compiled graph is usually guarded by thousands of checks of the module it was made from, which
     take a tenth of a small forward. Here only the inputs are checked, so the module must not
-    change, and must not share its graphs. After a break in a graph, execution would continue in
-    code that other functions share, so there must be no break. See :func:`making_graphs`.
-
-    Even checking only the inputs before every call may take as long as the computation itself. So
-    they are checked once for each kind, whose graph then runs directly. Before it computes
-    anything, the graph still asserts that its inputs have the sizes and strides it was made for;
-    inputs that do not fit are checked as usual. Graphs of ``"inductor"`` do not assert the bounds
-    of sizes, so nothing in ``forward`` may branch on a size.
+    change, and must not share its graphs. See :func:`making_graphs`.
 
     Args:
-        forward: A function, or a module's bound forward. Inputs of one kind differ only in tensors,
-            which may be in tuples and dataclasses, and the tensors only in sizes and contents.
-        backend: A backend of ``torch.compile``. Graphs of backends other than ``"flat"`` and
-            ``"inductor"`` assert nothing, so inputs are checked in every call. If the backend
-            cannot make a single graph of ``forward``, the first call raises
-            ``torch._dynamo.exc.Unsupported``.
-        kind: Returns, for the arguments of a call, a key of the inputs that share a graph. Calls
-            for which it returns None go through torch.compile's guards; with ``kind=None``, all do.
-    """
-    own = code_of_its_own(forward)
-    if kind is None or backend not in _ASSERTING:
-        return _compiled(own, backend, sizes_checked=False)
-    return _ByKind(own, _compiled(own, backend, sizes_checked=True), kind)
-
-
-class _ByKind:
-    """A compiled function; see :func:`compiled_by_kind`."""
-
-    def __init__(
-        self, own: FunctionType, compiled: Callable[..., Any], kind: Callable[..., Hashable]
-    ) -> None:
-        self._own = own
-        self._compiled = compiled
-        self._kind = kind
-        self._graphs: dict[Hashable, FunctionType] = {}
-
-    def __call__(self, *args: object, **named: object) -> object:
-        kind = self._kind(*args, **named)
-        if kind is None:
-            return self._compiled(*args, **named)
-        graph = self._graphs.get(kind)
-        if graph is not None:
-            try:
-                return graph(*args, **named)
-            except AssertionError:  # the graph was made for other sizes
-                pass
-        with _codes_made(self._own) as codes:
-            found = self._compiled(*args, **named)
-        if codes:  # otherwise the guards found an existing graph
-            self._graphs[kind] = with_code(self._own, codes[-1])
-        return found
-
-
-@contextmanager
-def _codes_made(function: FunctionType) -> Iterator[list[CodeType]]:
-    """Collect the code objects, which call graphs, that ``torch.compile`` makes of a function."""
-    made: list[CodeType] = []
-
-    def note(code: CodeType, new_code: CodeType) -> None:
-        if code is function.__code__:
-            made.append(new_code)
-
-    handle = register_bytecode_hook(note)
-    try:
-        yield made
-    finally:
-        handle.remove()
-
-
-def code_of_its_own(forward: Callable[..., Any]) -> FunctionType:
-    """Return a function that calls ``forward``, with a code object shared with no other function.
-
-    PyTorch stores graphs by the code object they were made from, not by the function.
+        forward: A function, or a module's bound forward.
+        backend: A backend of ``torch.compile``. If it cannot make a single graph of ``forward``,
+            the first call raises ``torch._dynamo.exc.Unsupported``.
     """
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
     assert isinstance(run, FunctionType)  # a type checker cannot know this
-    return with_code(run, run.__code__.replace())
-
-
-def _compiled(own: FunctionType, backend: str, *, sizes_checked: bool) -> Callable[..., Any]:
-    settings: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
-    if backend in _ASSERTING:
-        settings["size_asserts"] = sizes_checked
+    # PyTorch stores graphs by the code object they were made from, so each function gets its own.
+    own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
     compiled: Callable[..., Any] = torch.compile(
-        own, backend=backend, dynamic=True, fullgraph=True, options=settings
+        own,
+        backend=backend,
+        dynamic=True,
+        fullgraph=True,
+        options={"guard_filter_fn": _guards_of_inputs},
     )
     return compiled
 

@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 import torch
 
-from eaglegbv.processor import processor_name
+from eaglegbv.devices import processor_name
 from eaglegbv.scheduler.costs import KnownCosts
 
 FOLDER = "EAGLEGBV_CACHE"

@@ -1,10 +1,15 @@
 """Devices and dtypes, by name and by default."""
 
+import platform
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from eaglegbv.errors import InvalidArgument, one_of
+
+CPU_INFO = Path("/proc/cpuinfo")
+"""File in which Linux describes the processor."""
 
 _DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,3 +88,12 @@ def place_of(
     place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = "bfloat16" if place.type == "cuda" else "float32"
     return place, named_dtype(dtype or usual)
+
+
+def processor_name() -> str:
+    """Return its name, such as ``AMD EPYC 9B45``, or the architecture if the system has no name."""
+    if CPU_INFO.is_file():
+        for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -31,7 +31,6 @@ from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
-from eaglegbv.frames import roomy
 from eaglegbv.hub import check_model
 from eaglegbv.loading import load_pair, named_models
 from eaglegbv.params import SamplingParams
@@ -123,10 +122,9 @@ class LLM(TextGenerator):
             dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compile_backend: Have ``torch.compile`` compile the target, an EAGLE head and the
-                verification, at the start, by this backend, which makes steps of few rows faster:
-                ``"flat"`` leaves out what Python does between operations, in some twenty seconds;
-                ``"inductor"`` generates code, in some minutes (less with the compiler's cache).
+            compile_backend: ``"inductor"`` has ``torch.compile`` compile the target, an EAGLE head
+                and the verification at the start, in some minutes (less with the compiler's cache),
+                which makes steps of few rows faster. Other backends of its are taken too.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -205,7 +203,7 @@ class LLM(TextGenerator):
         answer = self._add(prompt, params, plan, priority)
         try:
             while not answer.request.finished:
-                self._roomy_step()
+                self._step()
                 yield from self._new(answer)
             yield from self._new(answer)
             result = self._result(answer)
@@ -284,7 +282,6 @@ class LLM(TextGenerator):
     def _planning(self, plan: Planning | PlanName | None) -> Planning:
         return self.plan if plan is None else named_planning(plan)
 
-    @roomy
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -329,9 +326,6 @@ class LLM(TextGenerator):
                 answer = self._open.get(commit.request.number)
                 if answer is not None:
                     self._follow(answer)
-
-    # A generator calls from wherever it is asked for more: each step by itself.
-    _roomy_step = roomy(_step)
 
     def _follow(self, answer: Answer) -> None:
         """Turn new tokens into text, and end a request whose text ends."""

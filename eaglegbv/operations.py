@@ -1,13 +1,9 @@
 """Operations for graphs that run Python: compilers call them by name instead of tracing them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-
-_PYTHON: dict[object, Callable[..., Tensor]] = {}
-"""Functions that operations run, since torch's own table of them cannot be read."""
 
 
 def define(
@@ -25,9 +21,3 @@ def define(
     torch.library.define(full, signature)
     torch.library.impl(full, "default", run)
     torch.library.register_fake(full, shape)
-    _PYTHON[getattr(torch.ops.eaglegbv, name)] = run
-
-
-def python_of(operation: Any) -> Callable[..., Tensor] | None:  # noqa: ANN401
-    """Return the function that an operation of :func:`define` runs; None for other operations."""
-    return _PYTHON.get(operation)

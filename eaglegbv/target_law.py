@@ -56,19 +56,14 @@ class TargetLaw:
         """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
         return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
 
-    def laws_along(self, nodes: Tensor) -> Tensor:
-        """Return the laws at ``nodes`` ``[batch, steps]``: ``[batch, steps, vocab]`` float64."""
-        rows = self.rows.gather(1, nodes)
-        logits = self.logits.index_select(0, rows.flatten()).view(*rows.shape, self.vocab)
-        return self._normalised(logits, rows)
-
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the whole law at one node per request, ``[batch, vocab]`` float64.
 
         Args:
             nodes: ``[batch]`` int64.
         """
-        return self.laws_along(nodes.unsqueeze(1)).squeeze(1)
+        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        return self._normalised(self.logits.index_select(0, rows), rows)
 
     def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return p for ``logits`` ``[..., width]`` that belong to ``rows`` ``[...]``, float64."""

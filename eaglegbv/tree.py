@@ -68,9 +68,6 @@ class DraftTree:
             padding entries are 0. These are exactly the numbers that were sampled from.
         forks: Upper bound on the nodes of one tree at which paths part; None if they were not
             counted.
-        whole: Whether every law is over the target's vocabulary in its order, so that tokens need
-            not be looked up: all rows of ``draft_ids`` are 0, 1, 2, ..., and no token is beyond
-            them.
     """
 
     law: Law
@@ -83,7 +80,6 @@ class DraftTree:
     draft_ids: Tensor
     draft_probs: Tensor
     forks: int | None = field(default=None, kw_only=True)
-    whole: bool = field(default=False, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         """Return the trees on ``device``, without waiting for it."""
@@ -172,12 +168,8 @@ def check_tree(tree: DraftTree) -> None:
 
     Raises:
         InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
-            siblings share a token, a path is not a chain of real nodes from the root, or laws
-            marked as whole are not.
+            siblings share a token, or a path is not a chain of real nodes from the root.
     """
-    every = torch.arange(tree.width, device=tree.draft_ids.device)
-    if tree.whole and (tree.draft_ids != every).any():
-        raise InvalidArgument("draft_ids", "other tokens", "0, 1, 2, ... where laws are whole")
     for b in range(tree.batch):
         _check_nodes(tree, b)
         _check_paths(tree, b)

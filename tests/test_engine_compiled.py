@@ -5,7 +5,6 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
-from eaglegbv.flat import FLAT
 from eaglegbv.params import SamplingParams
 from eaglegbv.tree import Law
 from eaglegbv.verifiers.checked import checked_verifier
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 
 @pytest.fixture(scope="module")
 def compiled() -> TinyEngine:
-    return tiny_engine(compile_backend=FLAT, check_slots=True)
+    return tiny_engine(compile_backend="eager", check_slots=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -52,7 +51,7 @@ def test_trees_are_verified_by_the_graphs(
     plan = PLANS["several paths"]
     compiled.engine.check_plan(plan)
     target = compiled.target
-    checked = checked_verifier("otbv", FLAT, target.vocab_size, target.device)
+    checked = checked_verifier("otbv", "eager", target.vocab_size, target.device)
     graph, sizes = checked._compiled, []
 
     def counted(*args: object) -> object:

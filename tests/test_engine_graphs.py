@@ -19,7 +19,6 @@ from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle_head_config import Arch
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, NotRecordable, Work
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
 from eaglegbv.params import SamplingParams
@@ -79,7 +78,7 @@ def test_padded_steps_commit_what_plain_ones_do(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> TinyEngine:
-    return tiny_engine(graphs=GraphMode.EAGER, models_by=FLAT, compile_backend=FLAT)
+    return tiny_engine(graphs=GraphMode.EAGER, models_by="eager", compile_backend="eager")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations

@@ -161,13 +161,3 @@ def test_the_check_looks_at_every_request_of_a_batch():
     depth[1, 2] = 1
     with pytest.raises(InvalidArgument, match=r"depth\[1, 2\]=1"):
         check_tree(dataclasses.replace(tree, depth=depth))
-
-
-def test_laws_said_to_be_whole_list_the_vocabulary() -> None:
-    tree, _ = tree_of([[(0, 1)], [(2,)]])
-    ids = torch.arange(3).expand(2, tree.nodes, 3)
-    laws = torch.full((2, tree.nodes, 3), 1 / 3, dtype=torch.float64)
-    whole = dataclasses.replace(tree, draft_ids=ids, draft_probs=laws, whole=True)
-    check_tree(whole)
-    with pytest.raises(InvalidArgument, match=r"^draft_ids='other tokens': expected 0, 1, 2"):
-        check_tree(dataclasses.replace(whole, draft_ids=ids.flip(2)))

@@ -2,8 +2,8 @@
 
 The operations on a few trees take longer to launch than to compute. One graph serves every plan and
 batch, as its sizes are symbols. But PyTorch treats sizes 0 and 1 as constants, so a single tree and
-single paths get separate graphs. Single paths over the whole vocabulary get another, which looks up
-no tokens. Shorter paths and one-token laws are padded to the smallest size a graph takes:
+single paths get separate graphs. Shorter paths and one-token laws are padded to the smallest size a
+graph takes:
 
     of length 1         root -- a        root -- a -- a -- a    as past any path's end
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compiled_by_kind, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compile_graph, making_graphs
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.uniforms import Stream
@@ -73,7 +73,7 @@ class CheckedVerifier:
         self._compiled: Callable[..., Checked] | None = None
         if compile_backend is not None and verifier.one_graph:
             check_backend(compile_backend)
-            self._compiled = compiled_by_kind(self._verify, compile_backend, _kind)
+            self._compiled = compile_graph(self._verify, compile_backend)
             with making_graphs():
                 self._warm_up(vocab, device)
 
@@ -92,19 +92,12 @@ class CheckedVerifier:
     @torch.inference_mode()
     def _warm_up(self, vocab: int, device: torch.device | str) -> None:
         """Make the graphs, for tensors of inference mode, in which an engine runs."""
-        several = () if self.verifier.max_paths == 1 else ((4, False),)
         for batch in (1, 7):
-            for paths, whole in ((1, False), (1, True), *several):
-                example = _example(batch, paths, _LENGTH + 2, vocab, whole=whole, device=device)
-                self.verify(*example)
+            for paths in (1,) if self.verifier.max_paths == 1 else (1, 4):
+                self.verify(*_example(batch, paths, _LENGTH + 2, vocab, device=device))
 
     def _verify(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Checked:
         return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
-
-
-def _kind(tree: DraftTree, *_: object) -> bool | None:
-    """Return the kind of a lone path's graph; others need guards on how sizes are related."""
-    return tree.whole if tree.batch == tree.paths == 1 and tree.forks == _FORKS else None
 
 
 @lru_cache(maxsize=64)
@@ -126,18 +119,12 @@ def checked_verifier(
 
 
 def _for_graphs(tree: DraftTree, forks: int) -> DraftTree:
-    """Return ``tree`` as graphs take it: laws padded, and no token ids where none are looked up.
-
-    Only the graphs of single paths with whole laws look up no tokens. Graphs are told apart by
-    sizes alone, so there the ids have width 0, and only graphs may read the result.
-    """
-    whole = tree.whole and tree.paths == 1
+    """Return ``tree`` as graphs take it: laws padded, and room for ``forks``."""
     ids, probs = tree.draft_ids, tree.draft_probs
     missing = _LEAST_WIDTH - ids.shape[2]
     if missing > 0:
         ids, probs = pad(ids, (0, missing)), pad(probs, (0, missing))
-    ids = ids[:, :, :0] if whole else ids
-    return replace(tree, draft_ids=ids, draft_probs=probs, forks=forks, whole=whole)
+    return replace(tree, draft_ids=ids, draft_probs=probs, forks=forks)
 
 
 def _longer_tree(tree: DraftTree, steps: int) -> DraftTree:
@@ -158,12 +145,11 @@ def _longer(uniforms: VerifyUniforms, steps: int) -> VerifyUniforms:
 
 
 def _example(
-    batch: int, paths: int, length: int, vocab: int, *, whole: bool, device: torch.device | str
+    batch: int, paths: int, length: int, vocab: int, *, device: torch.device | str
 ) -> tuple[DraftTree, TargetLaw, VerifyUniforms]:
     """Return inputs to make a graph from. All sizes differ: equal ones would have to stay equal."""
     nodes = 1 + paths * length
     vocab = max(vocab, EXAMPLE_WIDTH + 1)
-    width = vocab if whole else EXAMPLE_WIDTH
     path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
     parents = path_nodes - 1
     parents[:, :, 0] = 0
@@ -176,11 +162,11 @@ def _example(
         num_nodes=torch.full((batch,), nodes),
         path_nodes=path_nodes,
         path_lengths=torch.full((batch, paths), length),
-        draft_ids=torch.arange(width).repeat(batch, nodes, 1),
-        draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
-        # A lone path has always the same number: its graph is found by its kind.
-        forks=_FORKS if batch == paths == 1 else _FORKS + 1,
-        whole=whole,
+        draft_ids=torch.arange(EXAMPLE_WIDTH).repeat(batch, nodes, 1),
+        draft_probs=torch.full(
+            (batch, nodes, EXAMPLE_WIDTH), 1 / EXAMPLE_WIDTH, dtype=torch.float64
+        ),
+        forks=_FORKS + 1,
     ).to(torch.device(device))
     rows = torch.arange(batch * nodes, device=device).view(batch, nodes)
     target = TargetLaw.of_logits(torch.zeros((batch * nodes, vocab), device=device), rows)

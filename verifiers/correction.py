@@ -20,14 +20,13 @@ class Residual:
     Attributes:
         nodes: ``[batch]`` int64, the stop nodes.
         weight: ``[batch]`` float64.
-        ids: ``[batch, width]`` int64, tokens of ``draft``, distinct where ``draft`` is not zero;
-            None where they are the vocabulary in its order.
+        ids: ``[batch, width]`` int64, tokens of ``draft``, distinct where ``draft`` is not zero.
         draft: ``[batch, width]`` float64; all zero at a bonus token, where the law is p itself.
     """
 
     nodes: Tensor
     weight: Tensor
-    ids: Tensor | None
+    ids: Tensor
     draft: Tensor
 
 
@@ -57,11 +56,9 @@ def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor
 
 def _residual_weights(probs: Tensor, residual: Residual) -> Tensor:
     """Return the residual of ``probs`` ``[batch, vocab]``, which may be overwritten."""
-    own = probs if residual.ids is None else probs.gather(1, residual.ids)
+    own = probs.gather(1, residual.ids)
     weight = residual.weight.unsqueeze(1)
     left = torch.maximum(weight * own - residual.draft, _TRACE * own)
-    if residual.ids is None:
-        return left
     weights = probs.mul_(weight.clamp(min=_TRACE))
     # The minimum ignores padding, whose ids are those of other tokens.
     return weights.scatter_reduce_(1, residual.ids, left, "amin")

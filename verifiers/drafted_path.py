@@ -23,8 +23,7 @@ class DraftedPath:
     Attributes:
         nodes: ``[batch, length + 1]`` int64, the root first.
         lengths: ``[batch]`` int64.
-        ids: ``[batch, length, width]`` int64, support of each step's draft law; None where that is
-            the vocabulary in its order.
+        ids: ``[batch, length, width]`` int64, support of each step's draft law.
         draft: ``[batch, length, width]`` float64, the law the path was selected from.
         target: ``[batch, length, width]`` float64, p at ``ids``.
         chosen: ``[batch, length]`` int64, the place of the path's own token in the support.
@@ -32,7 +31,7 @@ class DraftedPath:
 
     nodes: Tensor
     lengths: Tensor
-    ids: Tensor | None
+    ids: Tensor
     draft: Tensor
     target: Tensor
     chosen: Tensor
@@ -44,14 +43,14 @@ class DraftedPath:
         steps = nodes[:, :-1]
         draft = rows_at(tree.draft_probs, steps)
         tokens = tree.token_ids.gather(1, nodes[:, 1:])
-        ids = None if tree.whole else rows_at(tree.draft_ids, steps)
+        ids = rows_at(tree.draft_ids, steps)
         return cls(
             nodes=nodes,
             lengths=tree.path_lengths[:, 0],
             ids=ids,
             draft=draft,
-            target=target.laws_along(steps) if ids is None else probs_along(target, steps, ids),
-            chosen=tokens if ids is None else place_of(tokens, ids, draft),
+            target=probs_along(target, steps, ids),
+            chosen=place_of(tokens, ids, draft),
         )
 
     def with_draft(self, draft: Tensor) -> Self:
@@ -81,7 +80,7 @@ class DraftedPath:
         return Residual(
             nodes=self.nodes.gather(1, accepted.unsqueeze(1)).squeeze(1),
             weight=torch.where(bonus, 1.0, weights),
-            ids=None if self.ids is None else rows_at(self.ids, step).squeeze(1),
+            ids=rows_at(self.ids, step).squeeze(1),
             # Laws past a path's end may be anything, NaN too.
             draft=rows_at(self.draft, step).squeeze(1).masked_fill(bonus.unsqueeze(1), 0.0),
         )

@@ -48,11 +48,8 @@ def at_children(tree: DraftTree, path: DraftedPath, laws: Tensor) -> Tensor:
     placed = torch.full_like(tree.depth, torch.nan, dtype=torch.float64)
     for step, real in enumerate(_steps(path)):
         child = (tree.parents == path.nodes[:, step : step + 1]) & (tree.depth == step + 1) & real
-        if path.ids is None:
-            probs = laws[:, step].gather(1, tree.token_ids)
-        else:
-            same = path.ids[:, step].unsqueeze(1) == tree.token_ids.unsqueeze(2)
-            probs = torch.where(same, laws[:, step].unsqueeze(1), 0.0).sum(dim=2)
+        same = path.ids[:, step].unsqueeze(1) == tree.token_ids.unsqueeze(2)
+        probs = torch.where(same, laws[:, step].unsqueeze(1), 0.0).sum(dim=2)
         placed = torch.where(child, probs, placed)
     return placed
 

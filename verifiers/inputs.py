@@ -12,7 +12,6 @@ from torch import Tensor
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.constants import numbered_rows
 from eaglegbv.verifiers.drafted_path import rows_at
 from eaglegbv.verifiers.siblings import drafted_nodes
 
@@ -66,9 +65,6 @@ def find_faults(tree: DraftTree, target: TargetLaw) -> Tensor:
 
 def _possible(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` bool: whether the law of a node's parent can draw its token."""
-    if tree.whole:
-        trees = numbered_rows(tree.batch, tree.parents.device)
-        return tree.draft_probs[trees, tree.parents, tree.token_ids] > 0
     tokens = rows_at(torch.where(tree.draft_probs > 0, tree.draft_ids, -1), tree.parents)
     return (tokens == tree.token_ids.unsqueeze(2)).any(dim=2)
 

@@ -57,8 +57,7 @@ CompileBackend = Annotated[
     typer.Option(
         "--compile",
         metavar="BACKEND",
-        help="Compile models and verifier first: 'flat' removes the Python code between "
-        "operations, in seconds; 'inductor' generates code, in minutes.",
+        help="Compile models and verifier first, in minutes: 'inductor'.",
         show_default="not compiled",
     ),
 ]

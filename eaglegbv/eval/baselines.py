@@ -24,7 +24,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.frames import roomy
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason
 from eaglegbv.request_metrics import RequestMetrics
@@ -141,7 +140,6 @@ class Generation:
         eos = self.config.eos_token_id
         return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
-    @roomy
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],

@@ -12,10 +12,10 @@ import msgspec
 import torch
 
 from eaglegbv.config import Plan
+from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.params import SamplingParams
-from eaglegbv.processor import processor_name
 from eaglegbv.request_metrics import RequestMetrics
 from eaglegbv.stopwatch import Phase
 

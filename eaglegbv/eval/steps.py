@@ -17,7 +17,6 @@ from eaglegbv.eval.operation_counter import OperationCounter
 from eaglegbv.eval.rig import Rig
 from eaglegbv.eval.shapes import Shape
 from eaglegbv.eval.step_setting import WARM_UP_STEPS, StepSetting
-from eaglegbv.frames import roomy
 from eaglegbv.graphs import REPLAYED
 from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
@@ -78,7 +77,6 @@ class _Collector:
             self.records.append(record)
 
 
-@roomy
 def time_steps(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
     """Time the phases of a setting's steps.
 

@@ -25,13 +25,12 @@ from eaglegbv.attention.pool_size import PoolSize
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
-    compiled_by_kind,
+    compile_graph,
     generating_products,
     making_graphs,
 )
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
-from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode, Recorder, make_recorder, spare_slots
 from eaglegbv.joining import prepare
 from eaglegbv.products import in_use
@@ -264,9 +263,7 @@ class HFTarget(Target):
         check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         base = self.model.base_model
-        # A model's code may branch by the number of rows, which not all graphs check.
-        kind = _single if backend == FLAT else None
-        base.forward = compiled_by_kind(base.forward, backend, kind)
+        base.forward = compile_graph(base.forward, backend)
         self._compiled = True
         calls: list[object] = []
         counting = base.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -362,11 +359,6 @@ def _weight(module: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor):
         raise ModelNotSupported("model", type(module).__name__, "an embedding with a weight")
     return weight.detach()
-
-
-def _single(input_ids: Tensor, *_: object, **__: object) -> bool:
-    """Return whether a forward has one row, which decides between a compiled model's graphs."""
-    return input_ids.shape[1] == 1
 
 
 def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:

@@ -221,13 +221,13 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
 def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path: Path) -> None:
     options = ["--questions", "1", "--repeats", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--verifiers", "none,otbv", "--questions-set", "builtin"]
-    result = bench(cli, pair, *options, "--compile", "flat")
+    result = bench(cli, pair, *options, "--compile", "eager")
     assert result.status == 0, result.err
-    assert read_results(tmp_path / "results.json").settings.compile_backend == "flat"
-    assert "- Backend: local (compiled by flat)" in (tmp_path / "results.md").read_text()
+    assert read_results(tmp_path / "results.json").settings.compile_backend == "eager"
+    assert "- Backend: local (compiled by eager)" in (tmp_path / "results.md").read_text()
     again = bench(cli, pair, *options)
     assert again.status == 2
-    assert "(compile_backend flat, now none)" in again.err
+    assert "(compile_backend eager, now none)" in again.err
 
 
 def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
         (["--backend", "sglang", "--backend-arguments", "[1]"], "backend-arguments='[1]'"),
         (["--backend", "sglang", "--draft-quantization", "int8"], "draft-quantization='int8'"),
         (["--backend", "sglang", "--backend-arguments", "{"], "backend-arguments='{'"),
-        (["--backend", "sglang", "--compile", "flat"], "compile='flat': expected none"),
-        (["--compile", "fast"], "compile_backend='fast': expected one of"),
+        (["--backend", "sglang", "--compile", "inductor"], "compile='flat': expected none"),
+        (["--compile", "fast"], "compile_backend='fast': expected 'inductor', or"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -20,13 +20,11 @@ from torch._dynamo.utils import counters
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_pool import KVPool
 from eaglegbv.attention.torch_paged import TorchPagedAttention
-from eaglegbv.drafters.compiled_head import CompiledHeadForward, CompiledLevels
-from eaglegbv.drafters.drawing import Drawing
+from eaglegbv.drafters.compiled_head import CompiledHeadForward
 from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.head_forward import HeadForward, PathRows
+from eaglegbv.drafters.head_forward import HeadForward
 from eaglegbv.drafters.head_rows import LevelRows
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.flat import FLAT
 from eaglegbv.quantization import Quantization
 
 OF_8_BITS = 0.03
@@ -39,9 +37,8 @@ OF_SUMS = 1e-4
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
 
-PRODUCTS = 3 * 5 + 3 * 5 + 2 * 5 + 2 * 1 + 2 * 1
-"""Of all graphs: of a text, a lone row, and a batch, to read and to go on; of a lone row and a
-batch, to draw what follows; of one root and more, for logits and to draw.
+PRODUCTS = 2 * 5 + 2 * 5 + 2 * 1
+"""Of all graphs, each of one row and of any number: to read, to go on, and for logits.
 
 To read it takes fc, joint q, k and v, o, joint gate and up, and down; to go on lm_head and not fc.
 """
@@ -80,14 +77,6 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
                 above = hidden.repeat(3, 1)
             found += head.go_on(segments, above)
             found.append(head.logits(above))
-            if all(segment.num_new == 1 for segment in segments):
-                drawing = Drawing(
-                    torch.full((len(above),), 1.3),
-                    torch.rand(len(above), dtype=torch.float64, generator=generator),
-                )
-                found += head.draw(above, drawing)
-                hidden_after, drawn = head.follow(segments, above, drawing)
-                found += hidden_after, *drawn
             used += rows
     return found
 
@@ -101,7 +90,7 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
 def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) -> None:
     pair = random_pair(arch)
     plain = results(forward(pair, quantization, None), pair, lengths=(6, 1050))
-    compiled = forward(pair, quantization, FLAT)
+    compiled = forward(pair, quantization, "eager")
     with patch(error_on_recompile=True):  # one row and any number: all there is, from the start
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
@@ -109,35 +98,8 @@ def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("paths", [1, 2])
-@pytest.mark.parametrize("backend", [None, FLAT])
-@torch.inference_mode()
-def test_rows_along_paths_are_those_of_segments(backend: str | None, paths: int) -> None:
-    pair = random_pair(Arch.EAGLE3)
-    along, one_by_one = (forward(pair, Quantization.NONE, backend) for _ in range(2))
-    slots = torch.randperm(60).split(30)[:paths]
-    own = [PathRows.of(part[:20], part[20:23]) for part in slots]
-    features = torch.randn((20 * paths, pair.head.config.feature_size))
-    texts = [Segment.causal(torch.arange(20) % 7, p.context[:0], p.context) for p in own]
-    above = [torch.stack([*head.read(texts, features)[19::20]]) for head in (along, one_by_one)]
-    hidden, expected = above
-    assert torch.equal(hidden, expected)
-    follow = along.along(own)
-    with patch(error_on_recompile=True):  # by the graphs there are
-        for level in range(3):
-            tokens = torch.arange(paths) + level
-            drawing = Drawing(torch.ones(paths), torch.full((paths,), 0.4, dtype=torch.float64))
-            hidden, drawn = follow(level, tokens, hidden, drawing)
-            segments = [p.segment(level, t) for p, t in zip(own, tokens.split(1), strict=True)]
-            expected, as_drawn = one_by_one.follow(segments, expected, drawing)
-            torch.testing.assert_close(hidden, expected)
-            torch.testing.assert_close(drawn.probs, as_drawn.probs)
-            assert torch.equal(drawn.token_ids, as_drawn.token_ids)
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arch", Arch)
-@pytest.mark.parametrize("backend", [FLAT, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
 @torch.inference_mode()
 def test_levels_of_a_recorded_loop_equal_plain_ones(backend: str, arch: Arch) -> None:
     """Their attention is the loop's own, called back from the graph."""
@@ -146,7 +108,10 @@ def test_levels_of_a_recorded_loop_equal_plain_ones(backend: str, arch: Arch) ->
         levels(
             copy.deepcopy(pair.head), TorchPagedAttention(pool()), quantization=Quantization.NONE
         )
-        for levels in (HeadForward, partial(CompiledLevels, compile_backend=backend))
+        for levels in (
+            HeadForward,
+            partial(CompiledHeadForward, compile_backend=backend, recorded=True),
+        )
     )
     called: list[int] = []
 
@@ -211,5 +176,5 @@ def alone(head: HeadForward, count: int) -> Tensor:
 
 
 def test_a_backend_that_does_not_exist() -> None:
-    with pytest.raises(InvalidArgument, match=r"^compile_backend='nope': expected one of"):
+    with pytest.raises(InvalidArgument, match=r"^compile_backend='nope': expected 'inductor', or"):
         forward(random_pair(Arch.EAGLE3), Quantization.NONE, "nope")

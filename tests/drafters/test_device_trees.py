@@ -17,7 +17,6 @@ from eaglegbv.drafters.draft_law import DraftLaws, pick_indices
 from eaglegbv.drafters.path_growth import Grow, grow_paths, growth, pick_places
 from eaglegbv.drafters.sampled_trees import GreedyTree, IidTree, WorTree
 from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
-from eaglegbv.flat import FLAT
 from eaglegbv.tree import DraftTree, Law, check_tree
 
 VOCAB = 9
@@ -147,7 +146,7 @@ def test_device_trees_are_host_trees(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("backend", [FLAT, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
 @torch.inference_mode()
 def test_compiled_they_are_too(backend: str) -> None:
     """By the graphs that are made at the start, whatever the plan."""

@@ -135,7 +135,7 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     [
         ("", "", "Tokens/s by batch"),
         ("", "float32", "Tokens/s by batch"),
-        ("flat", "float32", "Tokens/s by batch, compiled (flat)"),
+        ("inductor", "float32", "Tokens/s by batch, compiled (inductor)"),
         ("inductor", "bfloat16", "Tokens/s by batch, compiled (inductor), bfloat16"),
     ],
 )

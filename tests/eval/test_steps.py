@@ -15,7 +15,6 @@ from eaglegbv.eval.rig import build_rig
 from eaglegbv.eval.shapes import Shape
 from eaglegbv.eval.step_setting import StepSetting
 from eaglegbv.eval.steps import StepReport, step_table, time_steps
-from eaglegbv.flat import FLAT
 from eaglegbv.graphs import GraphMode
 
 CPU = torch.device("cpu")
@@ -94,7 +93,7 @@ def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:
     """To count is no reason to look at a graph's inputs again, or to refuse it."""
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
     rig = build_rig(
-        SMALL, setting, dtype=torch.float32, device=CPU, compile_backend=FLAT, graphs=graphs
+        SMALL, setting, dtype=torch.float32, device=CPU, compile_backend="eager", graphs=graphs
     )
     rig.engine.check_plan(setting.plan)  # what is compiled is compiled now
     with patch(error_on_recompile=True):

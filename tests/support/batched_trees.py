@@ -1,7 +1,7 @@
 """Random batches of draft trees over tiny vocabularies, for the batched verifiers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -120,16 +120,6 @@ def build_batch(
         correction=as_tensor(rng.random(size)),
     )
     return Batch(tree, target, uniforms)
-
-
-def made_whole(tree: DraftTree, vocab: int) -> DraftTree:
-    """Return the same trees, their laws over the vocabulary in its order."""
-    laws = tree.draft_probs.new_zeros((tree.batch, tree.nodes, vocab))
-    laws.scatter_add_(2, tree.draft_ids, tree.draft_probs)
-    ids = torch.arange(vocab).repeat(tree.batch, tree.nodes, 1)
-    found = replace(tree, draft_ids=ids, draft_probs=laws, whole=True)
-    check_tree(found)
-    return found
 
 
 class _Numbered:

@@ -9,7 +9,6 @@ from support.batched_trees import (
     Batch,
     build_batch,
     disagreements,
-    made_whole,
     outcomes,
     random_requests,
 )
@@ -18,8 +17,6 @@ from support.verifying import REFERENCES
 from eaglegbv.target_law import TargetLaw
 from eaglegbv.tree import DraftTree, Law
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms
-from eaglegbv.verifiers.drafted_path import DraftedPath
-from eaglegbv.verifiers.inputs import find_faults
 from eaglegbv.verifiers.reference.registry import REFERENCES as ALL
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
@@ -46,32 +43,6 @@ def test_decides_as_the_reference(name: str, law: Law, seed: int) -> None:
     for _ in range(6 if name.startswith(SLOW) else 40):
         batch = random_batch(verifier, law, rng)
         assert disagreements(verifier, REFERENCES[name], batch) == []
-
-
-@pytest.mark.parametrize("name", [name for name, law in PAIRS if law is Law.IID])
-def test_laws_said_to_be_whole_decide_alike(name: str) -> None:
-    """Whether tokens are looked up or not: the same outcomes, faults and figures, bit for bit."""
-    rng = np.random.default_rng(3)
-    verifier = make_verifier(name)
-    for n in range(20):
-        paths, vocab = (1 if n % 2 else min(3, verifier.max_paths or 3)), 5
-        requests = random_requests(Law.IID, rng, 8, paths=paths, length=3, vocab=vocab)
-        batch = build_batch(Law.IID, requests, vocab, rng, paths=paths, length=3)
-        batch = dataclasses.replace(batch, tree=made_whole(batch.tree, vocab))
-        assert disagreements(verifier, REFERENCES[name], batch) == []
-        listed = dataclasses.replace(batch.tree, whole=False)
-        found, figures, faults = [], [], []
-        for tree in (batch.tree, listed):
-            arguments = tree, batch.target, batch.uniforms
-            found.append(outcomes(tree, verifier.verify(*arguments)))
-            figures.append(verifier.figures(*arguments))
-            faults.append(find_faults(tree, batch.target))
-        assert found[0] == found[1]
-        assert torch.equal(*faults)
-        assert (DraftedPath.only(batch.tree, batch.target).ids is None) is batch.tree.whole
-        assert figures[0].keys() == figures[1].keys()
-        for own, other in zip(figures[0].values(), figures[1].values(), strict=True):
-            assert torch.equal(own.nan_to_num(-1), other.nan_to_num(-1))
 
 
 @pytest.mark.parametrize(("name", "law"), PAIRS)
