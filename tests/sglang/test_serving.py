@@ -9,8 +9,7 @@ from support.cli import run
 from support.saved_pair import save_pair
 from support.sglang_pair import save_sglang_pair
 
-from eaglegbv.backends.sglang.engine import server_arguments
-from eaglegbv.backends.sglang.serving import launch, launch_eagle
+from eaglegbv.backends.sglang.serving import launch, launch_eagle, server_arguments
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.targets.hf import load_config

@@ -11,9 +11,9 @@ import torch
 from tqdm import tqdm
 
 from eaglegbv.auto_plan import PlanChoices, PlanName, Planning
-from eaglegbv.backends.sglang.engine import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
+from eaglegbv.backends.sglang.serving import engine as start_engine
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.completion import Completion, Delta, Result
 from eaglegbv.config import EngineConfig, Plan, Source

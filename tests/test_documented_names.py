@@ -1,0 +1,39 @@
+"""What the documents import exists, and what they call can be called: without SGLang or a GPU too.
+
+The same for the test of SGLang on a GPU, which imports the documented names when it runs.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = {
+    f"{path.name}-{number}": code
+    for path in DOCUMENTS
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.S), start=1
+    )
+} | {"gpu": (ROOT / "tests" / "sglang" / "test_engine_gpu.py").read_text("utf-8")}
+
+
+@pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS.keys())
+def test_imports(code: str) -> None:
+    nodes = list(ast.walk(ast.parse(code)))
+    found: dict[str, object] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eaglegbv"):
+            exec(ast.unparse(node), found)
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in found:
+                assert callable(found[name]), name
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in found:
+                assert getattr(found[name], attribute) is not None
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"README.md-1", "sglang.md-1", "sglang.md-2"} <= SNIPPETS.keys()
