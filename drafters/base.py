@@ -7,10 +7,10 @@ from typing import ClassVar, TypeVar
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.quantization import Quantization
+from eaglegbv.drafters.tree_growth import DraftProbs
+from eaglegbv.fused_linears import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree
 
 StateKind = TypeVar("StateKind", bound=DraftState)
 SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
@@ -52,7 +52,7 @@ class Drafter(ABC):
     between steps.
     """
 
-    laws: ClassVar[frozenset[Law]]
+    draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
 
@@ -80,17 +80,21 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(
-        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
     ) -> DraftTree:
         """Propose one tree per request.
 
-        The tokens are drawn from exactly the laws the tree carries, with the numbers of each
+        The tokens are drawn from exactly the distributions the tree carries, with the numbers of each
         request's own stream at its own step.
 
         Args:
             requests: Requests with at least one committed token each.
             plan: Paths, depth, width and draft temperature, shared by all of them.
-            law: How children arise; one of :attr:`laws`.
+            draft_sampling: How children arise; one of :attr:`draft_samplings`.
             tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots it may overwrite.
         """
 
@@ -118,14 +122,14 @@ class Drafter(ABC):
         Those are copied so that they do not keep their batch alive. If positions were lost, a
         drafter that :attr:`skips` restarts there as if the text began there, and sets
         ``request.skipped``. Its drafts may be worse but stay lossless, and are ready sooner. Not
-        for verifiers that recall laws.
+        for verifiers that recall distributions.
         """
 
 
 class Recaller(ABC):
-    """Recalls the laws from which an earlier step would have drawn after other tokens.
+    """Recalls the distributions from which an earlier step would have drawn after other tokens.
 
-    Rules that keep state over steps need the laws of the *very step* that a debt comes from. Those
+    Rules that keep state over steps need the distributions of the *very step* that a debt comes from. Those
     are not the current ones: by now the drafter knows true features where that step continued from
     its own output, and its draft temperature may have changed.
     """
@@ -157,10 +161,10 @@ class Recaller(ABC):
         """
 
     @abstractmethod
-    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return the laws the snapshots' own steps would have drawn the next token from.
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions the snapshots' own steps would have drawn the next token from.
 
-        Laws of a smaller support than others are padded with probability 0.
+        Distributions of a smaller support than others are padded with probability 0.
         """
 
 

@@ -6,8 +6,10 @@ that are known to be unneeded: a head that loads only in part silently drafts no
 """
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +17,37 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.drafters.formats.base import Contents, FormatName
-from eaglegbv.drafters.formats.layers import LAYER_IDS, FeatureLayers, StoredLayers
+from eaglegbv.devices import dtype_name
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.formats.names import (
     EMBEDDING,
     FC_BIAS,
     MEMBERS,
     OFFSETS,
     NamedTensors,
+    Remark,
+    RemarkKind,
     detect_arch,
     name_tensors,
 )
-from eaglegbv.drafters.formats.registry import FORMATS, detect_format
-from eaglegbv.drafters.formats.remark import Remark, RemarkKind
-from eaglegbv.drafters.formats.section import Section
-from eaglegbv.drafters.formats.settings import read_settings
-from eaglegbv.drafters.formats.weights import read_json, read_weights
-from eaglegbv.drafters.formats.writing import write_head
-from eaglegbv.errors import DrafterMismatch
+from eaglegbv.drafters.formats.read import (
+    FORMATS,
+    LAYER_IDS,
+    VARIANTS,
+    Contents,
+    FeatureLayers,
+    FormatName,
+    Section,
+    StoredLayers,
+    detect_format,
+    find_format,
+    read_json,
+    read_settings,
+    read_weights,
+)
+from eaglegbv.drafters.formats.write import write_head
+from eaglegbv.drafters.tabular import TABULAR
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -345,3 +358,236 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
 def _expect(key: str, value: object, expected: object) -> None:
     if value != expected:
         raise DrafterMismatch(f"config.json key {key}", value, f"the target's, {expected}")
+
+
+# The kind of drafter in a folder, told by its tensors, as configurations do not name it.
+
+
+class Kind(StrEnum):
+    """Kinds of drafters that are stored in folders."""
+
+    EAGLE = "eagle"
+    """A head that reads the target's features."""
+    LANGUAGE_MODEL = "language model"
+    """A whole transformers model with the target's tokenizer."""
+    TABLE = "table"
+    """A table of distributions, looked up by the last tokens."""
+
+
+def kind_of(folder: Path) -> Kind:
+    """Return what ``folder`` holds.
+
+    Raises:
+        DrafterMismatch: There is no configuration or weight file, or one is broken.
+    """
+    if read_json(folder / "config.json").get("model_type") == TABULAR:
+        return Kind.TABLE
+    return Kind.EAGLE if _is_head(read_weights(folder).tensors) else Kind.LANGUAGE_MODEL
+
+
+def _is_head(names: Collection[str]) -> bool:
+    """Return whether ``names`` are a head's.
+
+    Only a head fuses features, maps vocabularies, or names its layer without ``model.``.
+    """
+    plain = {name.removeprefix("model.") for name in names}
+    if plain & {"fc.weight", "d2t", "t2d"}:
+        return True
+    return any(name.startswith(("midlayer.", "layers.0.")) for name in names)
+
+
+# What a head's files say, what was assumed, and where engines would disagree about them.
+
+
+_WORDS = {
+    RemarkKind.NOTE: "Notes",
+    RemarkKind.ASSUMED: "Assumed, as the files leave it open",
+    RemarkKind.WARNING: "Warnings: other engines read these files otherwise",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A report on a head.
+
+    Attributes:
+        facts: What was detected, by label.
+        remarks: What was assumed, and what other engines would do otherwise.
+    """
+
+    facts: dict[str, str]
+    remarks: tuple[Remark, ...]
+
+    def text(self) -> str:
+        """Return the report as lines."""
+        width = max(map(len, self.facts)) + 2
+        lines = [f"{label:<{width}}{fact}" for label, fact in self.facts.items()]
+        for kind, words in _WORDS.items():
+            own = [f"  - {remark.text}" for remark in self.remarks if remark.kind is kind]
+            lines += ["", f"{words}:", *own] if own else []
+        return "\n".join(lines)
+
+
+def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> Inspection:
+    """Report on a checkpoint; ``fitted`` is None where no target is known."""
+    config = checkpoint.config
+    layers, remarks = _layers_alone(checkpoint), checkpoint.remarks
+    if fitted is not None:
+        layers, remarks = fitted.layers, fitted.remarks
+    elif layers is not None:
+        remarks = (*remarks, *layers.remarks())
+    facts = {
+        "drafter": f"{checkpoint.folder} ({', '.join(checkpoint.files)})",
+        "head": _KINDS[config.arch],
+        "format": f"{checkpoint.format}; architectures: {_list(checkpoint.architectures)}",
+        "tensors": _tensors(checkpoint),
+        "layer": _layer(config),
+        "biases": _list(_variants(config, "bias")),
+        "norms": _list(_variants(config, "norm")),
+        "rope": _rope(config),
+        "vocabulary": _vocabulary(config),
+        "embedding": _inspection_embedding(checkpoint),
+        "captures": _captures(checkpoint, layers),
+    }
+    if checkpoint.verifier is not None:
+        facts["made for"] = checkpoint.verifier
+    left = [f"{name} ({why})" for name, why in checkpoint.named.left_aside.items()]
+    if left:
+        facts["left aside"] = _list(left)
+    facts["target"] = "not given: sizes and layers were not checked" if fitted is None else "fits"
+    return Inspection(facts, remarks)
+
+
+_KINDS = {
+    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
+    Arch.EAGLE3: "EAGLE-3",
+}
+
+
+def _list(words: object) -> str:
+    return ", ".join(words) or "none" if isinstance(words, list | tuple) else str(words)
+
+
+def _variants(config: EagleHeadConfig, part: str) -> list[str]:
+    return sorted(name for name in VARIANTS if part in name and getattr(config, name))
+
+
+def _tensors(checkpoint: Checkpoint) -> str:
+    maps = (OFFSETS, MEMBERS)
+    weights = [t for name, t in checkpoint.named.tensors.items() if name not in maps]
+    dtypes = Counter(dtype_name(t.dtype) for t in weights)
+    own = sum(t.numel() for t in weights)
+    return f"{len(checkpoint.named.tensors)}, {own:,} weights, {_list(sorted(dtypes))}"
+
+
+def _layer(config: EagleHeadConfig) -> str:
+    width = str(config.hidden_size)
+    if config.hidden_size != config.target_hidden_size:
+        width += f" (target {config.target_hidden_size})"
+    return (
+        f"width {width}, feed-forward {config.intermediate_size}, {config.num_heads} query heads "
+        f"and {config.num_kv_heads} key heads of {config.head_dim}"
+    )
+
+
+def _rope(config: EagleHeadConfig) -> str:
+    settings = dict(config.rope_parameters)
+    kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
+    rest = "".join(f", {key} {value}" for key, value in sorted(settings.items()))
+    return f"{kind}, theta {theta:g}{rest}"
+
+
+def _vocabulary(config: EagleHeadConfig) -> str:
+    if config.draft_vocab_size == config.vocab_size:
+        return f"{config.vocab_size}, all of which can be drafted"
+    share = config.draft_vocab_size / config.vocab_size
+    return f"{config.draft_vocab_size} of {config.vocab_size} can be drafted ({share:.0%})"
+
+
+def _inspection_embedding(checkpoint: Checkpoint) -> str:
+    if EMBEDDING in checkpoint.named.tensors:
+        return "in the file; shared with the target where it is the same"
+    return "the target's"
+
+
+def _layers_alone(checkpoint: Checkpoint) -> FeatureLayers | None:
+    """Return the layers that the file alone determines."""
+    return None if checkpoint.layers is None else checkpoint.layers.resolve(None)
+
+
+def _captures(checkpoint: Checkpoint, layers: FeatureLayers | None) -> str:
+    if checkpoint.layers is None:
+        return "the final hidden state, after the last norm"
+    if layers is None:
+        return "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
+    return f"the inputs of layers {_list([str(i) for i in layers.inputs])} ({layers.reason})"
+
+
+# Exporting a head for other engines.
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """The target a head is exported for.
+
+    Attributes:
+        name: Name or path, written where the format has a place for it.
+        architectures: Its class names.
+        num_layers: Its decoder layers.
+        read_embedding: Returns its token embedding, ``[vocab, hidden]``.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    num_layers: int
+    read_embedding: Callable[[], Tensor]
+
+
+def export_head(
+    checkpoint: Checkpoint, format_name: str, folder: Path, target: ExportTarget | None = None
+) -> None:
+    """Write a checkpoint into ``folder`` in another format; tensors keep every bit.
+
+    Layer ids are written the way the format counts. A checkpoint that names no layers leaves them
+    to the default, which is the same in all engines. Known tensors that are not needed are not
+    written.
+
+    Args:
+        checkpoint: The head to export.
+        format_name: One of :class:`FormatName`.
+        folder: Destination; it must be empty or not exist.
+        target: Needed where the format wants the embedding and the checkpoint has none; its name
+            is written where the format has a place for it.
+
+    Raises:
+        InvalidArgument: There is no such format, or the folder is not empty.
+        DrafterMismatch: The format cannot express the head, or an embedding is missing.
+    """
+    kind = find_format(format_name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
+    kind.check_holds(checkpoint.config)
+    tensors = dict(checkpoint.named.tensors)
+    if kind.carries_embedding and EMBEDDING not in tensors:
+        if target is None:
+            expected = f"the target's, which {kind.name} heads carry; name the target"
+            raise DrafterMismatch(EMBEDDING, None, expected)
+        tensors[EMBEDDING] = target.read_embedding()
+    layers = _layers(checkpoint, target)
+    contents = Contents(
+        config=checkpoint.config,
+        layers=layers,
+        dtype=tensors["fc.weight"].dtype,
+        passed_on=checkpoint.passed_on,
+        verifier=checkpoint.verifier if target is None else target.name,
+        verifier_architectures=() if target is None else target.architectures,
+    )
+    write_head(folder, kind, contents, tensors)
+
+
+def _layers(checkpoint: Checkpoint, target: ExportTarget | None) -> tuple[int, ...] | None:
+    """Return the layers to name in the file; None where the checkpoint leaves them open."""
+    if checkpoint.layers is None or checkpoint.layers.ids is None:
+        return None
+    resolved = checkpoint.layers.resolve(None if target is None else target.num_layers)
+    return None if resolved is None else resolved.inputs

@@ -26,28 +26,26 @@ from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
+from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
+from eaglegbv.devices import upload
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
-from eaglegbv.drafters.compiled_head import CompiledHeadForward
-from eaglegbv.drafters.device_drafting import DeviceDrafting
-from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.growth import (
+from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
+from eaglegbv.drafters.graph_drafting import CompiledHeadForward, DeviceDrafting
+from eaglegbv.drafters.tree_growth import (
+    GROWN_SAMPLINGS,
     DraftedRows,
-    LawSettings,
+    DraftProbs,
+    GrowingTree,
+    ProbsSettings,
     Roots,
     RowSnapshot,
     draft_trees,
     next_rows,
-    recalled_laws,
+    replayed_probs,
 )
-from eaglegbv.drafters.head_forward import HeadForward
-from eaglegbv.drafters.tree_builder import GrowingTree
-from eaglegbv.drafters.tree_choice import GROWN_LAWS
-from eaglegbv.graphs import GraphMode, Recorder, make_recorder
-from eaglegbv.quantization import Quantization, settled
+from eaglegbv.fused_linears import Quantization, settled
 from eaglegbv.request import DraftSnapshot, DraftState, Request
-from eaglegbv.transfer import upload
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class EagleSnapshot(RowSnapshot):
 class EagleDrafter(RecallingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
-    laws: ClassVar[frozenset[Law]] = GROWN_LAWS
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
     skips: ClassVar[bool] = True
 
     def __init__(
@@ -203,7 +201,11 @@ class EagleDrafter(RecallingDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
@@ -213,7 +215,7 @@ class EagleDrafter(RecallingDrafter):
             tree_slots=tree_slots,
         )
         if self._on_device is not None:
-            found = self._on_device.draft(requests, plan, law, roots)
+            found = self._on_device.draft(requests, plan, draft_sampling, roots)
             if found is not None:
                 return found
         drafted = [
@@ -233,13 +235,15 @@ class EagleDrafter(RecallingDrafter):
             return logits
 
         logits = self._forward.logits(hidden)
-        return draft_trees(requests, plan, law, self.head.draft_to_target, logits, follow)
+        return draft_trees(
+            requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
+        )
 
     def snapshot(self, request: Request) -> EagleSnapshot:
         """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`.
 
         Raises:
-            RuntimeError: The head skipped the text's beginning, and would find other laws once
+            RuntimeError: The head skipped the text's beginning, and would find other distributions once
                 the text is read again.
         """
         if request.skipped:
@@ -249,7 +253,7 @@ class EagleDrafter(RecallingDrafter):
             rows=request.slots[:0],
             # A copy, as the row would keep the output of its whole batch alive.
             hidden=self._root_hidden(request).clone(),
-            settings=LawSettings.of(request, self.head.config.draft_vocab_size),
+            settings=ProbsSettings.of(request, self.head.config.draft_vocab_size),
         )
 
     @torch.inference_mode()
@@ -270,11 +274,11 @@ class EagleDrafter(RecallingDrafter):
         ]
 
     @torch.inference_mode()
-    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return the laws of the snapshots' steps; see :meth:`RecallingDrafter.laws_at`."""
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
-        return recalled_laws(logits, [s.settings for s in own], self.head.draft_to_target)
+        return replayed_probs(logits, [s.settings for s in own], self.head.draft_to_target)
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts are what followed earlier occurrences of the text's last few tokens.
 
-The drafts are a function of the text alone, so their law is ``fixed`` (one-hot), whatever is found.
+The drafts are a function of the text alone, so their distribution is ``fixed`` (one-hot), whatever is found.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter, own_state
-from eaglegbv.drafters.tree_builder import GrownTree, fixed_tree, stack_trees
+from eaglegbv.drafters.tree_growth import GrownTree, fixed_tree, stack_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree
 
 _LOOK_BACK = 64
 """How many of the latest places of an n-gram are looked at."""
@@ -40,7 +40,7 @@ class NgramState(DraftState):
 class NgramDrafter(Drafter):
     """Drafts the continuations of earlier occurrences of the text's last tokens."""
 
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.FIXED})
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.FIXED})
 
     def __init__(self, *, longest: int = 4, shortest: int = 1) -> None:
         """Set which n-grams are looked up.
@@ -76,7 +76,7 @@ class NgramDrafter(Drafter):
         self,
         requests: Sequence[Request],
         plan: Plan,
-        law: Law,
+        draft_sampling: DraftSampling,
         tree_slots: Sequence[Tensor],  # noqa: ARG002
     ) -> DraftTree:
         """Propose one tree per request: the trie of up to K continuations, each of L tokens.
@@ -85,12 +85,14 @@ class NgramDrafter(Drafter):
         :meth:`Drafter.draft`.
 
         Raises:
-            InvalidArgument: ``law`` is not ``fixed``.
+            InvalidArgument: ``draft_sampling`` is not ``fixed``.
         """
-        if law is not Law.FIXED:
-            raise InvalidArgument("law", str(law), "'fixed': a lookup draws nothing")
+        if draft_sampling is not DraftSampling.FIXED:
+            raise InvalidArgument(
+                "draft_sampling", str(draft_sampling), "'fixed': a lookup draws nothing"
+            )
         trees = [self._tree(request, plan) for request in requests]
-        return stack_trees(trees, law, paths=plan.paths, length=plan.depth)
+        return stack_trees(trees, draft_sampling, paths=plan.paths, length=plan.depth)
 
     def matched(self, request: Request) -> int:
         """Return how many of the text's last tokens also precede the place of the first draft.

@@ -1,4 +1,4 @@
-"""A drafter that looks its laws up in a table, by the last few tokens.
+"""A drafter that looks its distributions up in a table, by the last few tokens.
 
 A table of order 1 is a bigram model: the yardstick that any head must beat, as it knows nothing but
 the last token. The tensors in its file are called ``ids`` and ``log_probs``.
@@ -17,13 +17,17 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RecallingDrafter, own_snapshots
-from eaglegbv.drafters.draft_law import DraftLaws
-from eaglegbv.drafters.growth import LawSettings, draft_trees, recalled_laws
-from eaglegbv.drafters.tree_builder import GrowingTree
-from eaglegbv.drafters.tree_choice import GROWN_LAWS
+from eaglegbv.drafters.tree_growth import (
+    GROWN_SAMPLINGS,
+    DraftProbs,
+    GrowingTree,
+    ProbsSettings,
+    draft_trees,
+    replayed_probs,
+)
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree
 
 TABULAR = "eaglegbv-tabular"
 """The ``model_type`` of a table's configuration."""
@@ -33,7 +37,7 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Laws of the next token by state: the last ``order`` tokens, the latest least significant.
+    """Distributions of the next token by state: the last ``order`` tokens, the latest least significant.
 
     In a text shorter than ``order``, token ``vocab_size`` stands for each missing one.
 
@@ -57,13 +61,13 @@ class Table:
                 raise DrafterMismatch(name, list(tensor.shape), f"{states} rows of one width")
         if not bool(((self.ids >= 0) & (self.ids < self.vocab_size)).all()):
             raise DrafterMismatch("ids", int(self.ids.max()), f"ids in [0, {self.vocab_size})")
-        # Rows without any token, or with NaN, have no law.
+        # Rows without any token, or with NaN, have no distribution.
         if not bool(self.log_probs.amax(dim=1).isfinite().all()):
             raise DrafterMismatch("log_probs", "no finite entry", "a finite entry in every row")
 
     @classmethod
     def of_logits(cls, logits: Tensor, *, order: int = 1) -> Self:
-        """Return the table of whole laws: ``[(V + 1) ** order, V]`` logits."""
+        """Return the table of whole distributions: ``[(V + 1) ** order, V]`` logits."""
         states, vocab = logits.shape
         return cls(vocab, order, torch.arange(vocab).expand(states, -1), logits.float())
 
@@ -124,13 +128,13 @@ class TabularSnapshot(DraftSnapshot):
     """A place in a text: its last tokens, and the settings of the step it belongs to."""
 
     tokens: tuple[int, ...]
-    settings: LawSettings
+    settings: ProbsSettings
 
 
 class TabularDrafter(RecallingDrafter):
     """Drafts from a :class:`Table`; it reads tokens alone and keeps nothing."""
 
-    laws: ClassVar[frozenset[Law]] = GROWN_LAWS
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
 
     def __init__(self, table: Table) -> None:
         """Wrap a table."""
@@ -154,7 +158,7 @@ class TabularDrafter(RecallingDrafter):
         self,
         requests: Sequence[Request],
         plan: Plan,
-        law: Law,
+        draft_sampling: DraftSampling,
         tree_slots: Sequence[Tensor],  # noqa: ARG002  a table has no keys to store
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
@@ -174,11 +178,11 @@ class TabularDrafter(RecallingDrafter):
             )
 
         logits = self.table.logits([self.table.state(text) for text in texts])
-        return draft_trees(requests, plan, law, self._ids, logits, follow)
+        return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
 
     def snapshot(self, request: Request) -> TabularSnapshot:
         """Remember the root; see :meth:`RecallingDrafter.snapshot`."""
-        settings = LawSettings.of(request, self.table.vocab_size)
+        settings = ProbsSettings.of(request, self.table.vocab_size)
         return TabularSnapshot(self._last_tokens(request), settings)
 
     def advance(
@@ -196,11 +200,11 @@ class TabularDrafter(RecallingDrafter):
             )
         ]
 
-    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """Return the laws of the snapshots' steps; see :meth:`RecallingDrafter.laws_at`."""
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
         own = own_snapshots(snapshots, TabularSnapshot)
         logits = self.table.logits([self.table.state(s.tokens) for s in own])
-        return recalled_laws(logits, [s.settings for s in own], self._ids)
+        return replayed_probs(logits, [s.settings for s in own], self._ids)
 
     def _last_tokens(self, request: Request) -> tuple[int, ...]:
         end = len(request.prompt_ids) + len(request.token_ids)

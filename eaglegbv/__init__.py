@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eaglegbv.completion import Completion, Delta
     from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.errors import EagleGBVError, InvalidArgument
     from eaglegbv.llm import LLM
-    from eaglegbv.params import SamplingParams
+    from eaglegbv.sampling import SamplingParams
+    from eaglegbv.text import Completion, Delta
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,13 +37,13 @@ __all__ = [
 # Loaded on first use: torch and transformers take seconds to import, and `--help` needs neither.
 _HOMES = {
     "LLM": "eaglegbv.llm",
-    "Completion": "eaglegbv.completion",
-    "Delta": "eaglegbv.completion",
+    "Completion": "eaglegbv.text",
+    "Delta": "eaglegbv.text",
     "EagleGBVError": "eaglegbv.errors",
     "EngineConfig": "eaglegbv.config",
     "InvalidArgument": "eaglegbv.errors",
     "Plan": "eaglegbv.config",
-    "SamplingParams": "eaglegbv.params",
+    "SamplingParams": "eaglegbv.sampling",
 }
 
 

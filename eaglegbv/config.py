@@ -1,17 +1,18 @@
 """Settings that a user makes once: how to speculate, and how large the engine is."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from eaglegbv.checks import require_integer, require_number
-from eaglegbv.defaults import DRAFT_WIDTH
+from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.graphs import GraphMode
-from eaglegbv.quantization import Quantization
-from eaglegbv.tree import Law
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
 
 MAX_PATHS = 16
 MAX_DEPTH = 32
@@ -41,18 +42,18 @@ class Source(StrEnum):
     """The engine's drafter."""
     LOOKUP = "lookup"
     """The text itself: what followed earlier occurrences of its last few tokens (prompt lookup).
-    Such drafts are not drawn; their law is ``fixed``."""
+    Such drafts are not drawn; their distribution is ``fixed``."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request speculates. Every plan gives the same law of the text; only speed differs.
+    """How one request speculates. Every plan gives the same distribution of the text; only speed differs.
 
     Attributes:
         verifier: Name of a verifier (see ``eaglegbv.verifiers.registry``), or ``"none"`` for plain
             autoregressive decoding.
         paths: Number of drafted paths, K.
         depth: Number of drafted tokens of a path, L.
-        law: How the tree's children arise; ``None`` takes the verifier's own (``iid`` if it accepts
+        draft_sampling: How the tree's children arise; ``None`` takes the verifier's own (``iid`` if it accepts
             sampled paths, otherwise the one it is made for). A tree has at most
             ``paths * depth`` drafted nodes:
             ``iid``: K paths drawn independently, starting at the root.
@@ -63,11 +64,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
             ``fixed``: the ``nodes`` most likely nodes that a beam finds, or a tree of given shape.
-        draft_width: Number of most likely candidates that a draft law keeps; the law is
+        draft_width: Number of most likely candidates that a draft distribution keeps; the distribution is
             renormalised on them.
         whole_vocab: Draft vocabularies of at most this many tokens are kept whole instead: nothing
             is ranked, and more is accepted.
-        draft_temperature: Temperature of the draft law as a multiple of the request's own. Any
+        draft_temperature: Temperature of the draft distribution as a multiple of the request's own. Any
             value is lossless.
         min_confidence: A path ends where the product of the draft probabilities of its own tokens
             falls below this; 0 never ends one early. This is lossless, because it depends only on
@@ -91,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     verifier: str = "otbv"
     paths: int = 3
     depth: int = 4
-    law: Law | None = None
+    draft_sampling: DraftSampling | None = None
     draft_width: int = DRAFT_WIDTH
     whole_vocab: int = 0
     draft_temperature: float = 1.0
@@ -108,10 +109,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         require_integer("whole_vocab", self.whole_vocab, 0, MAX_WIDTH)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
-        if self.law is not None and not isinstance(self.law, Law):
-            if self.law not in list(Law):
-                raise InvalidArgument("law", self.law, one_of(sorted(Law), self.law))
-            msgspec.structs.force_setattr(self, "law", Law(self.law))
+        if self.draft_sampling is not None and not isinstance(self.draft_sampling, DraftSampling):
+            if self.draft_sampling not in list(DraftSampling):
+                raise InvalidArgument(
+                    "draft_sampling",
+                    self.draft_sampling,
+                    one_of(sorted(DraftSampling), self.draft_sampling),
+                )
+            msgspec.structs.force_setattr(
+                self, "draft_sampling", DraftSampling(self.draft_sampling)
+            )
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
         if self.beam is not None:
@@ -136,8 +143,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the engine's drafter drafts."""
         return self.speculative and self.source is Source.DRAFTER
 
-    def law_width(self, vocab: int) -> int:
-        """Return how many candidates a draft law keeps if ``vocab`` tokens can be drafted."""
+    def list_width(self, vocab: int) -> int:
+        """Return how many candidates a draft distribution keeps if ``vocab`` tokens can be drafted."""
         return vocab if vocab <= self.whole_vocab else min(self.draft_width, vocab)
 
     @property
@@ -158,7 +165,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.speculative:
             return 1
         # At temperature 0, a sampled plan drafts a fixed tree too.
-        drawn = 0 if self.law is Law.FIXED else self.paths * self.depth
+        drawn = 0 if self.draft_sampling is DraftSampling.FIXED else self.paths * self.depth
         return 1 + max(drawn, self.fixed_nodes)
 
     @property
@@ -192,9 +199,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``eager``: the same padded work without recording, on any device, for debugging.
         draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
             ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. In every
-            case the law of the text is the target's. With ``int8``, drafts are faster, but slightly
+            case the distribution of the text is the target's. With ``int8``, drafts are faster, but slightly
             further from the target, and rounded so coarsely that the text of a seed depends on the
-            batch it is in. So verifiers that use draft laws of earlier steps require ``none``.
+            batch it is in. So verifiers that use draft distributions of earlier steps require ``none``.
         seed: Seed from which the seeds of requests without one are derived.
         calibrate: Whether an engine that chooses plans itself first measures for some seconds what
             steps cost; the costs are kept in the user's cache for later runs. Otherwise the engine
@@ -261,3 +268,221 @@ def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
 
 PLAIN = Plan(verifier="none", paths=1, depth=1)
 """Plain autoregressive decoding."""
+
+# Settings of a user who leaves the choice of plans to the engine.
+
+
+_PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_LOOKUP_DEPTHS = (2, 4, 8, 16)
+_MAX_TEMPERATURES = 4
+
+_WHOLE_VOCAB = 8192
+"""Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
+
+The tiny pair's distributions of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the 256
+most likely cover 0.59. For several paths, verifying all tokens takes longer than that is worth.
+"""
+
+
+class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Let the engine choose a plan for each request and step, from its measurements so far.
+
+    Every choice gives the same distribution of the text; only speed differs. Because the choice depends on
+    measured times, the same seed need not give the same text twice (at temperature 0 it does).
+
+    Attributes:
+        verifier: Verifier of all plans; a stateless one that takes sampled paths.
+        max_paths: Most drafted paths.
+        max_depth: Most drafted tokens of a path.
+        draft_width: See :class:`eaglegbv.config.Plan`. Single paths keep draft vocabularies of up
+            to 8,192 tokens whole.
+        draft_temperatures: Draft temperatures to choose from; the first is the usual one.
+        lookup_depth: Most tokens that are looked up in the text itself instead of drafted, at
+            temperature 0 and where lookups promise more; 0 for no lookups.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    verifier: str = "otbv"
+    max_paths: int = 4
+    max_depth: int = 8
+    draft_width: int = DRAFT_WIDTH
+    draft_temperatures: tuple[float, ...] = (1.0,)
+    lookup_depth: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("max_paths", self.max_paths, 1, MAX_PATHS),
+            ("max_depth", self.max_depth, 1, MAX_DEPTH),
+            ("draft_width", self.draft_width, 1, MAX_WIDTH),
+            ("lookup_depth", self.lookup_depth, 0, MAX_DEPTH),
+        ):
+            require_integer(name, value, low, high)
+        if self.verifier == "none":
+            raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
+        if not isinstance(self.draft_temperatures, Sequence):
+            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(self.draft_temperatures))
+        for temperature in self.draft_temperatures:
+            require_number("draft_temperatures", temperature, 0.05, 20)
+        count = len(self.draft_temperatures)
+        if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
+            expected = f"1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        # The plans themselves check the rest.
+        _ = self.candidates
+
+    @property
+    def candidates(self) -> tuple[Plan, ...]:
+        """The plans by which the drafter drafts, the smallest first; see also :attr:`lookups`.
+
+        Plain decoding is always possible too.
+        """
+        return _candidates(self)
+
+    @property
+    def lookups(self) -> tuple[Plan, ...]:
+        """The plans by which requests at temperature 0 may look drafts up, the smallest first."""
+        return _lookups(self)
+
+
+@lru_cache(maxsize=64)
+def _candidates(auto: AutoPlan) -> tuple[Plan, ...]:
+    return tuple(
+        Plan(
+            verifier=auto.verifier,
+            paths=paths,
+            depth=depth,
+            draft_width=auto.draft_width,
+            whole_vocab=_WHOLE_VOCAB if paths == 1 else 0,
+            draft_temperature=temperature,
+        )
+        for temperature in reversed(auto.draft_temperatures)
+        for paths in _up_to(_PATHS, auto.max_paths)
+        for depth in _up_to(_DEPTHS, auto.max_depth)
+    )
+
+
+@lru_cache(maxsize=64)
+def _lookups(auto: AutoPlan) -> tuple[Plan, ...]:
+    if not auto.lookup_depth:
+        return ()
+    return tuple(
+        Plan(verifier=auto.verifier, paths=1, depth=depth, source=Source.LOOKUP)
+        for depth in _up_to(_LOOKUP_DEPTHS, auto.lookup_depth)
+    )
+
+
+def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
+    return [value for value in grid if value < largest] + [largest]
+
+
+Planning: TypeAlias = Plan | AutoPlan
+"""One plan for all steps, or the engine's own choice."""
+
+PlanName: TypeAlias = Literal["auto"]
+"""``"auto"`` stands for :data:`AUTO`."""
+
+AUTO = AutoPlan()
+"""The engine's own choice, with its usual limits."""
+
+
+def named_planning(plan: Planning | str) -> Planning:
+    """Return the planning that a user's ``plan`` stands for.
+
+    Raises:
+        InvalidArgument: ``plan`` is neither a planning nor ``"auto"``.
+    """
+    if plan == "auto":
+        return AUTO
+    if not isinstance(plan, Plan | AutoPlan):
+        raise InvalidArgument("plan", plan, "'auto', an AutoPlan or a Plan")
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoices:
+    """A user's choices for a plan; None and default values choose nothing.
+
+    Attributes:
+        verifier: See :class:`eaglegbv.config.Plan` for this and the others.
+        paths: Number of drafted paths.
+        depth: Length of a drafted path.
+        draft_sampling: How a tree's children arise.
+        draft_width: Draft width of the plan, or of those the engine chooses from.
+        draft_temperature: Draft temperature of the same plans, as a multiple of the request's.
+    """
+
+    verifier: str | None = None
+    paths: int | None = None
+    depth: int | None = None
+    draft_sampling: DraftSampling | str | None = None
+    draft_width: int = DRAFT_WIDTH
+    draft_temperature: float = 1.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether any of the first four is given, so that one plan holds for all steps."""
+        return any(
+            c is not None for c in (self.verifier, self.paths, self.depth, self.draft_sampling)
+        )
+
+    def plan(self) -> Plan:
+        """Return the plan with these choices, and defaults for those that are None.
+
+        Raises:
+            InvalidArgument: A choice is out of range.
+        """
+        usual = Plan()
+        return Plan(
+            verifier=usual.verifier if self.verifier is None else self.verifier,
+            paths=usual.paths if self.paths is None else self.paths,
+            depth=usual.depth if self.depth is None else self.depth,
+            draft_sampling=cast("DraftSampling | None", self.draft_sampling),
+            draft_width=self.draft_width,
+            draft_temperature=self.draft_temperature,
+        )
+
+    def planning(self) -> Planning:
+        """Return such a plan, or the engine's own choice if nothing fixes a plan.
+
+        Raises:
+            InvalidArgument: A choice is out of range.
+        """
+        if self.fixed:
+            return self.plan()
+        return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))
+
+    def give_way_to(self, plan: Planning | str) -> Planning:
+        """Return the planning that a user's ``plan`` stands for; nothing else may be chosen.
+
+        Raises:
+            InvalidArgument: Something else was chosen too, or ``plan`` is not a plan.
+        """
+        usual = asdict(PlanChoices())
+        also = [name for name, value in asdict(self).items() if value != usual[name]]
+        if also:
+            expected = f"None where {also[0]} is given: a plan says that too"
+            raise InvalidArgument("plan", plan, expected)
+        return named_planning(plan)
+
+
+def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:
+    """Return all plans that a request may follow at some step, besides plain decoding."""
+    if isinstance(planning, AutoPlan):
+        return planning.candidates + (planning.lookups if greedy else ())
+    return (planning,)
+
+
+@lru_cache(maxsize=1024)
+def plan_name(plan: Plan) -> str:
+    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and other choices."""
+    if not plan.speculative:
+        return "none"
+    judge = plan.verifier if plan.source is Source.DRAFTER else f"{plan.verifier} {plan.source}"
+    draft_sampling = "" if plan.draft_sampling is None else f" {plan.draft_sampling}"
+    hot = "" if plan.draft_temperature == 1 else f" at {plan.draft_temperature:g}"
+    return f"{judge} {plan.paths}x{plan.depth}{draft_sampling}{hot}"

@@ -1,10 +1,12 @@
 """Devices and dtypes, by name and by default."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, one_of
 
@@ -97,3 +99,84 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+# Moving numbers between the host and a device, without waiting more often than needed.
+#
+# A copy to a device need not wait for it: the numbers are staged, and the copy takes its place in the
+# device's queue. A copy back waits until all earlier work is done. So a step of the engine makes one
+# such copy, of everything it needs to know.
+
+
+_STAGED_BY_CUDA = 1 << 16
+"""Most bytes of pageable memory for which CUDA stages a copy by itself."""
+
+
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return ``tensor`` on ``device``; a copy from the host waits for nothing.
+
+    For more pageable memory, CUDA waits for all queued work before it copies. So such a tensor is
+    pinned first, in memory that PyTorch keeps and does not reuse before the copy is done.
+    """
+    leaves = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
+    if leaves and tensor.nbytes > _STAGED_BY_CUDA:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def upload(
+    values: Sequence[object], *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return host numbers as a tensor on ``device``, without waiting for it."""
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return any number of tensors on the host, waiting for their device once."""
+    found = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    if device is not None:
+        _wait_for(device)
+    return found
+
+
+def _wait_for(device: torch.device) -> None:
+    torch.accelerator.current_stream(device).synchronize()
+
+
+# Index of the first true entry, which ends a draw or finds a token within a distribution.
+
+
+def first_place(found: Tensor) -> Tensor:
+    """Return the first index where ``found`` ``[..., entries]`` bool is true; 0 if there is none.
+
+    The result is ``[...]`` int64. Both implementations agree. Generated code computes a minimum
+    over many numbers at once, but searches for the index of a maximum one by one: 0.1 ms for 8 rows
+    of 4,096 entries.
+    """
+    if not torch.compiler.is_compiling():
+        return found.view(torch.uint8).argmax(dim=-1)
+    entries = found.shape[-1]
+    first = torch.where(found, torch.arange(entries, device=found.device), entries).amin(dim=-1)
+    return torch.where(first < entries, first, 0)
+
+
+# The order of a distribution's tokens that drafters and verifiers share.
+
+
+def most_likely_first(ids: Tensor, probs: Tensor) -> Tensor:
+    """Return the order that sorts distributions by probability, most likely first, ties by token id.
+
+    Drafters and verifiers must agree on the order, because some draft distributions fix a node's most likely
+    children.
+
+    Args:
+        ids: ``[..., width]`` int64, token ids.
+        probs: ``[..., width]``, their probabilities.
+
+    Returns:
+        ``[..., width]`` int64, indices along the last dimension.
+    """
+    by_id = ids.argsort(dim=-1)
+    by_probability = probs.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices
+    return by_id.gather(-1, by_probability)

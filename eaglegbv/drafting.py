@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan, Source
+from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.fused_linears import Quantization
 from eaglegbv.outcomes import Outcome
-from eaglegbv.quantization import Quantization
 from eaglegbv.request import Request
 from eaglegbv.scheduler.batch import Layout
-from eaglegbv.transfer import upload
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree
 
 _KEPT, _MOST_KEPT = 64, 128
 """A drafter more than ``_MOST_KEPT`` positions behind keeps the last ``_KEPT`` and skips the rest.
@@ -61,34 +61,38 @@ class Drafting:
         return self.drafter
 
     def recalling(self, plan: Plan) -> RecallingDrafter:
-        """Return the drafter of a plan that needs the laws of earlier steps.
+        """Return the drafter of a plan that needs the distributions of earlier steps.
 
         Raises:
-            InvalidArgument: The plan has no drafter, or it cannot recall its laws to the last bit.
+            InvalidArgument: The plan has no drafter, or it cannot recall its distributions to the last bit.
         """
         drafter = self.by(plan)
         if not isinstance(drafter, RecallingDrafter):
             raise InvalidArgument(
                 "drafter",
                 type(drafter).__name__,
-                f"one that recalls the draft laws of earlier steps, for verifier {plan.verifier!r}",
+                f"one that recalls the draft distributions of earlier steps, for verifier {plan.verifier!r}",
             )
         if drafter.quantization is not Quantization.NONE:
-            # A law recomputed in another batch would differ from the one that was sampled from.
-            expected = f"none, verifier {plan.verifier!r} going by draft laws of earlier steps"
+            # A distribution recomputed in another batch would differ from the one that was sampled from.
+            expected = (
+                f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
+            )
             raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
         return drafter
 
-    def draft(self, requests: Sequence[Request], law: Law, slots: Sequence[Tensor]) -> DraftTree:
+    def draft(
+        self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
+    ) -> DraftTree:
         """Propose a tree for each request.
 
         Args:
             requests: Requests with the same plan, which speculates.
-            law: How children arise.
+            draft_sampling: How children arise.
             slots: For each request ``[plan.tree_slots]``, its KV slots of this step.
         """
         plan = requests[0].plan
-        return self.by(plan).draft(requests, plan, law, [own[:-1] for own in slots])
+        return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
 
     def show_read(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Pass on the features ``[tokens, feature_size]`` of parts of texts that were read."""

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eaglegbv.auto_plan import AutoPlan, Planning, plan_name, plans_of
-from eaglegbv.checks import require_integer
-from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan, Planning, plan_name, plans_of
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
-from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
-from eaglegbv.judged_group import JudgedGroup
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
     CACHED,
@@ -28,25 +24,29 @@ from eaglegbv.metrics import (
     PREEMPTIONS,
     RUNNING,
     WAITING,
+    EngineMetrics,
+    Observers,
+    Phase,
+    StepObserver,
+    StepRecord,
+    Stopwatch,
 )
-from eaglegbv.observers import Observers
-from eaglegbv.outcomes import Outcome, read_outcomes
-from eaglegbv.params import SamplingParams
+from eaglegbv.models.target import Target
+from eaglegbv.outcomes import JudgedGroup, Outcome, read_outcomes
 from eaglegbv.request import FinishReason, Request
+from eaglegbv.rng import RequestRng, request_seed
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
 from eaglegbv.scheduler.costs import KnownCosts
-from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.planner import PlanEstimate, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
-from eaglegbv.step_record import StepObserver, StepRecord
-from eaglegbv.stopwatch import Phase, Stopwatch
-from eaglegbv.targets.base import Target
 from eaglegbv.tree import DraftTree
-from eaglegbv.uniforms import Stream, request_seed
+from eaglegbv.utils import require_integer
 from eaglegbv.verification import Verification
-from eaglegbv.verifiers.inputs import fault_error
+from eaglegbv.verifiers.base import fault_error
 
 _MOST_PRIORITY = 2**63 - 1
 
@@ -82,7 +82,7 @@ class Engine:
         """Put the parts together.
 
         Args:
-            target: The model whose law the text follows.
+            target: The model whose distribution the text follows.
             drafter: Proposes draft trees; None allows plain decoding only.
             config: Sizes and seed.
             barrier: Waits for the device at the end of every phase, so that its time is the
@@ -94,7 +94,7 @@ class Engine:
         self._target = target
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
-        self._holdings = Holdings(target.allocator, self._cache)
+        self._holdings = KVSlots(target.allocator, self._cache)
         self._scheduler = Scheduler(
             max_batch=self._config.max_batch,
             prefill_tokens=self._config.prefill_tokens,
@@ -174,7 +174,7 @@ class Engine:
         Raises:
             InvalidArgument: The prompt is empty, too long or holds unknown ids, the priority is no
                 integer, or the plan does not fit the engine.
-            LawMismatch: The plan's verifier is not lossless for its law.
+            SamplingMismatch: The plan's verifier is not lossless for its draft sampling.
         """
         self.check_plan(plan)
         check_priority(priority)
@@ -196,7 +196,7 @@ class Engine:
             params=params,
             plan=plans[0] if auto is None else PLAIN,
             auto=auto,
-            stream=Stream(seed),
+            stream=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
             drafted=drafted,
@@ -342,8 +342,8 @@ class Engine:
         plan, greedy = requests[0].plan, requests[0].params.greedy
         if not plan.speculative:
             return DraftTree.roots([request.token_ids[-1] for request in requests])
-        law = self._verification.draft_law(plan, greedy=greedy)
-        return self._drafting.draft(requests, law, slots)
+        dist = self._verification.sampling_of(plan, greedy=greedy)
+        return self._drafting.draft(requests, dist, slots)
 
     def _end_prompts(self, batch: StepBatch) -> list[Group]:
         """Read prompts to their ends."""

@@ -54,12 +54,12 @@ class DrafterMismatch(InvalidArgument):
     """A drafter's tensors, sizes or vocabulary do not fit its configuration or the target."""
 
 
-class LawMismatch(InvalidArgument):
-    """A verifier was given a draft tree of a law for which it is not lossless."""
+class SamplingMismatch(InvalidArgument):
+    """A verifier was given a draft tree of a distribution for which it is not lossless."""
 
 
 class InvalidProbabilities(InvalidArgument):
-    """NaN logits, a law that does not sum to one, or a drafted token of zero draft probability."""
+    """NaN logits, a distribution that does not sum to one, or a drafted token of zero draft probability."""
 
 
 class OutOfSlots(EagleGBVError):

@@ -1,5 +1,6 @@
-"""Text in, text out: the Python API."""
+"""What answers prompts by a model, whoever runs it: text in, text out."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,44 +8,203 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self, cast
+from typing import Self, cast, overload
 
 import torch
 from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eaglegbv.answer import Answer
-from eaglegbv.attention.pool_size import PoolSize
-from eaglegbv.auto_plan import (
+from eaglegbv.attention.kv_cache import PoolSize
+from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
+from eaglegbv.compiling import check_backend
+from eaglegbv.config import (
     AutoPlan,
+    EngineConfig,
     PlanChoices,
     PlanName,
     Planning,
     named_planning,
     plans_of,
 )
-from eaglegbv.calibration import LARGEST, calibrate
-from eaglegbv.compiling import check_backend
-from eaglegbv.completion import Delta, Result
-from eaglegbv.config import EngineConfig
-from eaglegbv.cost_cache import CostCache, shape_of
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.engine import Engine, check_priority
-from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
-from eaglegbv.hub import check_model
-from eaglegbv.loading import load_pair, named_models
-from eaglegbv.params import SamplingParams
-from eaglegbv.prompts import Prompt, per_prompt
-from eaglegbv.quantization import Quantization
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.loading import check_model, load_pair, named_models
+from eaglegbv.metrics import EngineMetrics, StepObserver
+from eaglegbv.models.hf import load_config
 from eaglegbv.request import FinishReason
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.planner import PlanEstimate
-from eaglegbv.step_record import StepObserver
-from eaglegbv.text import TextStream
-from eaglegbv.text_generator import TextGenerator, load_tokenizer
-from eaglegbv.tree import Law
-from eaglegbv.turns import Turns
+from eaglegbv.text import (
+    Answer,
+    Completion,
+    Delta,
+    Message,
+    Prompt,
+    PromptReader,
+    Result,
+    TextStream,
+    is_one,
+    per_prompt,
+)
+from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import DRAFT_WIDTH, FairLock
 from eaglegbv.verification import check_verifier
+
+
+class TextGenerator(ABC):
+    """A model that is ready to answer.
+
+    Attributes:
+        model_name: Folder or hub name of the target.
+        drafter_name: What drafts for it, or None.
+        plan: How requests speculate that bring no plan of their own.
+        device: Where the target runs.
+        tokenizer: The target's.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        drafter_name: str | None,
+        *,
+        plan: Planning,
+        device: torch.device,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.model_name = model_name
+        self.drafter_name = drafter_name
+        self.plan = plan
+        self.device = device
+        self.tokenizer = tokenizer
+        self._reader = PromptReader(self.tokenizer, model_name)
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: object,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Answer one prompt or many.
+
+        Args:
+            prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
+                list of such prompts. Text is read as it is; messages go through the chat template.
+            sampling_params: One for all, or one per prompt.
+            plan: How to speculate, instead of its own plan.
+            priority: Lower numbers are served first, where streams or other calls wait too.
+            progress: Show a progress bar.
+
+        Returns:
+            A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
+            many, one with bad input has ``finish_reason`` ``error``, and so has one that broke off,
+            with the tokens it had; the others are answered.
+
+        Raises:
+            EagleGBVError: A single prompt is not usable, or the settings of the call are not.
+        """
+        self._check_plan(plan)
+        if is_one(prompts):
+            [only] = self._run(
+                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
+            )
+            if only.error is not None:
+                raise only.error
+            return only.completion
+        many = cast("Sequence[Prompt]", prompts)
+        results = self._run(many, sampling_params, plan, priority, progress=progress)
+        return [result.completion for result in results]
+
+    @abstractmethod
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
+
+        Raises:
+            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
+        """
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt as the model reads it; see :meth:`PromptReader.encode`."""
+        return self._reader.encode(prompt)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text)
+
+    @abstractmethod
+    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+        """Raise unless requests can follow the plan; None is its own."""
+
+    @abstractmethod
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        plan: Planning | PlanName | None,
+        priority: int,
+        *,
+        progress: bool,
+    ) -> list[Result]:
+        """Answer many prompts, or say what is wrong with each; see :meth:`generate`.
+
+        Raises:
+            EagleGBVError: The settings of the call are not usable.
+        """
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or hub model.
+
+    Raises:
+        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
+        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        load_config(model)  # raises if it is the model that is missing
+        reason = str(error).strip().splitlines()[0]
+        expected = f"a model with a tokenizer beside its weights ({reason})"
+        raise InvalidArgument("model", str(model), expected) from error
+    return tokenizer
+
+
+# Text in, text out: the Python API.
+
 
 _DRAFTERS = (
     "a drafter for {}: a folder with an EAGLE head or a small language model, 'ngram' for prompt "
@@ -93,7 +253,7 @@ class LLM(TextGenerator):
         verifier: str | None = None,
         paths: int | None = None,
         depth: int | None = None,
-        law: Law | str | None = None,
+        draft_sampling: DraftSampling | str | None = None,
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
@@ -114,8 +274,8 @@ class LLM(TextGenerator):
                 the first four is given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
-            law: How a tree's children arise.
-            draft_width: Candidates a draft law keeps.
+            draft_sampling: How a tree's children arise.
+            draft_width: Candidates a draft distribution keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
             plan: Instead of those six: such a plan, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
@@ -129,7 +289,7 @@ class LLM(TextGenerator):
 
         Raises:
             InvalidArgument: A path or value is not usable; the message names it.
-            LawMismatch: The verifier is not lossless for the law.
+            SamplingMismatch: The verifier is not lossless for the draft sampling.
             ModelNotSupported: The model does not honour the engine's attention.
             DrafterMismatch: The drafter does not fit the model.
         """
@@ -138,7 +298,9 @@ class LLM(TextGenerator):
         if not isinstance(config, EngineConfig):
             raise InvalidArgument("engine", engine, "an EngineConfig")
         models = named_models(model, drafter)
-        choices = PlanChoices(verifier, paths, depth, law, draft_width, draft_temperature)
+        choices = PlanChoices(
+            verifier, paths, depth, draft_sampling, draft_width, draft_temperature
+        )
         planning = choices.planning() if plan is None else choices.give_way_to(plan)
         # What can be wrong is found before minutes go by with loading.
         plans = plans_of(planning, greedy=False)
@@ -177,7 +339,7 @@ class LLM(TextGenerator):
         )
         self._engine.check_plan(planning)
         self._open: dict[int, Answer] = {}
-        self._turns = Turns()
+        self._turns = FairLock()
         self._left: deque[Answer] = deque()
 
     def __repr__(self) -> str:

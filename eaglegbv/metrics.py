@@ -1,9 +1,17 @@
 """The metrics of an engine, following the conventions of Prometheus."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from eaglegbv.errors import InvalidArgument, one_of
 
 
 class MetricKind(StrEnum):
@@ -91,3 +99,373 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
     }
 )
 """Every metric by its name."""
+
+# Wall time of a step, by phase.
+
+
+class Phase(StrEnum):
+    """The phases of a step's time."""
+
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    FORWARD = "forward"
+    VERIFY = "verify"
+    COMMIT = "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time spent in one phase.
+
+    Attributes:
+        phase: The phase.
+        start: Seconds since the stopwatch started.
+        seconds: Duration.
+    """
+
+    phase: Phase
+    start: float
+    seconds: float
+
+
+class Stopwatch:
+    """Wall time of one step, by phase."""
+
+    def __init__(self, barrier: Callable[[], None] | None = None) -> None:
+        """Start the stopwatch.
+
+        Args:
+            barrier: Waits for the device at the end of every phase; by default nothing is waited
+                for.
+        """
+        self._barrier = barrier
+        self.started = time.perf_counter()
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Count the time within this context as ``phase``."""
+        start = time.perf_counter()
+        try:
+            yield
+            if self._barrier is not None:
+                self._barrier()
+        finally:
+            seconds = time.perf_counter() - start
+            self.spans.append(Span(phase, start - self.started, seconds))
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """Seconds of each phase that occurred."""
+        return seconds_by_phase(self.spans)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+
+def seconds_by_phase(spans: Iterable[Span]) -> dict[Phase, float]:
+    """Return the seconds of each phase that occurs in ``spans``."""
+    totals: dict[Phase, float] = {}
+    for span in spans:
+        totals[span.phase] = totals.get(span.phase, 0.0) + span.seconds
+    return totals
+
+
+# Record of one request's draft tree in one step and its verdict, as plain numbers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRecord:
+    """A draft tree and the verdict on it.
+
+    Sequences with one entry per node begin with the root, the last token that the target had not
+    read yet. A value that a node does not have is None.
+
+    Attributes:
+        request: Running number of the request.
+        start: Number of tokens of the answer before the step.
+        prompt_ids: The prompt, in the record of the step that read it to its end and drew the
+            first token of the answer from its distribution; empty in all others.
+        plan: The request's plan, such as ``otbv 3x4``.
+        verifier: Name of the rule that judged.
+        draft_sampling: How the children of a node arose.
+        paths: Number of drafted paths.
+        token_ids: Tokens of the nodes.
+        parents: Parents of the nodes; the root is its own.
+        multiplicity: How many of the paths run through each node.
+        target_probs: p of each node's token after its parent, with the request's settings, as the
+            verifier saw it.
+        draft_probs: q of each node's token after its parent, from which it was drawn; None where
+            the distribution draws nothing.
+        figures: Other numbers on which the rule based its verdict, by the symbols of its
+            documentation.
+        accepted: The accepted nodes, from the root's child downwards.
+        next_token: The token after them: the correction or bonus token.
+        next_target_prob: p of that token after the last accepted node.
+        committed: The tokens that were kept of the accepted ones and the next: all of them, unless
+            one of them ended the text.
+        finish_reason: Why the request ended with this step, or None.
+    """
+
+    request: int
+    start: int
+    prompt_ids: tuple[int, ...]
+    plan: str
+    verifier: str
+    draft_sampling: str
+    paths: int
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicity: tuple[int, ...]
+    target_probs: tuple[float | None, ...]
+    draft_probs: tuple[float | None, ...]
+    figures: Mapping[str, tuple[float | None, ...]]
+    accepted: tuple[int, ...]
+    next_token: int
+    next_target_prob: float
+    committed: tuple[int, ...]
+    finish_reason: str | None
+
+
+# The record of one step of an engine, and the protocol of observers of steps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The record of one step of an engine.
+
+    Attributes:
+        number: Running number of the step.
+        started: ``time.perf_counter()`` at its start.
+        seconds: Duration of the step.
+        spans: Its phases in order.
+        requests: Number of requests that took part.
+        prefilling: Number of those that read their prompt, or a part of it.
+        waiting: Number of requests waiting for admission.
+        nodes: Tree nodes drafted, without roots.
+        accepted: Drafted tokens accepted.
+        committed: Tokens committed by decoding requests.
+        plans: Decoding requests by plan.
+        reasons: Decoding requests by the reason for the choice of their plan.
+        kv_used: KV slots in use after the step.
+        kv_slots: KV slots in the pool.
+        trees: Each request's draft tree and its verdict; empty unless an observer requested trees.
+    """
+
+    number: int
+    started: float
+    seconds: float
+    spans: tuple[Span, ...]
+    requests: int
+    prefilling: int
+    waiting: int
+    nodes: int
+    accepted: int
+    committed: int
+    plans: Mapping[str, int]
+    reasons: Mapping[str, int]
+    kv_used: int
+    kv_slots: int
+    trees: Sequence[TreeRecord] = ()
+
+
+class StepObserver(Protocol):
+    """Receives the record of every step."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Receive the record of a step that has just ended."""
+
+
+# Counts of one request, and the figures derived from them.
+
+
+class RequestMetrics(msgspec.Struct):
+    """Counts of one request, updated while it runs.
+
+    The first token comes from the prompt's own forward (prefill) and counts in neither
+    ``target_forwards`` nor ``committed_tokens``. A text cut at a stop counts only the tokens kept.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        cached_tokens: Tokens of the text served from the prefix cache instead of being read; after
+            a pre-emption, also tokens of the answer.
+        preemptions: How often the request was pre-empted.
+        target_forwards: Decoding forwards of the target this request took part in.
+        committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).
+        accepted_tokens: Drafted tokens among them.
+        drafted_nodes: Tree nodes drafted, without roots.
+        offered_by_depth: Entry d - 1 is the number of forwards whose tree reached depth d.
+        accepted_by_depth: Entry d - 1 is the number of forwards that accepted a node at depth d.
+        plans: Decoding forwards by plan, such as ``{"otbv 3x4": 20, "none": 2}``.
+        seconds: Wall time by phase. A batch's time is shared among its requests: that of forwards
+            that also read prompts by the number of tokens each request reads, the rest equally. All
+            time of a step in which a request reads its text is prefill.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    target_forwards: int = 0
+    committed_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_nodes: int = 0
+    offered_by_depth: list[int] = msgspec.field(default_factory=list)
+    accepted_by_depth: list[int] = msgspec.field(default_factory=list)
+    plans: dict[str, int] = msgspec.field(default_factory=dict)
+    seconds: dict[Phase, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Accepted tokens per target forward."""
+        return self.accepted_tokens / max(1, self.target_forwards)
+
+    @property
+    def block_efficiency(self) -> float:
+        """Committed tokens per target forward: acceptance length + 1, except for cut texts."""
+        return self.committed_tokens / max(1, self.target_forwards)
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the forwards offering a node at each depth that accepted one there."""
+        pairs = zip(self.accepted_by_depth, self.offered_by_depth, strict=True)
+        return [accepted / offered for accepted, offered in pairs]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds in all phases except prefill."""
+        return sum(s for phase, s in self.seconds.items() if phase is not Phase.PREFILL)
+
+    def count_forward(
+        self, *, offered: int, accepted: int, committed: int, nodes: int, plan: str
+    ) -> None:
+        """Count one decoding forward that offered ``offered`` depths and accepted ``accepted``."""
+        self.target_forwards += 1
+        self.plans[plan] = self.plans.get(plan, 0) + 1
+        self.committed_tokens += committed
+        self.accepted_tokens += accepted
+        self.drafted_nodes += nodes
+        grow = offered - len(self.offered_by_depth)
+        self.offered_by_depth += [0] * grow
+        self.accepted_by_depth += [0] * grow
+        for depth in range(offered):
+            self.offered_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < accepted
+
+    def add_seconds(self, phase: Phase, seconds: float) -> None:
+        """Add wall time to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+# Counters and gauges of an engine.
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Counters and gauges of an engine.
+
+    Attributes:
+        values: Values by metric, then by the value of its label (``""`` if it has none).
+    """
+
+    values: dict[Metric, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
+        """Increase a counter."""
+        by_label = self.values.setdefault(metric, {})
+        by_label[label] = by_label.get(label, 0) + amount
+
+    def set(self, metric: Metric, value: float, label: str = "") -> None:
+        """Set a gauge, or a counter that is counted elsewhere."""
+        self.values.setdefault(metric, {})[label] = value
+
+    def value(self, metric: Metric | str, label: str = "") -> float:
+        """Return the value of a metric, given itself or its name; 0 before it has one.
+
+        Raises:
+            InvalidArgument: No metric has that name.
+        """
+        if isinstance(metric, str):
+            if metric not in METRICS:
+                raise InvalidArgument("metric", metric, one_of(sorted(METRICS), metric))
+            metric = METRICS[metric]
+        return self.values.get(metric, {}).get(label, 0)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Count a step."""
+        self.add(STEPS)
+        self.add(STEP_SECONDS, record.seconds)
+        for span in record.spans:
+            self.add(PHASE_SECONDS, span.seconds, span.phase)
+        self.add(COMMITTED, record.committed)
+        self.add(ACCEPTED, record.accepted)
+        self.add(DRAFTED, record.nodes)
+        for plan, requests in record.plans.items():
+            self.add(FORWARDS, requests, plan)
+        for reason, requests in record.reasons.items():
+            self.add(REASONS, requests, reason)
+
+    def __str__(self) -> str:
+        return self.exposition()
+
+    def exposition(self) -> str:
+        """Return all values in Prometheus' text format (version 0.0.4)."""
+        lines = []
+        for metric, by_label in sorted(self.values.items(), key=lambda item: item[0].name):
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
+            for label, value in sorted(by_label.items()):
+                where = f'{{{metric.label}="{_escaped(label)}"}}' if metric.label else ""
+                lines.append(f"{metric.name}{where} {value:.12g}")
+        return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+# The observers that receive the records of an engine's steps.
+
+
+_log = logging.getLogger(__name__)
+
+
+class Observers:
+    """The observers of an engine, in the order in which they were added."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        """Start with none.
+
+        Args:
+            metrics: Counts observers that raise an error.
+        """
+        self._metrics = metrics
+        self._all: list[StepObserver] = []
+        self._of_trees: list[StepObserver] = []
+
+    @property
+    def want_trees(self) -> bool:
+        """Whether any observer asked for the records of draft trees."""
+        return bool(self._of_trees)
+
+    def add(self, observer: StepObserver, *, trees: bool) -> None:
+        """Add an observer, which may also ask for the records of draft trees."""
+        self._all.append(observer)
+        if trees:
+            self._of_trees.append(observer)
+
+    def remove(self, observer: StepObserver) -> None:
+        """Remove an observer; does nothing if it was not added."""
+        for observers in (self._all, self._of_trees):
+            if observer in observers:
+                observers.remove(observer)
+
+    def show(self, record: StepRecord) -> None:
+        """Pass a step's record to all observers; one that raises is dropped, logged and counted."""
+        for observer in tuple(self._all):
+            try:
+                observer.on_step(record)
+            except Exception:  # noqa: BLE001  whatever the error is, no request is to blame
+                _log.exception("an observer raised, and was dropped")
+                self._metrics.add(FAILED_OBSERVERS)
+                self.remove(observer)

@@ -6,12 +6,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from eaglegbv.auto_plan import AutoPlan
-from eaglegbv.config import Plan
+from eaglegbv.config import AutoPlan, Plan
 from eaglegbv.errors import EagleGBVError
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.uniforms import Stream
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -45,7 +44,7 @@ class PlanReason(StrEnum):
 
 
 class DraftSnapshot:
-    """What a drafter needs to recall the draft laws of a step; each drafter has its own kind."""
+    """What a drafter needs to recall the draft distributions of a step; each drafter has its own kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,12 @@ class Debt:
     """What one step of a greedy rule left for the next tokens to settle.
 
     Attributes:
-        rho: How much the step accepted beyond the target's law; see
-            :mod:`eaglegbv.verifiers.modified_target`.
+        rho: How much the step accepted beyond the target's distribution; see
+            :mod:`eaglegbv.verifiers.stateful`.
         drafts: Number of drafts of the step that would still be in play.
         remaining: Number of tokens the debt still covers, at least 1.
         since: Number of tokens generated before the step, the last of which is its root.
-        snapshot: Source of the draft laws of the step.
+        snapshot: Source of the draft distributions of the step.
     """
 
     rho: float
@@ -84,7 +83,7 @@ class Request:
             ``plan``.
         plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
-        step_slots: Most KV slots a step borrows: for a tree, and to recall draft laws of earlier
+        step_slots: Most KV slots a step borrows: for a tree, and to recall draft distributions of earlier
             steps.
         drafted: Whether the drafter follows the text; it need not draft in every step.
         skips: Whether the drafter may skip what it has missed, and begin after it.
@@ -108,7 +107,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     plan: Plan
-    stream: Stream
+    stream: RequestRng
     max_tokens: int
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED

@@ -1,9 +1,18 @@
 """Token ids to text as they come, and where a stop string ends it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Self, TypeAlias, cast
 
+import msgspec
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"
 
@@ -85,3 +94,256 @@ class TextStream:
         new = self.text[self._shown : length]
         self._shown = max(self._shown, length)
         return new
+
+
+# The answer to a prompt, complete or in pieces.
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one prompt.
+
+    Attributes:
+        text: The text, cut before a stop string, without special tokens.
+        token_ids: The tokens, including an end-of-sequence token.
+        prompt_token_ids: The prompt as the model read it.
+        finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
+            ``cancelled`` (a stream that was closed early).
+        error: What went wrong, if the reason is ``error``.
+        metrics: Counts and times.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    error: str | None
+    metrics: RequestMetrics
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: New text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens.
+        completion: The complete answer, in the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of a prompt.
+
+    Attributes:
+        completion: The answer; if something went wrong, as far as it got.
+        error: What went wrong, or None.
+    """
+
+    completion: Completion
+    error: EagleGBVError | None = None
+
+    @classmethod
+    def of_error(cls, error: EagleGBVError) -> Self:
+        """Return the result of a prompt that was never read."""
+        nothing = Completion(
+            text="",
+            token_ids=[],
+            prompt_token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+            metrics=RequestMetrics(),
+        )
+        return cls(nothing, error)
+
+
+# An answer while it grows: tokens in, pieces of text out.
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request in the engine, its text so far, and the pieces nobody has taken yet.
+
+    Attributes:
+        request: In the engine.
+        text: Its text.
+        pieces: Those not taken yet, in order.
+    """
+
+    request: Request
+    text: TextStream
+    pieces: list[Delta] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Turn tokens that the request was given since into text."""
+        before = self.kept
+        new = self.request.token_ids[before:]
+        if not new or self.text.stopped:
+            return
+        text = self.text.feed(new)
+        self.pieces.append(Delta(text=text, token_ids=self.text.token_ids[before:]))
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether a stop string ends the text, and the engine has not been told yet."""
+        told = self.request.finish_reason is FinishReason.STOP
+        return self.text.stopped and not (told and self.kept == len(self.request.token_ids))
+
+    @property
+    def kept(self) -> int:
+        """Tokens that were turned into text: up to the one that completes a stop string."""
+        return len(self.text.token_ids)
+
+    def take(self) -> list[Delta]:
+        """Return the new pieces."""
+        taken, self.pieces = self.pieces, []
+        return taken
+
+    def result(self) -> Result:
+        """Return what came of a request that has ended.
+
+        Raises:
+            RuntimeError: It has not.
+        """
+        request = self.request
+        if request.finish_reason is None:
+            raise RuntimeError(f"request {request.number} has not ended")
+        completion = Completion(
+            text=self.text.text,
+            token_ids=list(request.token_ids),
+            prompt_token_ids=list(request.prompt_ids),
+            finish_reason=request.finish_reason,
+            error=None if request.error is None else str(request.error),
+            metrics=request.metrics,
+        )
+        return Result(completion, request.error)
+
+
+# Prompts as a user writes them, and as a model reads them.
+
+
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[int] | list[Message]
+"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+
+_PROMPT = "text, token ids or chat messages"
+
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise: it is a program, and its errors are those of any."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Turns prompts into tokens.
+
+    Attributes:
+        tokenizer: The model's.
+        model_name: What errors call the model.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    model_name: str
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt as the model reads it.
+
+        Raises:
+            InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidArgument("prompt", prompt, "a text that is not empty")
+            return list(self.tokenizer.encode(_sound(prompt)))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise InvalidArgument("prompt", prompt, _PROMPT)
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            return self._apply_chat_template(cast("list[Message]", prompt))
+        if any(isinstance(token, bool) or not isinstance(token, Integral) for token in prompt):
+            raise InvalidArgument("prompt", prompt, _PROMPT)
+        return [int(token) for token in cast("list[int]", prompt)]
+
+    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
+        plain = [_plain_message(message) for message in messages]
+        if self.tokenizer.chat_template is None:
+            raise InvalidArgument(
+                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
+            )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except _TEMPLATE_ERRORS as error:
+            expected = f"messages that the chat template of {self.model_name} takes ({error})"
+            raise InvalidArgument("prompt", plain, expected) from error
+        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
+
+
+def _plain_message(message: Mapping[str, object]) -> Message:
+    """Return a message whose content is text, given as text or as parts of it.
+
+    Raises:
+        InvalidArgument: It is neither, or names no role.
+    """
+    content = message.get("content")
+    if isinstance(content, list):  # as chat services take it
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        texts = [text for text in parts if isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
+    return cast("Message", {**message, "content": _sound(content)})
+
+
+def _sound(text: str) -> str:
+    """Return ``text``, which tokenizers take if it can be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("prompt", text, "text without halves of surrogate pairs") from error
+    return text
+
+
+def is_one(prompts: object) -> bool:
+    """Tell one prompt (text, ids, messages) from a list of prompts.
+
+    Raises:
+        InvalidArgument: It is neither.
+    """
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
+    return bool(prompts) and isinstance(prompts[0], Integral | Mapping)
+
+
+def per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return the settings of each of ``count`` prompts.
+
+    Raises:
+        InvalidArgument: They are something else, or several, and not as many as prompts.
+    """
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    expected = "a SamplingParams, or one per prompt"
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidArgument("sampling_params", params, expected)
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise InvalidArgument("sampling_params", own, expected)
+    if len(params) != count:
+        raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
+    return list(params)

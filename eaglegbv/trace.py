@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.step_record import StepRecord
-from eaglegbv.tree_record import TreeRecord
+from eaglegbv.metrics import StepRecord, TreeRecord
 
 Event: TypeAlias = dict[str, object]
 Decode: TypeAlias = Callable[[list[int]], str]
@@ -152,7 +151,7 @@ def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
         "start": tree.start,
         "plan": tree.plan,
         "verifier": tree.verifier,
-        "law": tree.law,
+        "draft_sampling": tree.draft_sampling,
         "paths": tree.paths,
         "token_ids": tree.token_ids,
         "parents": tree.parents,

@@ -10,8 +10,8 @@ A tree drawn with K = 2 paths of length L = 2 whose first tokens agree:
       2   3                 multiplicity[2, 2, 1, 1]
      (b) (c)
 
-Equal prefixes share a node (same prefix, same laws), but *multiplicity* is kept: two paths run
-through node 1, and the laws of the verifiers depend on that number.
+Equal prefixes share a node (same prefix, same distributions), but *multiplicity* is kept: two paths run
+through node 1, and the distributions of the verifiers depend on that number.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.transfer import send
 
 
-class Law(StrEnum):
-    """How the children of a node arise. Losslessness belongs to the pair (verifier, law)."""
+class DraftSampling(StrEnum):
+    """How the children of a node arise. Losslessness belongs to the pair (verifier, distribution)."""
 
     IID = "iid"
-    """K paths drawn independently from the draft law, with replacement."""
+    """K paths drawn independently from the draft distribution, with replacement."""
     WOR = "wor"
-    """The children of a node are drawn from the draft law without replacement."""
+    """The children of a node are drawn from the draft sampling without replacement."""
     GREEDY = "greedy"
-    """The most likely n - 1 tokens, and one drawn from the draft law restricted to the rest."""
+    """The most likely n - 1 tokens, and one drawn from the draft distribution restricted to the rest."""
     HUB = "hub"
     """SpecHub's pair of drafts."""
     FIXED = "fixed"
@@ -43,7 +43,7 @@ class Law(StrEnum):
     @property
     def min_paths(self) -> int:
         """Fewest paths for which a drafter needs room."""
-        return 2 if self is Law.HUB else 1
+        return 2 if self is DraftSampling.HUB else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DraftTree:
     Padding nodes come after the real ones, with parent 0, depth 0 and token id 0.
 
     Attributes:
-        law: How children arise, the same for every request of the batch.
+        draft_sampling: How children arise, the same for every request of the batch.
         token_ids: ``[batch, nodes]`` int64; node 0 is the root.
         parents: ``[batch, nodes]`` int64; a parent's index is below its child's; the root is its
             own parent.
@@ -62,15 +62,15 @@ class DraftTree:
         path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
             in the order drawn, duplicates kept. Past its end a path repeats its last node.
         path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
-        draft_ids: ``[batch, nodes, width]`` int64, support of the law from which each node's
-            children were drawn. The width is 0 if the law needs none (``fixed``).
-        draft_probs: ``[batch, nodes, width]`` float64, probabilities of this law, normalised once;
+        draft_ids: ``[batch, nodes, width]`` int64, support of the distribution from which each node's
+            children were drawn. The width is 0 if the distribution needs none (``fixed``).
+        draft_probs: ``[batch, nodes, width]`` float64, probabilities of this distribution, normalised once;
             padding entries are 0. These are exactly the numbers that were sampled from.
         forks: Upper bound on the nodes of one tree at which paths part; None if they were not
             counted.
     """
 
-    law: Law
+    draft_sampling: DraftSampling
     token_ids: Tensor
     parents: Tensor
     depth: Tensor
@@ -120,7 +120,7 @@ class DraftTree:
 
     @property
     def width(self) -> int:
-        """Padded size of a draft law's support, W."""
+        """Padded size of a draft distribution's support, W."""
         return self.draft_probs.shape[2]
 
     @classmethod
@@ -130,7 +130,7 @@ class DraftTree:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=device).unsqueeze(1)
         zeros = torch.zeros_like(ids)
         return cls(
-            law=Law.FIXED,
+            draft_sampling=DraftSampling.FIXED,
             token_ids=ids,
             parents=zeros,
             depth=zeros,
@@ -217,3 +217,69 @@ def _check_paths(tree: DraftTree, b: int) -> None:
             raise InvalidArgument(
                 f"path_nodes[{b}, {k}]", nodes, "its last node repeated past its end"
             )
+
+
+# The target's distribution at every node of a batch of draft trees, kept as logits and a normaliser.
+
+
+@dataclass(frozen=True, slots=True)
+class TargetProbs:
+    """Next-token distributions p(. | node), already warped (see :mod:`eaglegbv.sampling`).
+
+    Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
+    one node per request. So the distribution stays in logits: ``p = exp(logits - log_normaliser)``. Rows are
+    packed; ``rows`` says which row belongs to which node, so a batch of trees is never copied into
+    padding.
+
+    Attributes:
+        logits: ``[rows, vocab]`` float32 or float64, -inf where warping excluded a token.
+        log_normaliser: ``[rows]`` float64, logsumexp of each row.
+        rows: ``[batch, nodes]`` int64, the row of each node; padding nodes repeat the root's.
+    """
+
+    logits: Tensor
+    log_normaliser: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, rows: Tensor) -> Self:
+        """Normalise warped ``logits`` with one pass over the vocabulary."""
+        return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
+
+    @classmethod
+    def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
+        """Normalise rows whose largest entry is 0, as returned by :func:`eaglegbv.sampling.warp`."""
+        return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
+
+    @classmethod
+    def of_probs(cls, probs: Tensor) -> Self:
+        """Wrap ``probs`` ``[batch, nodes, vocab]`` float64, for tests and tables."""
+        batch, nodes, _ = probs.shape
+        rows = torch.arange(batch * nodes, device=probs.device).view(batch, nodes)
+        return cls(probs.flatten(0, 1).log(), probs.new_zeros(batch * nodes), rows)
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.logits.shape[-1]
+
+    def probs_at(self, token_ids: Tensor) -> Tensor:
+        """Return p at ``token_ids`` ``[batch, nodes, width]`` of every node, float64."""
+        return self.probs_in(self.rows, token_ids)
+
+    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
+        return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
+
+    def probs_of(self, nodes: Tensor) -> Tensor:
+        """Return the whole distribution at one node per request, ``[batch, vocab]`` float64.
+
+        Args:
+            nodes: ``[batch]`` int64.
+        """
+        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        return self._normalised(self.logits.index_select(0, rows), rows)
+
+    def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return p for ``logits`` ``[..., width]`` that belong to ``rows`` ``[...]``, float64."""
+        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()

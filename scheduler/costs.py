@@ -1,13 +1,13 @@
 """What a step costs: measured times of steps, generalised over batches and plans.
 
-The estimate has two layers. The first is a linear law of the step's shape, with coefficients of at
+The estimate has two layers. The first is a linear distribution of the step's shape, with coefficients of at
 least 0. It is fitted to relative errors by non-negative least squares over all steps seen; old ones
 fade:
 
     seconds ~ step + a request + a token of context + a step that drafts + a request that drafts
               + a level of the trees + a node + a node's look at a token of its request's context
 
-The law extrapolates to steps that were never run. The second layer is a correction for each (batch
+The distribution extrapolates to steps that were never run. The second layer is a correction for each (batch
 size, plan) that was run, because a machine is not linear: there are caches, kernels that fit
 certain sizes, and graphs for some of them. The pace of the whole machine, which other programs
 change, is tracked apart from both, so that a slow minute is not blamed on the plan that ran in it.
@@ -22,21 +22,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
-from eaglegbv.checks import require_integer, require_numbers
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import require_integer, require_numbers
 
 Array: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
 _MEMORY = 0.995
-"""Weight that a step keeps in the linear law with every further one."""
+"""Weight that a step keeps in the linear distribution with every further one."""
 
 _PACE = 0.15
 """Share of a surprise that is attributed to the machine's pace."""
 
 _PACE_MEMORY = 0.95
-"""Share of the pace that is kept with every step: a lasting change belongs in the law."""
+"""Share of the pace that is kept with every step: a lasting change belongs in the distribution."""
 
 _SLOWEST_RATE = 0.08
 """Least share of a surprise that is attributed to a correction; early steps take more."""
@@ -59,21 +59,21 @@ _SURPRISE, _FIRST_SURPRISE = 0.35, 1.0
 """Largest surprises (logarithms of seconds) taken at face value, in general and for a cell's first
 step.
 
-The linear law's estimate for a size that was never run may be far off; but a program that was
+The linear distribution's estimate for a size that was never run may be far off; but a program that was
 suspended for a second says nothing about that size.
 """
 
 _REFIT = 8
-"""Steps between two fits of the linear law; up to this many steps, it is fitted after each."""
+"""Steps between two fits of the linear distribution; up to this many steps, it is fitted after each."""
 
 _FEATURES = 8
-"""Number of features that the linear law multiplies."""
+"""Number of features that the linear distribution multiplies."""
 
 _DRAFTING, _NODE, _LOOK = 4, 6, 7
 """Indices of three features: a request that drafts, a node, a node's look at 1024 tokens."""
 
 _RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 20.0, 1.0, 5.0, 20.0))
-"""Regularisation of the linear law's coefficients.
+"""Regularisation of the linear distribution's coefficients.
 
 Steps of a single request, of a single path, or of texts of equal length cannot tell some costs
 apart. These count as costs of the whole step, of a level or of a node: on most machines a further
@@ -111,7 +111,7 @@ class StepShape:
 
     @property
     def features(self) -> Array:
-        """``[8]`` float64, what the linear law multiplies; see :func:`features`."""
+        """``[8]`` float64, what the linear dist multiplies; see :func:`features`."""
         columns = _columns(
             self.requests, self.context, self.drafting, self.paths, self.depth, self.looked_up
         )
@@ -144,7 +144,7 @@ def cell_of(plan: Plan, size: int) -> Cell:
 
 @dataclass(slots=True)
 class _Correction:
-    """How a cell's steps differ from the linear law.
+    """How a cell's steps differ from the linear distribution.
 
     Attributes:
         row: Features of the latest step.
@@ -174,7 +174,7 @@ class _Correction:
 
 
 def features(requests: int, context: int, drafting: Ints, paths: Ints, depth: Ints) -> Array:
-    """Return ``[..., 8]`` features of the linear law; the arrays are broadcast together."""
+    """Return ``[..., 8]`` features of the linear distribution; the arrays are broadcast together."""
     columns = np.broadcast_arrays(*_columns(requests, context, drafting, paths, depth))
     return np.stack(columns, axis=-1).astype(np.float64)
 
@@ -187,7 +187,7 @@ def _columns(
     depth: int | Ints,
     looked_up: int = 0,
 ) -> tuple[ArrayLike, ...]:
-    """Return the features of the linear law, as numbers or arrays.
+    """Return the features of the linear distribution, as numbers or arrays.
 
     Contexts count in units of 1024 tokens; nodes are assumed to attend to contexts of mean length.
     """
@@ -225,21 +225,21 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gram: ``[8][8]``, weighted products of features.
         moment: ``[8]``, weighted products of features with times.
-        law: ``[8]``, seconds per unit of each feature.
+        dist: ``[8]``, seconds per unit of each feature.
         cells: Corrections.
         steps: Number of steps from which all of this was learned.
     """
 
     gram: tuple[tuple[float, ...], ...]
     moment: tuple[float, ...]
-    law: tuple[float, ...]
+    dist: tuple[float, ...]
     cells: tuple[KnownCell, ...]
     steps: int
 
     def __post_init__(self) -> None:
         if len(self.gram) != _FEATURES:
             raise InvalidArgument("gram", len(self.gram), f"{_FEATURES} rows")
-        for row in (*self.gram, self.moment, self.law):
+        for row in (*self.gram, self.moment, self.dist):
             require_numbers("costs", row, count=_FEATURES)
         require_integer("steps", self.steps, sum(cell.steps for cell in self.cells))
 
@@ -267,7 +267,7 @@ class StepCosts:
 
     _gram: Array = field(default_factory=lambda: np.zeros((8, 8)))
     _moment: Array = field(default_factory=lambda: np.zeros(8))
-    _law: Array = field(default_factory=lambda: np.zeros(8))
+    _dist: Array = field(default_factory=lambda: np.zeros(8))
     _pace: float = 0.0
     _corrections: dict[Cell, _Correction] = field(default_factory=dict)
     _steps: int = 0
@@ -279,7 +279,7 @@ class StepCosts:
         costs = cls(
             _gram=np.array(table.gram),
             _moment=np.array(table.moment),
-            _law=np.array(table.law),
+            _dist=np.array(table.dist),
             _steps=table.steps,
         )
         for cell in table.cells:
@@ -297,7 +297,7 @@ class StepCosts:
         return CostTable(
             gram=tuple(map(tuple, self._gram.tolist())),
             moment=tuple(self._moment.tolist()),
-            law=tuple(self._law.tolist()),
+            dist=tuple(self._dist.tolist()),
             cells=tuple(
                 KnownCell(
                     size=cell.size,
@@ -338,7 +338,7 @@ class StepCosts:
         correction = self._corrections.setdefault(shape.cell, _Correction(row))
         correction.row = row
         if not self._steps:
-            self._law[0] = seconds
+            self._dist[0] = seconds
         usual = self._linear(row) * math.exp(correction.log)
         surprise = math.log(seconds / usual) - self._pace
         if correction.steps == 1 and surprise < -_SURPRISE:
@@ -379,21 +379,21 @@ class StepCosts:
         Args:
             context: KV slots that the request attends to.
         """
-        law = self._law
-        return float(law[_NODE] + law[_LOOK] * context / 1024) * math.exp(self._pace)
+        dist = self._dist
+        return float(dist[_NODE] + dist[_LOOK] * context / 1024) * math.exp(self._pace)
 
     @property
     def request_seconds(self) -> float:
         """Expected seconds of a further request that drafts, without its nodes."""
-        return float(self._law[_DRAFTING]) * math.exp(self._pace)
+        return float(self._dist[_DRAFTING]) * math.exp(self._pace)
 
     def linear(self, rows: Array) -> Array:
-        """Return the linear law's estimates for ``[..., 8]`` rows, in seconds."""
-        result: Array = rows @ self._law
+        """Return the linear distribution's estimates for ``[..., 8]`` rows, in seconds."""
+        result: Array = rows @ self._dist
         return result
 
     def factor(self, cell: Cell) -> float:
-        """Return the factor by which the linear law is multiplied in a cell."""
+        """Return the factor by which the linear distribution is multiplied in a cell."""
         correction = self._corrections.get(cell)
         if correction is None and not cell.paths:
             # A lookup size that was never run takes the correction of plain decoding.
@@ -402,10 +402,10 @@ class StepCosts:
         return math.exp(self._pace + own)
 
     def _linear(self, row: Array) -> float:
-        return max(1e-9, float(row @ self._law))
+        return max(1e-9, float(row @ self._dist))
 
     def _fit(self) -> None:
-        """Fit the linear law, and adjust the corrections so that their cells' estimates stay."""
+        """Fit the linear distribution, and adjust the corrections so that their cells' estimates stay."""
         self._unfitted = 0
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))
         gram = self._gram / np.outer(scale, scale) + _RIDGE
@@ -413,6 +413,6 @@ class StepCosts:
         target = np.linalg.solve(root.T, self._moment / scale)
         rows = [correction.row for correction in self._corrections.values()]
         before = [self._linear(row) for row in rows]
-        self._law = nnls(root, target)[0] / scale
+        self._dist = nnls(root, target)[0] / scale
         for correction, old, row in zip(self._corrections.values(), before, rows, strict=True):
             correction.log += math.log(old / self._linear(row))

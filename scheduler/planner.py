@@ -16,7 +16,7 @@ what is known, on a budget of 0.6% of the time.
 
 Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
 committed tokens, on acceptances of earlier steps and on measured times, all of them in the past;
-and given any past, a step of any plan follows the target's law. The planner never looks at what is
+and given any past, a step of any plan follows the target's distribution. The planner never looks at what is
 drafted in the step or not yet verified.
 """
 
@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eaglegbv.auto_plan import AutoPlan, plan_name
-from eaglegbv.config import PLAIN, Plan, Source
+from eaglegbv.config import PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.scheduler.choice import Choice, Options, Outlook
 from eaglegbv.scheduler.costs import (
@@ -42,13 +41,7 @@ from eaglegbv.scheduler.costs import (
 from eaglegbv.scheduler.held_choice import HeldChoice, hold_length
 from eaglegbv.scheduler.lookups import Lookups, look_up
 from eaglegbv.scheduler.plan_book import PlanBook
-from eaglegbv.scheduler.prospects import (
-    Prospects,
-    limits_of,
-    memory_of,
-    tokens_to_come,
-    weights_of,
-)
+from eaglegbv.scheduler.prospects import Prospects, limits_of, memory_of, tokens_to_come, weights_of
 from eaglegbv.scheduler.reading_cost import ReadingCost
 
 _OFTEN, _SAMPLE_EVERY = 64, 5

@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import BLOCK, Block, PrefixCache, idle_slots
@@ -29,7 +29,7 @@ the new request would be pre-empted at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class PrefillChunk:
     """A part of a text to read.
 
     Attributes:
@@ -56,7 +56,7 @@ class StepBatch:
     """
 
     decoding: list[Request]
-    reading: list[Portion]
+    reading: list[PrefillChunk]
 
     @property
     def empty(self) -> bool:
@@ -194,7 +194,7 @@ class Scheduler:
     def _grant(self) -> StepBatch:
         """Grant running requests the slots and tokens of a step, in order of precedence."""
         decoding: list[Request] = []
-        reading: list[Portion] = []
+        reading: list[PrefillChunk] = []
         free, budget = self._allocator.num_free, self._prefill_tokens
         place = 0
         while place < len(self.running):
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             if unread:
                 count = min(unread, budget, free)
-                reading.append(Portion(request, count))
+                reading.append(PrefillChunk(request, count))
                 budget -= count
                 free -= count
             else:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from eaglegbv.metrics import Phase
 from eaglegbv.scheduler.scheduler import StepBatch
-from eaglegbv.stopwatch import Phase
 
 
 def share_seconds(batch: StepBatch, seconds: Mapping[Phase, float], rows: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from support.cuda.flashinfer_on_host import compile_for_host, missing
 from support.cuda.runtime import HostRuntime, Launched
 
-from eaglegbv.cost_cache import FOLDER
+from eaglegbv.calibration import FOLDER
 
 # How long an example takes depends on what else the machine does; that is no property to test.
 settings.register_profile("any-machine", deadline=None, print_blob=True)

@@ -2,17 +2,19 @@
 
 import pytest
 
-from eaglegbv.auto_plan import (
+from eaglegbv.config import (
     AUTO,
+    PLAIN,
     AutoPlan,
+    Plan,
     PlanChoices,
+    Source,
     named_planning,
     plan_name,
     plans_of,
 )
-from eaglegbv.config import PLAIN, Plan, Source
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 
 
 def test_candidates_keep_to_the_limits_and_reach_them() -> None:
@@ -25,9 +27,9 @@ def test_candidates_keep_to_the_limits_and_reach_them() -> None:
 
 
 def test_single_paths_keep_small_vocabularies_whole() -> None:
-    widths = {(p.paths == 1, p.law_width(4096), p.law_width(100_000)) for p in AUTO.candidates}
+    widths = {(p.paths == 1, p.list_width(4096), p.list_width(100_000)) for p in AUTO.candidates}
     assert widths == {(True, 4096, 256), (False, 256, 256)}
-    assert Plan(draft_width=7).law_width(5) == 5
+    assert Plan(draft_width=7).list_width(5) == 5
 
 
 def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
@@ -43,8 +45,8 @@ def test_choices_make_a_plan_and_none_the_engines_own() -> None:
     assert PlanChoices().planning() == AUTO
     assert PlanChoices(**usual).planning() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
     assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
-    assert PlanChoices(verifier="gbv", paths=2, law="iid", **usual).planning() == Plan(
-        verifier="gbv", paths=2, law=Law.IID, **usual
+    assert PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual).planning() == Plan(
+        verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual
     )
 
 
@@ -96,7 +98,7 @@ def test_names_say_what_differs() -> None:
     assert plan_name(PLAIN) == "none"
     assert plan_name(Plan(paths=3, depth=4)) == "otbv 3x4"
     assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
-    assert plan_name(Plan(paths=2, depth=2, law=Law.WOR)) == "otbv 2x2 wor"
+    assert plan_name(Plan(paths=2, depth=2, draft_sampling=DraftSampling.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
     assert plan_name(Plan(paths=1, depth=8, source=Source.LOOKUP)) == "otbv lookup 1x8"
 

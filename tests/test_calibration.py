@@ -9,11 +9,10 @@ import pytest
 import torch
 from support.simulated_engine import Simulation, World
 
-from eaglegbv import LLM, SamplingParams, cost_cache
-from eaglegbv.auto_plan import AUTO, AutoPlan
-from eaglegbv.calibration import calibrate
-from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.cost_cache import FOLDER, CostCache, shape_of
+from eaglegbv import LLM, SamplingParams
+from eaglegbv import calibration as cost_cache
+from eaglegbv.calibration import FOLDER, CostCache, calibrate, shape_of
+from eaglegbv.config import AUTO, AutoPlan, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape
@@ -83,7 +82,7 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
         assert any(paths == 2 for _, paths, _ in cells)
         assert table.knows_drafts
         assert {size for size, _, _ in cells} == {0}
-        assert all(seconds >= 0 for seconds in table.law)
+        assert all(seconds >= 0 for seconds in table.dist)
     costs = StepCosts.of_table(few.sampled)
     assert all(costs.seconds(shape) > 0 for shape in SHAPES)
 
@@ -103,7 +102,7 @@ def test_costs_are_measured_once_and_kept(
     assert kept.read_bytes() == written
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]
     short = msgspec.json.decode(written)
-    short["sampled"]["law"].pop()
+    short["sampled"]["draft_sampling"].pop()
     for damaged in (b"{", written[:-20], msgspec.json.encode(short)):
         kept.write_bytes(damaged)
         caplog.clear()

@@ -7,7 +7,7 @@ import pytest
 
 from eaglegbv.config import EAGLE1_SHAPE, MAX_DEPTH, MAX_PATHS, MAX_WIDTH, PLAIN, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 
 BAD_PLANS = [
     ("paths", 0, "an integer in [1, 16]"),
@@ -22,9 +22,9 @@ BAD_PLANS = [
     ("whole_vocab", -1, "an integer in [0, 262144]"),
     ("whole_vocab", True, "an integer in [0, 262144]"),
     ("verifier", None, "the name of a verifier, or 'none'"),
-    ("law", "iidd", "iid, perhaps; one of fixed, greedy, hub, iid, wor"),
-    ("law", 3, "one of fixed, greedy, hub, iid, wor"),
-    ("law", ["iid"], "one of fixed, greedy, hub, iid, wor"),
+    ("draft_sampling", "iidd", "iid, perhaps; one of fixed, greedy, hub, iid, wor"),
+    ("draft_sampling", 3, "one of fixed, greedy, hub, iid, wor"),
+    ("draft_sampling", ["iid"], "one of fixed, greedy, hub, iid, wor"),
     ("draft_temperature", 0.0, "a number in [0.05, 20]"),
     ("draft_temperature", 20.1, "a number in [0.05, 20]"),
     ("draft_temperature", math.nan, "a number in [0.05, 20]"),
@@ -100,22 +100,22 @@ def test_the_ends_of_the_ranges_are_accepted():
     EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_a_law_may_be_named(law):
-    plan = Plan(law=str(law))
-    assert plan.law is law
-    assert plan == Plan(law=law)
-    assert hash(plan) == hash(Plan(law=law))
+@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
+def test_a_distribution_may_be_named(draft_sampling):
+    plan = Plan(draft_sampling=str(draft_sampling))
+    assert plan.draft_sampling is draft_sampling
+    assert plan == Plan(draft_sampling=draft_sampling)
+    assert hash(plan) == hash(Plan(draft_sampling=draft_sampling))
 
 
-def test_no_law_leaves_the_choice_to_the_verifier():
-    assert Plan().law is None
+def test_no_distribution_leaves_the_choice_to_the_verifier():
+    assert Plan().draft_sampling is None
 
 
 def test_a_shape_may_come_in_lists():
-    listed = Plan(law="fixed", shape=[[0], [1], [0, 0]], depth=2)
-    assert listed == Plan(law="fixed", shape=((0,), (1,), (0, 0)), depth=2)
-    assert hash(listed) == hash(Plan(law="fixed", shape=((0,), (1,), (0, 0)), depth=2))
+    listed = Plan(draft_sampling="fixed", shape=[[0], [1], [0, 0]], depth=2)
+    assert listed == Plan(draft_sampling="fixed", shape=((0,), (1,), (0, 0)), depth=2)
+    assert hash(listed) == hash(Plan(draft_sampling="fixed", shape=((0,), (1,), (0, 0)), depth=2))
 
 
 def test_the_largest_tree_of_a_plan():
@@ -124,12 +124,12 @@ def test_the_largest_tree_of_a_plan():
 
 
 def test_a_fixed_tree_may_have_sizes_of_its_own():
-    assert Plan(law="fixed", paths=1, depth=6, beam=10, nodes=59).tree_nodes == 60
-    assert Plan(law="fixed", depth=5, shape=EAGLE1_SHAPE).tree_nodes == 26
+    assert Plan(draft_sampling="fixed", paths=1, depth=6, beam=10, nodes=59).tree_nodes == 60
+    assert Plan(draft_sampling="fixed", depth=5, shape=EAGLE1_SHAPE).tree_nodes == 26
     # At temperature 0 a sampled plan drafts a fixed tree: both must fit.
-    assert Plan(law="iid", paths=3, depth=4, nodes=59).tree_nodes == 60
-    assert Plan(law="iid", paths=3, depth=4, nodes=2).tree_nodes == 13
-    assert Plan(law="fixed", paths=1, depth=8, beam=10, nodes=4).tree_slots == 72
+    assert Plan(draft_sampling="iid", paths=3, depth=4, nodes=59).tree_nodes == 60
+    assert Plan(draft_sampling="iid", paths=3, depth=4, nodes=2).tree_nodes == 13
+    assert Plan(draft_sampling="fixed", paths=1, depth=8, beam=10, nodes=4).tree_slots == 72
 
 
 def test_a_plain_plan_drafts_nothing():
@@ -140,7 +140,7 @@ def test_a_plain_plan_drafts_nothing():
 
 
 def test_a_plan_survives_a_round_trip():
-    plan = Plan(verifier="gbv", paths=2, depth=5, law="iid", draft_temperature=1.5)
+    plan = Plan(verifier="gbv", paths=2, depth=5, draft_sampling="iid", draft_temperature=1.5)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 
 

@@ -6,20 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.params import SamplingParams
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.metrics import Phase
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import FinishReason
-from eaglegbv.stopwatch import Phase
-from eaglegbv.targets.base import TargetOutput
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.warp import WarpSettings, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from eaglegbv.tree import DraftSampling, DraftTree
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8
@@ -35,7 +34,7 @@ PLANS = {
     "gbv": Plan(verifier="gbv", paths=3, depth=2),
     "otbv": Plan(verifier="otbv", paths=3, depth=2, draft_width=5),
     "otbv hot": Plan(verifier="otbv", paths=2, depth=2, draft_temperature=1.7),
-    "otbv fixed": Plan(verifier="otbv", paths=3, depth=2, law=Law.FIXED),
+    "otbv fixed": Plan(verifier="otbv", paths=3, depth=2, draft_sampling=DraftSampling.FIXED),
     "target_only": Plan(verifier="target_only", paths=3, depth=2),
 }
 
@@ -50,11 +49,11 @@ def tiny1() -> TinyEngine:
     return tiny_engine(vocab=VOCAB, arch=Arch.EAGLE1, sharpness=3.0)
 
 
-def exact_law(tiny: TinyEngine, params: SamplingParams) -> np.ndarray:
-    """The joint law of the first tokens, from the plain model, penalties along each text's own."""
+def exact_probs(tiny: TinyEngine, params: SamplingParams) -> np.ndarray:
+    """The joint distribution of the first tokens, from the plain model, penalties along each text's own."""
 
     @torch.inference_mode()
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         logits = tiny.model(torch.tensor(prefixes)).logits[:, -1]
         generated = [prefix[len(PROMPT) :] for prefix in prefixes]
         for row, tokens in zip(logits, generated, strict=True):
@@ -67,12 +66,12 @@ def exact_law(tiny: TinyEngine, params: SamplingParams) -> np.ndarray:
         settings = WarpSettings.of([params], [len(prefixes)])
         return warp(logits, settings).double().softmax(dim=1).numpy()
 
-    return joint_law(next_laws, PROMPT, TOKENS)
+    return joint_probs(next_probs, PROMPT, TOKENS)
 
 
-def check_law(tiny: TinyEngine, plan: Plan, params: SamplingParams) -> None:
+def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams) -> None:
     seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(SAMPLES)]
-    result = g_test(sample(tiny, plan, seeded), exact_law(tiny, params))
+    result = g_test(sample(tiny, plan, seeded), exact_probs(tiny, params))
     assert result.power > 0.8, result
     assert result.p_value > LEVEL, result
 
@@ -90,29 +89,29 @@ def cell(tokens: list[int], vocab: int) -> int:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_joint_law_is_the_targets(tiny: TinyEngine, name: str) -> None:
-    check_law(tiny, PLANS[name], SamplingParams(max_tokens=TOKENS))
+def test_joint_distribution_is_the_targets(tiny: TinyEngine, name: str) -> None:
+    check_sampling(tiny, PLANS[name], SamplingParams(max_tokens=TOKENS))
 
 
-def test_joint_law_when_warped(tiny1: TinyEngine) -> None:
+def test_joint_distribution_when_warped(tiny1: TinyEngine) -> None:
     params = SamplingParams(max_tokens=TOKENS, temperature=1.4, top_k=6, top_p=0.9, min_p=0.02)
-    check_law(tiny1, PLANS["otbv"], params)
+    check_sampling(tiny1, PLANS["otbv"], params)
 
 
-def test_joint_law_when_penalised(tiny: TinyEngine) -> None:
+def test_joint_distribution_when_penalised(tiny: TinyEngine) -> None:
     params = SamplingParams(
         max_tokens=TOKENS, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7
     )
-    check_law(tiny, PLANS["otbv"], params)
+    check_sampling(tiny, PLANS["otbv"], params)
 
 
-def test_a_misreported_draft_law_is_noticed(
+def test_a_misreported_draft_distribution_is_noticed(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = EagleDrafter.draft
 
     def misreport(*args: object) -> DraftTree:
-        """Hand on laws other than those drawn from: flattened by a square root."""
+        """Hand on distributions other than those drawn from: flattened by a square root."""
         tree = draft(*args)
         flat = tree.draft_probs.sqrt()
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
@@ -120,7 +119,7 @@ def test_a_misreported_draft_law_is_noticed(
     monkeypatch.setattr(EagleDrafter, "draft", misreport)
     seeded = [SamplingParams(max_tokens=TOKENS, seed=seed) for seed in range(4_000)]
     result = g_test(
-        sample(tiny, PLANS["otbv"], seeded), exact_law(tiny, SamplingParams(max_tokens=TOKENS))
+        sample(tiny, PLANS["otbv"], seeded), exact_probs(tiny, SamplingParams(max_tokens=TOKENS))
     )
     assert result.p_value < LEVEL
 
@@ -252,9 +251,27 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
         ([99], {}, {}, InvalidArgument, r"prompt=99: expected token ids in \[0, 8\)"),
         ([1] * 256, {}, {}, InvalidArgument, r"prompt='256 tokens': expected at most 251 tokens"),
         ([1], {}, {"verifier": "nope"}, InvalidArgument, r"verifier='nope': expected one of"),
-        ([1], {}, {"verifier": "gbv", "law": "fixed"}, LawMismatch, r"law='fixed': expected"),
-        ([1], {}, {"verifier": "block", "paths": 2}, LawMismatch, r"paths=2: expected at most 1"),
-        ([1], {}, {"law": "wor"}, (LawMismatch, InvalidArgument), r"law='wor': expected"),
+        (
+            [1],
+            {},
+            {"verifier": "gbv", "draft_sampling": "fixed"},
+            SamplingMismatch,
+            r"distribution='fixed': expected",
+        ),
+        (
+            [1],
+            {},
+            {"verifier": "block", "paths": 2},
+            SamplingMismatch,
+            r"paths=2: expected at most 1",
+        ),
+        (
+            [1],
+            {},
+            {"draft_sampling": "wor"},
+            (SamplingMismatch, InvalidArgument),
+            r"distribution='wor': expected",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(

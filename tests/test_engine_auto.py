@@ -1,4 +1,4 @@
-"""Plans chosen by the engine: the text keeps the target's law, whatever the choice depends on.
+"""Plans chosen by the engine: the text keeps the target's distribution, whatever the choice depends on.
 
 The choice may depend on all of the past. So one planner here is made to choose by the committed
 text and the acceptances so far, a new plan every step; and a planner that peeks at the numbers of
@@ -12,24 +12,22 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.g_test import GTest, g_test, joint_law
+from support.g_test import GTest, g_test, joint_probs
 from support.simulated_engine import Simulation, World, make_request
 from support.tiny_engine import TinyEngine, tiny_engine
 
-from eaglegbv.auto_plan import AUTO, AutoPlan, plans_of
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
+from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.graphs import GraphMode
-from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
 from eaglegbv.request import PlanReason, Request
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import Planner
 from eaglegbv.scheduler.reading_cost import ReadingCost
-from eaglegbv.step_record import StepRecord
 from eaglegbv.tree import DraftTree
-from eaglegbv.uniforms import Purpose
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8
@@ -51,15 +49,15 @@ def engine(tiny: TinyEngine) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def law() -> np.ndarray:
-    """The exact joint law of the first tokens, from the plain model."""
+def dist() -> np.ndarray:
+    """The exact joint distribution of the first tokens, from the plain model."""
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0)
 
     @torch.inference_mode()
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
 
-    return joint_law(next_laws, PROMPT, TOKENS)
+    return joint_probs(next_probs, PROMPT, TOKENS)
 
 
 class RestlessPlanner(Planner):
@@ -92,7 +90,7 @@ class PeekingPlanner(Planner):
             request.plan = PLAIN if number < 0.4 else Plan(paths=3, depth=2)
 
 
-def check(engine: Engine, law: np.ndarray, samples: int) -> GTest:
+def check(engine: Engine, dist: np.ndarray, samples: int) -> GTest:
     """The G-test of requests that differ in their seeds alone; the engine runs them in batches."""
     requests = [
         engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), LIMITS)
@@ -101,28 +99,28 @@ def check(engine: Engine, law: np.ndarray, samples: int) -> GTest:
     while engine.has_work:
         engine.step()
     cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
-    return g_test(cells.tolist(), law)
+    return g_test(cells.tolist(), dist)
 
 
-def test_joint_law_is_the_targets(engine: Engine, law: np.ndarray) -> None:
-    result = check(engine, law, SAMPLES)
+def test_joint_distribution_is_the_targets(engine: Engine, dist: np.ndarray) -> None:
+    result = check(engine, dist, SAMPLES)
     assert result.power > 0.65, result
     assert result.p_value > LEVEL, result
     assert len(engine.metrics.values[FORWARDS]) > 2
 
 
-def test_joint_law_when_plans_follow_the_text_and_other_requests(
-    engine: Engine, law: np.ndarray
+def test_joint_distribution_when_plans_follow_the_text_and_other_requests(
+    engine: Engine, dist: np.ndarray
 ) -> None:
     engine._planner = RestlessPlanner()
-    result = check(engine, law, SAMPLES)
+    result = check(engine, dist, SAMPLES)
     assert result.p_value > LEVEL, result
     assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
 
 
-def test_a_planner_that_peeks_is_noticed(engine: Engine, law: np.ndarray) -> None:
+def test_a_planner_that_peeks_is_noticed(engine: Engine, dist: np.ndarray) -> None:
     engine._planner = PeekingPlanner()
-    assert check(engine, law, 2_500).p_value < LEVEL
+    assert check(engine, dist, 2_500).p_value < LEVEL
 
 
 def test_greedy_text_is_that_of_plain_decoding(engine: Engine, tiny: TinyEngine) -> None:
@@ -424,8 +422,8 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     assert sum(request.metrics.accepted_tokens for _, request in requests) > 300
 
 
-def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, law: np.ndarray
+def test_joint_distribution_where_drafters_begin_anew_behind_what_they_missed(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, dist: np.ndarray
 ) -> None:
     forgotten: Counter[int] = Counter()
     skip = EagleDrafter.skip
@@ -439,7 +437,7 @@ def test_joint_law_where_drafters_begin_anew_behind_what_they_missed(
     monkeypatch.setattr("eaglegbv.drafting._KEPT", 1)
     monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 2)
     engine._planner = RestlessPlanner()
-    result = check(engine, law, SAMPLES)
+    result = check(engine, dist, SAMPLES)
     assert result.p_value > LEVEL, result
     assert len(forgotten) == SAMPLES
     assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))

@@ -5,20 +5,20 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.checked import checked_verifier
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.registry import checked_verifier
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 PLANS = {
     "several paths": Plan(paths=2, depth=3),
     "one token": Plan(paths=1, depth=1),
     "early ends": Plan(paths=4, depth=5, min_confidence=0.05),
-    "laws of one token": Plan(paths=2, depth=3, draft_width=1),
+    "distributions of one token": Plan(paths=2, depth=3, draft_width=1),
     "narrow": Plan(paths=3, depth=2, draft_width=4),
     "block": Plan(verifier="block", paths=1, depth=2),
     "token": Plan(verifier="token", paths=1, depth=4),
-    "another law": Plan(paths=2, depth=2, law=Law.GREEDY),
+    "another distribution": Plan(paths=2, depth=2, draft_sampling=DraftSampling.GREEDY),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations

@@ -12,16 +12,16 @@ from support.pretend_device import DEVICE, PretendDevice, marked
 from support.tiny_engine import TinyEngine, tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 
-from eaglegbv.attention.fitting import paged_attention
+from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.metrics import ATTENTION_FALLBACKS
-from eaglegbv.params import SamplingParams
-from eaglegbv.targets.hf import HFTarget
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.checked import CheckedVerifier, checked_verifier
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.registry import CheckedVerifier, checked_verifier
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*"
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    monkeypatch.setattr("eaglegbv.transfer._wait_for", lambda device: None)
+    monkeypatch.setattr("eaglegbv.devices._wait_for", lambda device: None)
     with PretendDevice() as mode:
         yield mode
 
@@ -43,7 +43,7 @@ SETTINGS = {
         SamplingParams(max_tokens=12, seed=5, temperature=0.8, top_k=7, top_p=0.9, min_p=0.01),
     ),
     "penalised": (
-        Plan(verifier="specinfer", paths=2, depth=2, law=Law.WOR),
+        Plan(verifier="specinfer", paths=2, depth=2, draft_sampling=DraftSampling.WOR),
         SamplingParams(max_tokens=12, seed=5, repetition_penalty=1.2, presence_penalty=0.3),
     ),
     "greedy": (Plan(paths=2, depth=3), SamplingParams(max_tokens=12, temperature=0)),
@@ -116,12 +116,15 @@ def other_engine(device: str, drafter: str) -> Engine:
 
 @pytest.mark.parametrize("drafter", ["ngram", "language model"])
 def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> None:
-    law = Law.FIXED if drafter == "ngram" else Law.IID
+    draft_sampling = DraftSampling.FIXED if drafter == "ngram" else DraftSampling.IID
     params = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
     texts = []
     for place in ("cuda", "cpu"):
         engine = other_engine(place, drafter)
-        requests = [engine.add(p, params, Plan(paths=2, depth=2, law=law)) for p in PROMPTS]
+        requests = [
+            engine.add(p, params, Plan(paths=2, depth=2, draft_sampling=draft_sampling))
+            for p in PROMPTS
+        ]
         while engine.has_work:
             engine.step()
         texts.append([request.token_ids for request in requests])

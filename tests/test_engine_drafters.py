@@ -1,4 +1,4 @@
-"""Through the engine, every drafter and every form of tree gives the target's texts and laws.
+"""Through the engine, every drafter and every form of tree gives the target's texts and distributions.
 
 Seeds are fixed; a right engine fails a G-test here once in ten thousand choices of them. That the
 tests notice what is wrong is shown by one that must fail: paths cut where a drawn token is unlikely
@@ -11,20 +11,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.token_drafting import random_llama, random_table
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.drafters.standalone import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.params import SamplingParams
-from eaglegbv.targets.hf import HFTarget
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB = 4
 TOKENS = 3
@@ -50,12 +50,12 @@ def engine_of(target: TabularTarget, drafter: Drafter) -> Engine:
     return Engine(target, drafter, EngineConfig(max_batch=256, kv_slots=SLOTS))
 
 
-def exact_law(target: TabularTarget) -> np.ndarray:
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+def exact_probs(target: TabularTarget) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         logits = torch.stack([target.logits_after(prefix) for prefix in prefixes])
         return logits.double().softmax(dim=1).numpy()
 
-    return joint_law(next_laws, PROMPT, TOKENS)
+    return joint_probs(next_probs, PROMPT, TOKENS)
 
 
 def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
@@ -69,7 +69,7 @@ def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
         engine.step()
     assert not any(request.error for request in requests)
     cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
-    return g_test(cells.tolist(), exact_law(target)).p_value
+    return g_test(cells.tolist(), exact_probs(target)).p_value
 
 
 STOPPING = {
@@ -77,8 +77,12 @@ STOPPING = {
     "gbv": Plan(verifier="gbv", paths=3, depth=3, min_confidence=0.3),
     "block": Plan(verifier="block", paths=1, depth=3, min_confidence=0.3),
     "traversal": Plan(verifier="traversal", paths=3, depth=3, min_confidence=0.3),
-    "specinfer wor": Plan(verifier="specinfer", law=Law.WOR, paths=3, depth=3, min_confidence=0.3),
-    "otbv greedy": Plan(verifier="otbv", law=Law.GREEDY, paths=3, depth=3, min_confidence=0.3),
+    "specinfer wor": Plan(
+        verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=3, min_confidence=0.3
+    ),
+    "otbv greedy": Plan(
+        verifier="otbv", draft_sampling=DraftSampling.GREEDY, paths=3, depth=3, min_confidence=0.3
+    ),
     "spechub": Plan(verifier="spechub", paths=2, depth=3, min_confidence=0.3),
 }
 
@@ -116,17 +120,24 @@ DRAFTED = {
     "table greedy_block": (tabular_drafter, Plan(verifier="greedy_block", paths=1, depth=3)),
     "table otbv, EAGLE-1's tree": (
         tabular_drafter,
-        Plan(verifier="otbv", law=Law.FIXED, depth=5, shape=EAGLE1_SHAPE),
+        Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),
     ),
     "table otbv, EAGLE-2's tree": (
         tabular_drafter,
-        Plan(verifier="otbv", law=Law.FIXED, depth=3, beam=2, nodes=7, min_confidence=0.2),
+        Plan(
+            verifier="otbv",
+            draft_sampling=DraftSampling.FIXED,
+            depth=3,
+            beam=2,
+            nodes=7,
+            min_confidence=0.2,
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_the_joint_law_is_the_targets(name: str) -> None:
+def test_the_joint_distribution_is_the_targets(name: str) -> None:
     make, plan = DRAFTED[name]
     assert p_value(make(), plan, 1_500) > LEVEL
 
@@ -152,9 +163,9 @@ def test_text_at_temperature_0_is_the_targets(kind: str) -> None:
     engine = Engine(target, drafter, EngineConfig(kv_slots=SLOTS))
     plans = [
         Plan(),
-        Plan(verifier="gbv", paths=2, depth=3, min_confidence=0.05, law=None),
-        Plan(law=Law.FIXED, depth=5, shape=EAGLE1_SHAPE),
-        Plan(law=Law.FIXED, paths=1, depth=6, beam=4, nodes=9),
+        Plan(verifier="gbv", paths=2, depth=3, min_confidence=0.05, draft_sampling=None),
+        Plan(draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),
+        Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=6, beam=4, nodes=9),
     ]
     if kind == "ngram":
         plans = [plan for plan in plans if plan.verifier == "otbv"]
@@ -179,13 +190,15 @@ def test_a_model_that_is_the_target_is_always_right() -> None:
     assert request.metrics.accepted_tokens == 48
 
 
-def test_a_lookup_is_judged_as_the_fixed_law_it_is() -> None:
+def test_a_lookup_is_judged_as_the_fixed_distribution_it_is() -> None:
     engine = engine_of(tabular_target(), NgramDrafter())
     for verifier in ("gbv", "token", "spechub"):
-        with pytest.raises(LawMismatch, match="law='fixed'"):
+        with pytest.raises(SamplingMismatch, match="distribution='fixed'"):
             engine.check_plan(Plan(verifier=verifier, paths=1 if verifier == "token" else 2))
-    with pytest.raises(InvalidArgument, match="law='iid': expected one the drafter draws: fixed"):
-        engine.check_plan(Plan(law=Law.IID))
+    with pytest.raises(
+        InvalidArgument, match="distribution='iid': expected one the drafter draws: fixed"
+    ):
+        engine.check_plan(Plan(draft_sampling=DraftSampling.IID))
     engine.check_plan(Plan())
 
 
@@ -208,7 +221,7 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) ->
 
 def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
     engine = engine_of(tabular_target(), tabular_drafter())
-    with pytest.raises(LawMismatch, match="law='fixed'"):
+    with pytest.raises(SamplingMismatch, match="distribution='fixed'"):
         engine.check_plan(Plan(verifier="gbv", source=Source.LOOKUP))
     with pytest.raises(InvalidArgument, match=r"^source='web': expected one of drafter, lookup"):
         Plan(source="web")
@@ -221,5 +234,5 @@ def test_debts_do_not_end_with_confidence() -> None:
         engine.check_plan(Plan(verifier="greedy_block", paths=1, min_confidence=0.1))
     with pytest.raises(InvalidArgument, match=r"^drafter='NgramDrafter': expected one that rec"):
         engine_of(tabular_target(), NgramDrafter()).check_plan(
-            Plan(verifier="greedy_block", paths=1, law=Law.IID)
+            Plan(verifier="greedy_block", paths=1, draft_sampling=DraftSampling.IID)
         )

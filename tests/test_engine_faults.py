@@ -9,10 +9,10 @@ from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.errors import InvalidProbabilities, LawMismatch
-from eaglegbv.params import SamplingParams
+from eaglegbv.errors import InvalidProbabilities, SamplingMismatch
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 PROMPT = [3, 1, 4, 1, 5]
 PARAMS = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
@@ -20,8 +20,8 @@ PLANS = [
     Plan(verifier="token", paths=1, depth=3),
     Plan(verifier="otbv", paths=3, depth=2),
     Plan(verifier="gbv", paths=2, depth=2),
-    Plan(verifier="specinfer", law=Law.WOR, paths=2, depth=2),
-    Plan(verifier="otbv", law=Law.GREEDY, paths=2, depth=2),
+    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=2, depth=2),
+    Plan(verifier="otbv", draft_sampling=DraftSampling.GREEDY, paths=2, depth=2),
     Plan(verifier="greedy_block", paths=1, depth=3),
     Plan(verifier="spectr_gbv", paths=2, depth=3),
 ]
@@ -44,7 +44,7 @@ def scaled(factor: float) -> Spoil:
 
 
 def negative(tree: DraftTree, row: int) -> DraftTree:
-    """A law that sums to 1 with an entry below 0."""
+    """A distribution that sums to 1 with an entry below 0."""
     probs = tree.draft_probs.clone()
     probs[row, 0, :2] += torch.tensor([2.0, -2.0], dtype=torch.float64)
     return dataclasses.replace(tree, draft_probs=probs)
@@ -74,14 +74,16 @@ def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Calla
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (scaled(1.01), "draft_probs of request {}='not a law'"),
-        (scaled(float("nan")), "draft_probs of request {}='not a law'"),
-        (negative, "draft_probs of request {}='not a law'"),
+        (scaled(1.01), "draft_probs of request {}='not a distribution'"),
+        (scaled(float("nan")), "draft_probs of request {}='not a distribution'"),
+        (negative, "draft_probs of request {}='not a distribution'"),
         (impossible, "token_ids of request {}='a token of draft probability 0'"),
     ],
     ids=["sum", "nan", "negative", "impossible"],
 )
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verifier} {plan.law or ''}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.verifier} {plan.draft_sampling or ''}"
+)
 def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
     tiny: TinyEngine, plan: Plan, spoil: Spoil, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +104,17 @@ def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
     assert healthy.token_ids == expected
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verifier} {plan.law or ''}")
-def test_a_tree_of_a_law_the_verifier_does_not_accept_is_refused(
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.verifier} {plan.draft_sampling or ''}"
+)
+def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
     tiny: TinyEngine, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan's own law is checked when a request is added; here the drafter deviates from it."""
-    refused = Law.HUB
+    """The plan's own distribution is checked when a request is added; here the drafter deviates from it."""
+    refused = DraftSampling.HUB
 
     def other(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
-        return dataclasses.replace(tree, law=refused)
+        return dataclasses.replace(tree, draft_sampling=refused)
 
     broken = tiny_engine()
     request = broken.engine.add(PROMPT, PARAMS[0], plan)
@@ -119,12 +123,14 @@ def test_a_tree_of_a_law_the_verifier_does_not_accept_is_refused(
     monkeypatch.setattr(EagleDrafter, "draft", planted(other))
     broken.run([request])
     assert request.finish_reason is FinishReason.ERROR
-    assert "law='hub': expected one of" in str(request.error)
+    assert "distribution='hub': expected one of" in str(request.error)
     assert f"for verifier {plan.verifier!r}" in str(request.error)
     assert request.token_ids == written
-    with pytest.raises(LawMismatch, match="law='hub'"):
-        tiny.engine.check_plan(with_law(plan, refused))
+    with pytest.raises(SamplingMismatch, match="distribution='hub'"):
+        tiny.engine.check_plan(with_probs(plan, refused))
 
 
-def with_law(plan: Plan, law: Law) -> Plan:
-    return Plan(verifier=plan.verifier, law=law, paths=plan.paths, depth=plan.depth)
+def with_probs(plan: Plan, draft_sampling: DraftSampling) -> Plan:
+    return Plan(
+        verifier=plan.verifier, draft_sampling=draft_sampling, paths=plan.paths, depth=plan.depth
+    )

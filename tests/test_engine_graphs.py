@@ -14,15 +14,15 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
 from torch._dynamo.config import patch
 
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention
+from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.cuda_graphs import GraphMode, NotRecordable, Work
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.graphs import GraphMode, NotRecordable, Work
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 
@@ -39,9 +39,18 @@ SETTINGS = {
     "iid, one path": (Plan(paths=1, depth=4), sampling()),
     "iid, of one token": (Plan(paths=2, depth=3, draft_width=1), sampling()),
     "iid, narrow": (Plan(paths=2, depth=3, draft_width=4, draft_temperature=1.5), sampling()),
-    "wor": (Plan(verifier="specinfer", paths=3, depth=2, law=Law.WOR), sampling(min_p=0.02)),
-    "greedy": (Plan(paths=3, depth=3, law=Law.GREEDY), sampling(temperature=0.8)),
-    "fixed": (Plan(paths=3, depth=3, law=Law.FIXED, beam=4, nodes=9), sampling()),
+    "wor": (
+        Plan(verifier="specinfer", paths=3, depth=2, draft_sampling=DraftSampling.WOR),
+        sampling(min_p=0.02),
+    ),
+    "greedy": (
+        Plan(paths=3, depth=3, draft_sampling=DraftSampling.GREEDY),
+        sampling(temperature=0.8),
+    ),
+    "fixed": (
+        Plan(paths=3, depth=3, draft_sampling=DraftSampling.FIXED, beam=4, nodes=9),
+        sampling(),
+    ),
     "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
     "debts": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
 }
@@ -59,7 +68,7 @@ def texts(
 @pytest.fixture
 def any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stand-ins serve pools whose sizes FlashInfer's kernels would not."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.check_pool", lambda pool: None)
+    monkeypatch.setattr("eaglegbv.attention.flashinfer.check_pool", lambda pool: None)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -98,18 +107,18 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     padded = tiny_engine(graphs=GraphMode.EAGER)
     metrics = padded.engine.metrics
     plans = {
-        "law hub": Plan(verifier="spechub", paths=2, depth=2),
-        "shape": Plan(law=Law.FIXED, paths=1, depth=1, shape=((0,), (1,))),
+        "distribution hub": Plan(verifier="spechub", paths=2, depth=2),
+        "shape": Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,))),
     }
     for reason, plan in plans.items():
         expected = tiny_engine().tokens(PROMPTS, sampling(), plan)
         assert padded.tokens(PROMPTS, sampling(), plan) == expected
         assert metrics.value(GRAPH_DRAFTS, reason) > 0
-    wide = Plan(law=Law.FIXED, paths=2, depth=2, beam=64, nodes=4)
+    wide = Plan(draft_sampling=DraftSampling.FIXED, paths=2, depth=2, beam=64, nodes=4)
     padded.tokens([[1, 2]] * 5, sampling(), wide)
     assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
-    assert 'eaglegbv_graph_drafts_total{outcome="law hub"}' in metrics.exposition()
+    assert 'eaglegbv_graph_drafts_total{outcome="distribution hub"}' in metrics.exposition()
 
 
 def replays(tiny: TinyEngine) -> float:
@@ -124,7 +133,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def most_likely(logits: Tensor, width: int) -> Tensor:
         return logits.topk(width, dim=1).indices
 
-    monkeypatch.setattr("eaglegbv.drafters.draft_law._most_likely", most_likely)
+    monkeypatch.setattr("eaglegbv.drafters.tree_growth._most_likely", most_likely)
 
 
 @pytest.mark.usefixtures("any_pool", "ranked_on_device")
@@ -223,7 +232,7 @@ def test_fixed_drafts_of_all_settings_share_a_recording() -> None:
 @pytest.mark.usefixtures("any_pool")
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_wrappers._MOST_ROW_KEYS", 44)
+    monkeypatch.setattr("eaglegbv.attention.flashinfer._MOST_ROW_KEYS", 44)
     plan, params = Plan(paths=2, depth=3), sampling()
     narrow = tiny_engine(slots=256, graphs=GraphMode.EAGER, attention=StandAttention)
     found = narrow.tokens(PROMPTS, params, plan)
@@ -277,7 +286,7 @@ def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    monkeypatch.setattr("eaglegbv.transfer._wait_for", lambda device: None)
+    monkeypatch.setattr("eaglegbv.devices._wait_for", lambda device: None)
     with PretendDevice() as mode:
         yield mode
 
@@ -323,9 +332,7 @@ def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
 def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
-    from eaglegbv.eval.rig import build_rig
-    from eaglegbv.eval.shapes import Shape
-    from eaglegbv.eval.step_setting import StepSetting
+    from eaglegbv.eval.random_models import Shape, StepSetting, build_rig
 
     plan, params = SETTINGS[name]
     shape = Shape(

@@ -1,8 +1,8 @@
-"""Through the engine, trees of every draft law give the target's joint law of three tokens.
+"""Through the engine, trees of every draft distribution give the target's joint distribution of three tokens.
 
-With 8,500 samples over some 50 cells the G-test at level 1e-4 has a power of 0.65 against a law at
+With 8,500 samples over some 50 cells the G-test at level 1e-4 has a power of 0.65 against a distribution at
 total variation 0.04 from the target's, spread as thinly as can be; that is asserted, not assumed.
-Misreported draft laws are found with 2,500.
+Misreported draft distributions are found with 2,500.
 The seeds are fixed: a right engine fails a test here once in ten thousand choices of them.
 """
 
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from support.eight_bits import needs_int8
-from support.g_test import GTest, g_test, joint_law
+from support.g_test import GTest, g_test, joint_probs
 from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
-from eaglegbv.quantization import Quantization
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8
@@ -29,10 +29,16 @@ SAMPLES = 8_500
 LEVEL = 1e-4
 
 PLANS = {
-    "specinfer wor": Plan(verifier="specinfer", law=Law.WOR, paths=3, depth=2),
-    "traversal wor": Plan(verifier="traversal", law=Law.WOR, paths=3, depth=2),
+    "specinfer wor": Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
+    "traversal wor": Plan(verifier="traversal", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
     "greedy_draft": Plan(verifier="greedy_draft", paths=3, depth=2, draft_temperature=1.5),
-    "otbv greedy": Plan(verifier="otbv", law=Law.GREEDY, paths=3, depth=2, draft_temperature=1.5),
+    "otbv greedy": Plan(
+        verifier="otbv",
+        draft_sampling=DraftSampling.GREEDY,
+        paths=3,
+        depth=2,
+        draft_temperature=1.5,
+    ),
     "spechub": Plan(verifier="spechub", paths=4, depth=2),
 }
 
@@ -43,17 +49,17 @@ def tiny() -> TinyEngine:
 
 
 @pytest.fixture(scope="module")
-def law(tiny: TinyEngine) -> np.ndarray:
-    """The exact joint law of the first tokens, from the plain model."""
+def dist(tiny: TinyEngine) -> np.ndarray:
+    """The exact joint distribution of the first tokens, from the plain model."""
 
     @torch.inference_mode()
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
 
-    return joint_law(next_laws, PROMPT, TOKENS)
+    return joint_probs(next_probs, PROMPT, TOKENS)
 
 
-def check(tiny: TinyEngine, plan: Plan, law: np.ndarray, samples: int) -> GTest:
+def check(tiny: TinyEngine, plan: Plan, dist: np.ndarray, samples: int) -> GTest:
     """The G-test of requests that differ in their seeds alone."""
     requests = [
         tiny.engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), plan)
@@ -63,35 +69,35 @@ def check(tiny: TinyEngine, plan: Plan, law: np.ndarray, samples: int) -> GTest:
         tiny.engine.step()
     assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
     cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
-    return g_test(cells.tolist(), law)
+    return g_test(cells.tolist(), dist)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_joint_law_is_the_targets(tiny: TinyEngine, law: np.ndarray, name: str) -> None:
-    result = check(tiny, PLANS[name], law, SAMPLES)
+def test_joint_distribution_is_the_targets(tiny: TinyEngine, dist: np.ndarray, name: str) -> None:
+    result = check(tiny, PLANS[name], dist, SAMPLES)
     assert result.power > 0.65, result
     assert result.p_value > LEVEL, result
 
 
 @pytest.mark.parametrize("name", ["specinfer wor", "greedy_draft", "spechub"])
-def test_a_misreported_draft_law_is_noticed(
-    tiny: TinyEngine, law: np.ndarray, name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_misreported_draft_distribution_is_noticed(
+    tiny: TinyEngine, dist: np.ndarray, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = EagleDrafter.draft
 
     def misreport(*args: object) -> DraftTree:
-        """Hand on laws other than those drawn from, in the same order of popularity."""
+        """Hand on distributions other than those drawn from, in the same order of popularity."""
         tree = draft(*args)
         flat = tree.draft_probs.sqrt()
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
 
     monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    assert check(tiny, PLANS[name], law, 2_500).p_value < LEVEL
+    assert check(tiny, PLANS[name], dist, 2_500).p_value < LEVEL
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine, name: str) -> None:
-    # top_p leaves some laws fewer tokens than paths are wanted: trees of a batch differ in size.
+    # top_p leaves some distributions fewer tokens than paths are wanted: trees of a batch differ in size.
     prompts = [PROMPT[: 1 + n % 5] for n in range(8)]
     params = [SamplingParams(max_tokens=12, seed=n, top_p=0.8) for n in range(8)]
     plan = PLANS[name]
@@ -109,21 +115,23 @@ def quantised() -> TinyEngine:
 
 
 @needs_int8
-def test_a_quantised_head_leaves_the_law_alone(quantised: TinyEngine, law: np.ndarray) -> None:
-    result = check(quantised, Plan(verifier="otbv", paths=3, depth=2), law, SAMPLES)
+def test_a_quantised_head_leaves_the_distribution_alone(
+    quantised: TinyEngine, dist: np.ndarray
+) -> None:
+    result = check(quantised, Plan(verifier="otbv", paths=3, depth=2), dist, SAMPLES)
     assert result.power > 0.65, result
     assert result.p_value > LEVEL, result
 
 
 @needs_int8
-def test_a_quantised_head_recalls_no_laws(quantised: TinyEngine) -> None:
+def test_a_quantised_head_recalls_no_distributions(quantised: TinyEngine) -> None:
     plan = Plan(verifier="spectr_gbv", paths=2, depth=2)
     with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*'spectr_gbv' going by"):
         quantised.engine.add(PROMPT, SamplingParams(), plan)
 
 
 def test_fixed_trees_of_different_shapes_do_not_move_each_others_numbers(tiny: TinyEngine) -> None:
-    plan = Plan(verifier="otbv", law=Law.FIXED, paths=3, depth=3)
+    plan = Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3)
     params = [SamplingParams(max_tokens=20, seed=n) for n in range(20)]
     together = [tiny.engine.add(PROMPT[: 1 + n % 5], s, plan) for n, s in enumerate(params)]
     tiny.run(together)
@@ -153,7 +161,7 @@ def test_drafts_are_accepted_at_every_depth(
 def test_a_pair_needs_room_for_two(tiny: TinyEngine) -> None:
     for plan in (
         Plan(verifier="spechub", paths=1),
-        Plan(verifier="target_only", law=Law.HUB, paths=1),
+        Plan(verifier="target_only", draft_sampling=DraftSampling.HUB, paths=1),
     ):
         with pytest.raises(InvalidArgument, match=r"paths=1: expected at least 2 .*'hub'"):
             tiny.engine.add(PROMPT, SamplingParams(), plan)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 
-from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.errors import InvalidArgument, OutOfSlots, StepFailed
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.stopwatch import Phase
+from eaglegbv.sampling import SamplingParams
 
 REQUESTS, KINDS = 2_000, 150
 

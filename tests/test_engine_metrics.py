@@ -2,11 +2,17 @@
 
 import pytest
 
-from eaglegbv.engine_metrics import EngineMetrics
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.metrics import COMMITTED, FORWARDS, KV_USED, PHASE_SECONDS
-from eaglegbv.step_record import StepRecord
-from eaglegbv.stopwatch import Phase, Span
+from eaglegbv.metrics import (
+    COMMITTED,
+    FORWARDS,
+    KV_USED,
+    PHASE_SECONDS,
+    EngineMetrics,
+    Phase,
+    Span,
+    StepRecord,
+)
 
 
 def record(**changes):

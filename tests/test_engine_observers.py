@@ -8,10 +8,17 @@ import pytest
 from support.exact_engine import PLANS, ExactEngine, Spec, exact_engine
 
 from eaglegbv.errors import EngineBusy, InvalidArgument
-from eaglegbv.metrics import FAILED_OBSERVERS, FAILED_STEPS, FINISHED, KV_USED, RUNNING, WAITING
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import (
+    FAILED_OBSERVERS,
+    FAILED_STEPS,
+    FINISHED,
+    KV_USED,
+    RUNNING,
+    WAITING,
+    StepRecord,
+)
 from eaglegbv.request import FinishReason
-from eaglegbv.step_record import StepRecord
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.trace import Tracer
 
 SPEC = Spec((3, 1, 4, 1, 5), SamplingParams(max_tokens=12, seed=1), PLANS[4])

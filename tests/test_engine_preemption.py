@@ -8,18 +8,17 @@ number lies as close to a boundary, which is rare; the seeds here are fixed.
 import numpy as np
 import pytest
 import torch
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.params import SamplingParams
+from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import Request
-from eaglegbv.targets.base import TargetOutput
-from eaglegbv.tree import Law
-from eaglegbv.warp import WarpSettings, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from eaglegbv.tree import DraftSampling
 
 VOCAB = 6
 LEVEL = 1e-4
@@ -29,7 +28,7 @@ PLANS = [
     Plan(verifier="otbv", paths=3, depth=3),
     Plan(verifier="greedy_block", paths=1, depth=4),
     Plan(verifier="spectr_gbv", paths=2, depth=3),
-    Plan(verifier="target_only", paths=2, depth=3, law=Law.FIXED),
+    Plan(verifier="target_only", paths=2, depth=3, draft_sampling=DraftSampling.FIXED),
     PLAIN,
 ]
 
@@ -266,7 +265,7 @@ SETTINGS = [
     (Plan(verifier="spectr_gbv", paths=2, depth=2), 1.0, 1.0),
     (Plan(verifier="spectr_gbv", paths=2, depth=3), 0.7, 0.95),
 ]
-"""Plan, temperature and top-p of requests in turn; each of the two laws comes from three plans."""
+"""Plan, temperature and top-p of requests in turn; each of the two distributions comes from three plans."""
 
 
 def sample(tiny: TinyEngine, count: int) -> dict[float, list[int]]:
@@ -291,7 +290,7 @@ def sample(tiny: TinyEngine, count: int) -> dict[float, list[int]]:
     return cells
 
 
-def test_joint_laws_of_mixed_batches_under_pre_emption() -> None:
+def test_joint_distributions_of_mixed_batches_under_pre_emption() -> None:
     crowded = tiny_engine(vocab=4, sharpness=1.5, slots=1 << 13, max_batch=500)
     for (_, temperature, top_p), cells in zip(
         SETTINGS, sample(crowded, 18_000).values(), strict=False
@@ -299,11 +298,13 @@ def test_joint_laws_of_mixed_batches_under_pre_emption() -> None:
         settings = SamplingParams(temperature=temperature, top_p=top_p)
 
         @torch.inference_mode()
-        def next_laws(prefixes: list[list[int]], settings: SamplingParams = settings) -> np.ndarray:
+        def next_probs(
+            prefixes: list[list[int]], settings: SamplingParams = settings
+        ) -> np.ndarray:
             logits = crowded.model(torch.tensor(prefixes)).logits[:, -1]
             warped = warp(logits, WarpSettings.of([settings], [len(prefixes)]))
             return warped.double().softmax(dim=1).numpy()
 
-        result = g_test(cells, joint_law(next_laws, [3, 1, 2], 3))
+        result = g_test(cells, joint_probs(next_probs, [3, 1, 2], 3))
         assert result.power > 0.8, result
         assert result.p_value > LEVEL, result

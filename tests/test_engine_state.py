@@ -1,4 +1,4 @@
-"""Verifiers with state in the engine: lossless over steps, request by request, by their own laws.
+"""Verifiers with state in the engine: lossless over steps, request by request, by their own distributions.
 
 At depth 3 a step that stops at once leaves a debt on the next two tokens, and the steps after it
 leave theirs on top: the fourth token may follow two debts, the fifth three.
@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 from support.cli import run
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.saved_pair import save_pair
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
 
-from eaglegbv import LLM, debts
+from eaglegbv import LLM
+from eaglegbv import verification as debts
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.params import SamplingParams
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.request import DraftSnapshot, FinishReason, Request
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB, TOKENS, SAMPLES = 6, 5, 20_000
 PROMPT = [4]
@@ -57,16 +58,16 @@ def drafter_of(tiny: TinyEngine) -> EagleDrafter:
     return drafter
 
 
-def exact_law(tiny: TinyEngine) -> np.ndarray:
+def exact_probs(tiny: TinyEngine) -> np.ndarray:
     @torch.inference_mode()
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
 
-    return joint_law(next_laws, PROMPT, TOKENS)
+    return joint_probs(next_probs, PROMPT, TOKENS)
 
 
 def sample(tiny: TinyEngine, count: int) -> list[int]:
-    """Texts as cells of the joint law, by both verifiers in turn, all in the same batches."""
+    """Texts as cells of the joint distribution, by both verifiers in turn, all in the same batches."""
     requests = [
         tiny.engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), PLANS[seed % 2])
         for seed in range(count)
@@ -77,19 +78,19 @@ def sample(tiny: TinyEngine, count: int) -> list[int]:
     return [int(np.ravel_multi_index(r.token_ids, [VOCAB] * TOKENS)) for r in requests]
 
 
-def test_joint_law_is_the_targets_over_steps(crowded: TinyEngine) -> None:
-    law, cells = exact_law(crowded), sample(crowded, SAMPLES)
-    both = g_test(cells, law)
+def test_joint_distribution_is_the_targets_over_steps(crowded: TinyEngine) -> None:
+    dist, cells = exact_probs(crowded), sample(crowded, SAMPLES)
+    both = g_test(cells, dist)
     assert both.power > 0.85, both
     for observed in (cells, cells[::2], cells[1::2]):
-        result = g_test(observed, law)
+        result = g_test(observed, dist)
         assert result.p_value > LEVEL, result
 
 
-def test_current_draft_laws_in_place_of_a_debts_own_are_noticed(
+def test_current_draft_distributions_in_place_of_a_debts_own_are_noticed(
     crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True features give other laws than the debt's step drew from: the text is biased by it."""
+    """True features give other distributions than the debt's step drew from: the text is biased by it."""
     trails = debts._trails
 
     def current(requests: Sequence[Request]) -> list[debts.Trail]:
@@ -103,14 +104,14 @@ def test_current_draft_laws_in_place_of_a_debts_own_are_noticed(
         ]
 
     monkeypatch.setattr(debts, "_trails", current)
-    result = g_test(sample(crowded, 2_500), exact_law(crowded))
+    result = g_test(sample(crowded, 2_500), exact_probs(crowded))
     assert result.p_value < LEVEL, result
 
 
 def test_dropped_debts_are_noticed(crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     owed = debts._owed
     monkeypatch.setattr(debts, "_owed", lambda *args: [() for _ in owed(*args)])
-    result = g_test(sample(crowded, 3_000), exact_law(crowded))
+    result = g_test(sample(crowded, 3_000), exact_probs(crowded))
     assert result.p_value < LEVEL, result
 
 
@@ -200,7 +201,7 @@ def test_steps_without_debts_recall_nothing(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    for name in ("snapshot", "advance", "laws_at"):
+    for name in ("snapshot", "advance", "probs_at"):
         monkeypatch.setattr(EagleDrafter, name, counting(getattr(EagleDrafter, name), calls))
     params = SamplingParams(max_tokens=20, seed=3)
     tiny.tokens([PROMPT] * 3, params, Plan(verifier="spectr_gbv", paths=2, depth=1))
@@ -217,7 +218,7 @@ def counting(method: Callable[..., object], calls: list[int]) -> Callable[..., o
     return counted
 
 
-def test_broken_recalled_laws_fail_their_own_request_only(
+def test_broken_recalled_distributions_fail_their_own_request_only(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [SamplingParams(max_tokens=25, seed=seed) for seed in (1, 2)]
@@ -272,7 +273,7 @@ def test_broken_logits_fail_their_own_request_only(
 class ForgetfulDrafter(Drafter):
     """Drafts, and cannot say what it would have drafted."""
 
-    laws = frozenset({Law.IID, Law.FIXED})
+    draft_samplings = frozenset({DraftSampling.IID, DraftSampling.FIXED})
 
     def observe(self, request: Request, features: Tensor) -> None:
         raise NotImplementedError
@@ -281,7 +282,11 @@ class ForgetfulDrafter(Drafter):
         raise NotImplementedError
 
     def draft(
-        self, requests: Sequence[Request], plan: Plan, law: Law, tree_slots: Sequence[Tensor]
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
     ) -> DraftTree:
         raise NotImplementedError
 
@@ -293,7 +298,7 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
     engine = Engine(tiny.target, ForgetfulDrafter(), EngineConfig(kv_slots=4096))
     engine.check_plan(Plan(verifier="otbv"))
     expected = (
-        r"drafter='ForgetfulDrafter': expected one that recalls the draft laws of earlier steps, "
+        r"drafter='ForgetfulDrafter': expected one that recalls the draft distributions of earlier steps, "
         r"for verifier 'spectr_gbv'"
     )
     with pytest.raises(InvalidArgument, match=expected):
@@ -301,10 +306,12 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
 
 
 def test_plans_out_of_range_are_refused(tiny: TinyEngine) -> None:
-    with pytest.raises(LawMismatch, match=r"paths=2: expected at most 1 for 'greedy_block'"):
+    with pytest.raises(SamplingMismatch, match=r"paths=2: expected at most 1 for 'greedy_block'"):
         tiny.engine.check_plan(msgspec.structs.replace(ONE_PATH, paths=2))
-    with pytest.raises(LawMismatch, match=r"law='fixed': expected one of iid "):
-        tiny.engine.check_plan(msgspec.structs.replace(TWO_PATHS, law=Law.FIXED))
+    with pytest.raises(SamplingMismatch, match=r"distribution='fixed': expected one of iid "):
+        tiny.engine.check_plan(
+            msgspec.structs.replace(TWO_PATHS, draft_sampling=DraftSampling.FIXED)
+        )
     with pytest.raises(InvalidArgument, match=r"verifier='nope'.*greedy_block.*otbv.*spectr_gbv"):
         tiny.engine.check_plan(Plan(verifier="nope"))
 

@@ -10,9 +10,9 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
 from eaglegbv.engine import Engine
-from eaglegbv.params import SamplingParams
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import Request
-from eaglegbv.targets.base import TargetOutput
+from eaglegbv.sampling import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
 PROMPTS = [[n, *PROMPT] for n in range(6)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.files import replacing, write_whole
+from eaglegbv.utils import replacing, write_whole
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from huggingface_hub.errors import (
 )
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.hub import check_model
 from eaglegbv.llm import LLM
+from eaglegbv.loading import check_model
 
 
 def _response(status: int) -> Response:

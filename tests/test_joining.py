@@ -10,11 +10,10 @@ from support.packing import needs_packing
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 
-from eaglegbv import joining, products
-from eaglegbv.joining import prepare
-from eaglegbv.products import Product, can_pack, in_use, product_of
-from eaglegbv.quantization import Quantization
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv import fused_linears as joining
+from eaglegbv import fused_linears as products
+from eaglegbv.fused_linears import Product, Quantization, can_pack, in_use, prepare, product_of
+from eaglegbv.models.hf import HFTarget
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ from support.eight_bits import needs_int8
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
-from eaglegbv.auto_plan import AutoPlan
-from eaglegbv.config import PLAIN
-from eaglegbv.errors import DrafterMismatch, LawMismatch, StepFailed
-from eaglegbv.params import SamplingParams
+from eaglegbv.config import PLAIN, AutoPlan
+from eaglegbv.errors import DrafterMismatch, SamplingMismatch, StepFailed
 from eaglegbv.request import FinishReason
+from eaglegbv.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
 CHAT = [{"role": "user", "content": "Name a fruit."}]
@@ -97,8 +96,8 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.generate(3, PARAMS)
     with pytest.raises(InvalidArgument, match="sampling_params=1: expected one, or one per prompt"):
         llm.generate(["a", "b"], [PARAMS])
-    with pytest.raises(LawMismatch, match="law='fixed': expected"):
-        llm.generate("a", PARAMS, plan=Plan(verifier="gbv", law="fixed"))
+    with pytest.raises(SamplingMismatch, match="distribution='fixed': expected"):
+        llm.generate("a", PARAMS, plan=Plan(verifier="gbv", draft_sampling="fixed"))
 
 
 def test_a_text_ends_at_the_context(llm: LLM) -> None:
@@ -256,8 +255,8 @@ def test_a_misspelt_verifier_is_refused_before_anything_is_loaded() -> None:
     # There is no such model: had it been looked for first, the message would say so.
     with pytest.raises(InvalidArgument, match="verifier='typo': expected one of"):
         LLM("no/such/model", "no/such/head", verifier="typo")
-    with pytest.raises(LawMismatch, match="law='fixed': expected"):
-        LLM("no/such/model", "no/such/head", verifier="gbv", law="fixed")
+    with pytest.raises(SamplingMismatch, match="distribution='fixed': expected"):
+        LLM("no/such/model", "no/such/head", verifier="gbv", draft_sampling="fixed")
 
 
 def test_urgent_requests_overtake(pair: tuple[Path, Path]) -> None:

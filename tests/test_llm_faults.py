@@ -7,10 +7,9 @@ import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Commit, Engine
-from eaglegbv.metrics import FINISHED
+from eaglegbv.metrics import FINISHED, StepRecord
+from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason
-from eaglegbv.step_record import StepRecord
-from eaglegbv.targets.hf import HFTarget
 
 PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 

@@ -13,12 +13,12 @@ from support.token_drafting import random_table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.config import EngineConfig
-from eaglegbv.drafters.kind import Kind, kind_of
+from eaglegbv.drafters.checkpoint import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
 from eaglegbv.loading import TINY_TARGET, named_models
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 BAD = [
     ("temperature", -0.1, "a number in [0, 100]"),

@@ -8,16 +8,16 @@ from support.eight_bits import needs_int8
 from support.packing import needs_packing
 from torch import Tensor
 
-from eaglegbv import products
-from eaglegbv.products import (
+from eaglegbv import fused_linears as products
+from eaglegbv.fused_linears import (
     DenseProduct,
     PackedProduct,
     Product,
     QuantisedProduct,
+    Quantization,
     packing_pays,
     product_of,
 )
-from eaglegbv.quantization import Quantization
 
 
 @needs_packing

@@ -6,8 +6,8 @@ from transformers import AutoTokenizer
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
-from eaglegbv.params import SamplingParams
-from eaglegbv.prompts import PromptReader, is_one, per_prompt
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import PromptReader, is_one, per_prompt
 
 CHAT = [{"role": "user", "content": "Hello."}]
 

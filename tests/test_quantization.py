@@ -5,7 +5,7 @@ import torch
 from support.eight_bits import HAS_INT8
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.quantization import Quantization, settled
+from eaglegbv.fused_linears import Quantization, settled
 
 CPU = torch.device("cpu")
 

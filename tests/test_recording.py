@@ -11,25 +11,24 @@ from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 from torch import Tensor
 
 from eaglegbv.config import Plan
+from eaglegbv.metrics import StepRecord, TreeRecord
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.outcomes import Judgement
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Group, Layout
-from eaglegbv.step_record import StepRecord
-from eaglegbv.targets.base import TargetOutput
-from eaglegbv.tree import Law
-from eaglegbv.tree_record import TreeRecord
-from eaglegbv.uniforms import Purpose
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verification import Verification
 from eaglegbv.verifiers.otbv import OtbvVerifier
-from eaglegbv.verifiers.reference.transport import transport
+from eaglegbv.verifiers.transport import exact_transport
 
 PROMPT = (3, 1, 4, 1, 5)
 ALL_PLANS = [
     *PLANS,
-    Plan(verifier="otbv", law=Law.GREEDY, paths=3, depth=3),
-    Plan(verifier="otbv", law=Law.FIXED, paths=3, depth=3),
-    Plan(verifier="specinfer", law=Law.WOR, paths=3, depth=2),
+    Plan(verifier="otbv", draft_sampling=DraftSampling.GREEDY, paths=3, depth=3),
+    Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3),
+    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
     Plan(verifier="traversal", paths=3, depth=3),
     Plan(verifier="spechub", paths=4, depth=2),
 ]
@@ -70,7 +69,7 @@ class Watched:
         return (logits.double() / self.request.params.temperature).softmax(dim=0)
 
     def q(self, prefix: Sequence[int]) -> torch.Tensor:
-        """The draft law: of the likeliest tokens that the plan keeps."""
+        """The draft distribution: of the likeliest tokens that the plan keeps."""
         plan = self.request.plan
         logits = self.exact.draft_model.logits_after(prefix).double()
         kept = torch.full_like(logits, -math.inf)
@@ -89,7 +88,7 @@ def watched(plan: Plan, *, temperature: float = 0.8, tokens: int = 30) -> Watche
 
 
 def named(plan: Plan) -> str:
-    return f"{plan.verifier}-{plan.law}-{plan.paths}x{plan.depth}"
+    return f"{plan.verifier}-{plan.draft_sampling}-{plan.paths}x{plan.depth}"
 
 
 @pytest.fixture(scope="module", params=ALL_PLANS, ids=named)
@@ -134,7 +133,7 @@ def test_p_and_q_are_those_of_the_tables(run: Watched) -> None:
             before = run.prefix(tree, tree.parents[node])
             token = tree.token_ids[node]
             assert tree.target_probs[node] == pytest.approx(float(run.p(before)[token]), rel=1e-5)
-            if tree.law == Law.FIXED:
+            if tree.draft_sampling == DraftSampling.FIXED:
                 assert tree.draft_probs[node] is None
             else:
                 q = float(run.q(before)[token])
@@ -188,11 +187,11 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
             drafts = sum(tree.multiplicity[c] for c in children)
             several += drafts > 1
             p, q = run.p(before).tolist(), run.q(before).tolist()
-            law = transport(tuple(p), tuple(q), drafts).law
+            dist = exact_transport(tuple(p), tuple(q), drafts).dist
             for child in children:
-                assert b[child] == pytest.approx(law[tree.token_ids[child]], rel=1e-4, abs=1e-9)
+                assert b[child] == pytest.approx(dist[tree.token_ids[child]], rel=1e-4, abs=1e-9)
             token = tree.token_ids[node]
-            weight = min(1.0, weight * p[token] / law[token])
+            weight = min(1.0, weight * p[token] / dist[token])
             assert w[node] == pytest.approx(weight, rel=1e-3)
         known = {node for node, value in enumerate(b) if value is not None}
         assert known == {n for n in range(1, len(b)) if tree.parents[n] in {0, *path[:-1]}}
@@ -227,7 +226,7 @@ def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
 
 
 def test_modified_targets_of_greedy_rules_are_shown() -> None:
-    """Without a debt M is p; behind one it is another law."""
+    """Without a debt M is p; behind one it is another distribution."""
     run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
     differ = 0
     for tree in run.trees[1:]:
@@ -253,7 +252,7 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("figures were asked for")
 
     monkeypatch.setattr(OtbvVerifier, "figures", refuse)
-    monkeypatch.setattr("eaglegbv.judged_group.tree_records", refuse)
+    monkeypatch.setattr("eaglegbv.outcomes.tree_records", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []

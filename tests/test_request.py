@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eaglegbv.config import PLAIN
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.uniforms import Stream
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
 
 
 def request(prompt=(4, 5, 6), generated=(), step_slots=1):
@@ -15,7 +15,7 @@ def request(prompt=(4, 5, 6), generated=(), step_slots=1):
         prompt_ids=tuple(prompt),
         params=SamplingParams(),
         plan=PLAIN,
-        stream=Stream(0),
+        stream=RequestRng(0),
         max_tokens=20,
         step_slots=step_slots,
     )

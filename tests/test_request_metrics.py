@@ -2,8 +2,7 @@
 
 import msgspec
 
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.metrics import Phase, RequestMetrics
 
 
 def test_figures_of_a_request_that_did_nothing_are_zero():

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from eaglegbv.stopwatch import Phase, Span, Stopwatch
+from eaglegbv.metrics import Phase, Span, Stopwatch
 
 
 def test_a_stopwatch_adds_up_what_each_phase_takes(monkeypatch):

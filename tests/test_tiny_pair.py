@@ -9,8 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eaglegbv import LLM, EngineConfig, Plan, SamplingParams, drafting
-from eaglegbv.auto_plan import AutoPlan
-from eaglegbv.config import PLAIN
+from eaglegbv.config import PLAIN, AutoPlan
 from eaglegbv.eval.questions import load_questions
 from eaglegbv.loading import TINY, TINY_DRAFTERS, TINY_TARGET
 from eaglegbv.request import Request

@@ -7,8 +7,7 @@ import pytest
 from support.tree_traces import BONUS, TEXTS, TWICE, step, write_trace
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.step_record import StepRecord
-from eaglegbv.stopwatch import Phase, Span
+from eaglegbv.metrics import Phase, Span, StepRecord
 from eaglegbv.trace import Tracer
 
 FIRST = StepRecord(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.pretend_device import STAGED, PretendDevice, marked
 
-from eaglegbv.transfer import fetch, send, upload
+from eaglegbv.devices import fetch, send, upload
 
 
 @pytest.mark.parametrize("count", [1, STAGED, STAGED + 1, 4 * STAGED])
@@ -20,7 +20,7 @@ def test_nobody_waits_for_a_copy_to_a_device(count: int) -> None:
 
 def test_numbers_come_back_by_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[torch.device] = []
-    monkeypatch.setattr("eaglegbv.transfer._wait_for", waits.append)
+    monkeypatch.setattr("eaglegbv.devices._wait_for", waits.append)
     with PretendDevice() as device:
         there = upload([1, 2, 3], dtype=torch.int64, device="cuda"), send(torch.ones(2), "cuda")
         first, second = fetch(*there)

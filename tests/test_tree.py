@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 PATHS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5
@@ -41,7 +41,7 @@ def tree_of(batch, *, spare_nodes=0):
         path_nodes.append(rows + [[0] * length] * (count - len(rows)))
         lengths.append([*map(len, paths), *[0] * (count - len(paths))])
     tree = DraftTree(
-        law=Law.IID,
+        draft_sampling=DraftSampling.IID,
         token_ids=torch.tensor(ids),
         parents=torch.tensor(parents),
         depth=torch.tensor(depth),

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from eaglegbv.turns import Turns
+from eaglegbv.utils import FairLock
 
 
-def waiting(turns: Turns, count: int) -> None:
+def waiting(turns: FairLock, count: int) -> None:
     """Return once as many threads wait."""
     while len(turns._waiting) < count:
         time.sleep(0.001)
@@ -22,7 +22,7 @@ def started(work: Callable[[], None]) -> threading.Thread:
 
 
 def test_turns_come_in_the_order_asked() -> None:
-    turns, order = Turns(), list[int]()
+    turns, order = FairLock(), list[int]()
 
     def take(number: int) -> None:
         with turns:
@@ -39,7 +39,7 @@ def test_turns_come_in_the_order_asked() -> None:
 
 
 def test_a_loop_does_not_keep_others_waiting() -> None:
-    turns, done = Turns(), threading.Event()
+    turns, done = FairLock(), threading.Event()
 
     def take() -> None:
         with turns:
@@ -54,7 +54,7 @@ def test_a_loop_does_not_keep_others_waiting() -> None:
 
 
 def test_a_thread_may_take_its_turn_again() -> None:
-    turns = Turns()
+    turns = FairLock()
     with turns, turns:
         assert not turns.try_enter()
     assert turns.try_enter()
@@ -62,14 +62,14 @@ def test_a_thread_may_take_its_turn_again() -> None:
 
 
 def test_trying_takes_a_turn_from_nobody() -> None:
-    turns, seen = Turns(), list[bool]()
+    turns, seen = FairLock(), list[bool]()
     with turns:
         started(lambda: seen.append(turns.try_enter())).join()
     assert seen == [False]
 
 
 def test_whoever_gives_up_waiting_is_passed_over() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     class Interrupted(BaseException):
         pass
@@ -90,7 +90,7 @@ def test_whoever_gives_up_waiting_is_passed_over() -> None:
 
     def give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eaglegbv.turns.Lock", Gate)
+            patch.setattr("eaglegbv.utils.Lock", Gate)
             with pytest.raises(Interrupted), turns:
                 pass
         order.append("gave up")

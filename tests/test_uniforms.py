@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eaglegbv.uniforms import Purpose, Stream, request_seed
+from eaglegbv.rng import Purpose, RequestRng, request_seed
 
 SEEDS = [0, 1, 2, 1000, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
 STEPS = [0, 1, 2, 63, 64, 2**32, 2**63]
@@ -20,9 +20,9 @@ STEPS = [0, 1, 2, 63, 64, 2**32, 2**63]
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_numbers_are_a_pure_function_of_their_key(seed, purpose):
-    first = Stream(seed).draw(5, purpose, 33)
-    Stream(seed).draw(6, purpose, 100)  # what is drawn between changes nothing
-    stream = Stream(seed)
+    first = RequestRng(seed).draw(5, purpose, 33)
+    RequestRng(seed).draw(6, purpose, 100)  # what is drawn between changes nothing
+    stream = RequestRng(seed)
     stream.draw(5, Purpose.CORRECTION, 7)
     assert np.array_equal(stream.draw(5, purpose, 33), first)
     assert first.dtype == np.float64
@@ -30,23 +30,23 @@ def test_numbers_are_a_pure_function_of_their_key(seed, purpose):
 
 
 def test_a_longer_draw_starts_with_the_shorter_one():
-    longest = Stream(7).draw(3, Purpose.SELECTION, 64)
+    longest = RequestRng(7).draw(3, Purpose.SELECTION, 64)
     for count in range(64):
-        assert np.array_equal(Stream(7).draw(3, Purpose.SELECTION, count), longest[:count])
+        assert np.array_equal(RequestRng(7).draw(3, Purpose.SELECTION, count), longest[:count])
 
 
 def test_no_number_is_shared_between_seeds_steps_and_purposes():
     # 53-bit numbers: the chance that any two of 12 * 7 * 4 * 64 agree by accident is 3e-8.
     count = 64
     numbers = [
-        Stream(seed).draw(step, purpose, count)
+        RequestRng(seed).draw(step, purpose, count)
         for seed, step, purpose in itertools.product(SEEDS, STEPS, Purpose)
     ]
     assert len(np.unique(np.concatenate(numbers))) == len(numbers) * count
 
 
 def test_long_draws_of_neighbouring_steps_do_not_overlap():
-    draws = [Stream(0).draw(step, Purpose.DRAFT, 10_000) for step in range(5)]
+    draws = [RequestRng(0).draw(step, Purpose.DRAFT, 10_000) for step in range(5)]
     assert len(np.unique(np.concatenate(draws))) == 50_000
 
 
@@ -57,12 +57,12 @@ def test_numbers_are_the_documented_ones():
         counter=np.array([0, 9, 0, 0], dtype=np.uint64),
     )
     expected = (philox.random_raw(8) >> np.uint64(11)) * 2.0**-53
-    assert np.array_equal(Stream(2**63 + 5).draw(9, Purpose.ACCEPTANCE, 8), expected)
+    assert np.array_equal(RequestRng(2**63 + 5).draw(9, Purpose.ACCEPTANCE, 8), expected)
     assert [int(purpose) for purpose in Purpose] == [0, 1, 2, 3]
 
 
 def test_numbers_are_in_the_half_open_unit_interval():
-    numbers = Stream(11).draw(0, Purpose.DRAFT, 200_000)
+    numbers = RequestRng(11).draw(0, Purpose.DRAFT, 200_000)
     assert numbers.min() >= 0
     assert numbers.max() < 1
     # The largest there can be is the last 53-bit number below 1, in float64, as verifiers get it.
@@ -71,7 +71,7 @@ def test_numbers_are_in_the_half_open_unit_interval():
 
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_numbers_within_a_draw_are_uniform(purpose):
-    numbers = Stream(3).draw(0, purpose, 100_000)
+    numbers = RequestRng(3).draw(0, purpose, 100_000)
     assert stats.kstest(numbers, "uniform").pvalue > 1e-4
     pairs = np.histogram2d(numbers[::2], numbers[1::2], bins=10, range=[[0, 1], [0, 1]])[0]
     assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
@@ -80,7 +80,7 @@ def test_numbers_within_a_draw_are_uniform(purpose):
 def test_first_numbers_of_successive_steps_are_uniform_and_independent():
     # A request takes a few numbers at each step: these, not a long draw, decide its text.
     firsts = {
-        purpose: np.array([Stream(5).draw(step, purpose, 1)[0] for step in range(10_000)])
+        purpose: np.array([RequestRng(5).draw(step, purpose, 1)[0] for step in range(10_000)])
         for purpose in Purpose
     }
     for numbers in firsts.values():
@@ -94,7 +94,7 @@ def test_first_numbers_of_successive_steps_are_uniform_and_independent():
 @pytest.mark.parametrize("first_seed", [0, 2**63])
 def test_first_numbers_of_successive_seeds_are_uniform_and_independent(first_seed):
     seeds = range(first_seed, first_seed + 10_000)
-    numbers = np.array([Stream(seed).draw(0, Purpose.DRAFT, 2) for seed in seeds])
+    numbers = np.array([RequestRng(seed).draw(0, Purpose.DRAFT, 2) for seed in seeds])
     assert stats.kstest(numbers[:, 0], "uniform").pvalue > 1e-4
     assert stats.pearsonr(numbers[:-1, 0], numbers[1:, 0]).pvalue > 1e-4
     joint = np.histogram2d(*numbers.T, bins=8, range=[[0, 1], [0, 1]])[0]

@@ -1,6 +1,6 @@
 """Warping against transformers' logits processors, against cases worked by hand, and its edges.
 
-Tolerances: laws in float32 are compared at 1e-6 absolute: a probability p = exp(x) is off by about
+Tolerances: distributions in float32 are compared at 1e-6 absolute: a probability p = exp(x) is off by about
 p * |x| * 6e-8, and where p > 1e-6 matters |x| is at most 14. Sets of kept tokens are compared
 exactly, on random logits whose gaps are far above rounding.
 """
@@ -19,9 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eaglegbv.params import SamplingParams
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.warp import PenaltySettings, WarpSettings, penalise, warp
+from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
+from eaglegbv.tree import TargetProbs
 
 ATOL = 1e-6
 
@@ -59,8 +58,8 @@ def random_logits(rows, vocab, seed=0):
     return 3 * torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed))
 
 
-def transformers_law(logits, params):
-    """The law transformers' ``generate`` samples from, with its processors in its order."""
+def transformers_probs(logits, params):
+    """The distribution transformers' ``generate`` samples from, with its processors in its order."""
     if params.greedy:
         return torch.nn.functional.one_hot(logits.argmax(1), logits.shape[1]).double()
     steps = LogitsProcessorList()
@@ -76,17 +75,17 @@ def transformers_law(logits, params):
     return steps(ids, logits.clone()).double().softmax(1)
 
 
-def law(logits, params):
+def dist(logits, params):
     settings = WarpSettings.of([params], [logits.shape[0]])
     return warp(logits, settings).double().softmax(1)
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=name_of)
 @pytest.mark.parametrize("vocab", [1, 2, 6, 200])
-def test_every_setting_gives_the_law_transformers_gives(params, vocab):
+def test_every_setting_gives_the_distribution_transformers_gives(params, vocab):
     logits = random_logits(40, vocab, seed=vocab)
-    expected = transformers_law(logits, params)
-    got = law(logits, params)
+    expected = transformers_probs(logits, params)
+    got = dist(logits, params)
     assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
@@ -133,7 +132,7 @@ HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
         (SamplingParams(min_p=0.3), (2 / 3, 1 / 3, 0, 0)),
         (SamplingParams(min_p=0.2), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),
         # top-p looks at what top-k left, renormalised: 2/3 < 0.7, so two tokens stay; of the whole
-        # law 0.5 + 0.25 would reach 0.7 as well, but 0.65 is reached by 2/3 alone.
+        # distribution 0.5 + 0.25 would reach 0.7 as well, but 0.65 is reached by 2/3 alone.
         (SamplingParams(top_k=2, top_p=0.65), (1, 0, 0, 0)),
         (SamplingParams(top_k=2, top_p=0.7), (2 / 3, 1 / 3, 0, 0)),
         # Temperature comes first: at 1/2 the most likely token has 16/22 = 0.727.
@@ -146,27 +145,27 @@ HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 )
 def test_cases_worked_by_hand(params, expected):
     torch.testing.assert_close(
-        law(HALVES, params), torch.tensor([expected], dtype=torch.float64), atol=ATOL, rtol=0
+        dist(HALVES, params), torch.tensor([expected], dtype=torch.float64), atol=ATOL, rtol=0
     )
 
 
 def test_ties_are_broken_as_documented():
     logits = torch.zeros(1, 5)
-    assert (law(logits, SamplingParams(top_k=2)) > 0).all()  # all five are the most likely
-    assert (law(logits, SamplingParams(top_p=0.5))[0] > 0).tolist() == [True] * 3 + [False] * 2
+    assert (dist(logits, SamplingParams(top_k=2)) > 0).all()  # all five are the most likely
+    assert (dist(logits, SamplingParams(top_p=0.5))[0] > 0).tolist() == [True] * 3 + [False] * 2
     # A mass of exactly top_p is enough; many ties are still taken in order.
     for size in (4, 64, 4096):
-        kept = (law(torch.zeros(1, size), SamplingParams(top_p=0.5))[0] > 0).nonzero().flatten()
+        kept = (dist(torch.zeros(1, size), SamplingParams(top_p=0.5))[0] > 0).nonzero().flatten()
         assert torch.equal(kept, torch.arange(size // 2))
-    assert (law(logits, SamplingParams(min_p=1.0)) > 0).all()
-    assert law(logits, SamplingParams(temperature=0)).tolist() == [[1, 0, 0, 0, 0]]
+    assert (dist(logits, SamplingParams(min_p=1.0)) > 0).all()
+    assert dist(logits, SamplingParams(temperature=0)).tolist() == [[1, 0, 0, 0, 0]]
     swapped = torch.tensor([[1.0, 3.0, 0.0, 3.0]])
-    assert law(swapped, SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0]]
+    assert dist(swapped, SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0]]
 
 
 def test_top_p_always_keeps_the_most_likely_token():
     logits = torch.tensor([[0.0, 1.0, 0.5]])
-    assert law(logits, SamplingParams(top_p=1e-12)).tolist() == [[0, 1, 0]]
+    assert dist(logits, SamplingParams(top_p=1e-12)).tolist() == [[0, 1, 0]]
 
 
 def test_temperature_zero_ignores_the_other_settings_and_has_logit_zero():
@@ -186,7 +185,10 @@ def test_the_result_is_float32_whatever_comes_in(dtype):
         warped = warp(logits, WarpSettings.of([params], [3]))
         assert warped.dtype == torch.float32
         torch.testing.assert_close(
-            warped.double().softmax(1), transformers_law(logits.float(), params), atol=ATOL, rtol=0
+            warped.double().softmax(1),
+            transformers_probs(logits.float(), params),
+            atol=ATOL,
+            rtol=0,
         )
     assert torch.equal(logits, before)  # the caller's logits are left alone
 
@@ -199,7 +201,7 @@ def test_broken_logits_stay_visible_and_touch_no_other_row(params, bad):
     broken[1, 7] = bad
     settings = WarpSettings.of([params], [3])
     got, expected = warp(broken, settings), warp(logits, settings)
-    normaliser = TargetLaw.of_logits(got, torch.arange(3).unsqueeze(1)).log_normaliser
+    normaliser = TargetProbs.of_logits(got, torch.arange(3).unsqueeze(1)).log_normaliser
     assert normaliser.isfinite().tolist() == [True, False, True]
     assert torch.equal(got[[0, 2]], expected[[0, 2]])
 
@@ -208,20 +210,22 @@ def test_broken_logits_stay_visible_and_touch_no_other_row(params, bad):
 def test_tokens_a_model_rules_out_stay_ruled_out(params):
     logits = random_logits(3, 20)
     logits[:, ::2] = -torch.inf
-    got = law(logits, params)
+    got = dist(logits, params)
     assert (got[:, ::2] == 0).all()
-    torch.testing.assert_close(got, transformers_law(logits, params), atol=ATOL, rtol=0)
+    torch.testing.assert_close(got, transformers_probs(logits, params), atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-3, 1e-5, 1e-20, 1e-37])
 @pytest.mark.parametrize("level", [0.0, 100.0, -1000.0])
-def test_laws_are_exact_at_low_temperature_and_at_any_level_of_the_logits(temperature, level):
-    # Logits are given in float32, so their exact law in float64 is the measure. The sum of a law is
+def test_distributions_are_exact_at_low_temperature_and_at_any_level_of_the_logits(
+    temperature, level
+):
+    # Logits are given in float32, so their exact distribution in float64 is the measure. The sum of a distribution is
     # off by the rounding of a logsumexp that is at most log 1000 = 7: about 7 * 6e-8 relative.
     logits = random_logits(8, 1000) + level
     logits[0, :2] = logits[0].max()  # a tie is a tie at every temperature
     settings = WarpSettings.of([SamplingParams(temperature=temperature)], [8])
-    target = TargetLaw.of_logits(warp(logits, settings), torch.arange(8).unsqueeze(1))
+    target = TargetProbs.of_logits(warp(logits, settings), torch.arange(8).unsqueeze(1))
     probs = target.probs_of(torch.zeros(8, dtype=torch.int64))
     exact = logits.double()
     exact = (exact - exact.max(1, keepdim=True).values) / np.float32(temperature).item()

@@ -1,1 +1,1 @@
-"""Rules that turn draft trees and the target's laws into committed tokens."""
+"""Rules that turn draft trees and the target's distributions into committed tokens."""

@@ -1,65 +1,123 @@
-"""Greedy multi-path block verification: the best-ranked of K paths, verified as one block."""
+"""Greedy multi-path block verification (Thomas & Pal 2026, Algorithm 1)."""
 
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.block_rule import block_figures, verify_block
-from eaglegbv.verifiers.correction import probs_along
-from eaglegbv.verifiers.drafted_path import (
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import NodeFigures, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.block import block_figures, block_verification, verify_block
+from eaglegbv.verifiers.paths import (
     DraftedPath,
     length_of,
     nodes_along,
     place_of,
     places_of_tokens,
+    preferred_path,
+    probs_along,
     rows_at,
+    sibling_ranks,
 )
-from eaglegbv.verifiers.figures import NodeFigures
-from eaglegbv.verifiers.fixed_selection import target_of_tokens
-from eaglegbv.verifiers.path_choice import preferred_path
-from eaglegbv.verifiers.siblings import sibling_ranks
-from eaglegbv.verifiers.transport import RankedLaws, power_step
+from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.selection import target_of_tokens
+from eaglegbv.verifiers.transport import RankedProbs, power_step, ranked
+
+
+def gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """Verify the best-ranked path as a block, with the distribution that being the best gives it.
+
+    The best path has the lexicographically largest tuple of ranks, where tokens are ranked by p/q,
+    then token id. That total order is what the skewed distribution assumes: breaking ties of p/q by the
+    order of drafting would be biased.
+    """
+    path = max(tree.paths, key=lambda path: _ranks(tree, path))
+    return block_verification(tree, path, skewed_probs(tree, path), chooser)
+
+
+def _ranks(tree: ReferenceTree, path: Prefix) -> tuple[int, ...]:
+    return tuple(_order(tree, path[:i]).index(x) for i, x in enumerate(path))
+
+
+def _order(tree: ReferenceTree, prefix: Prefix) -> tuple[int, ...]:
+    return _ranked(tree.target_dist(prefix), tree.draft_dist(prefix))
+
+
+_ranked = lru_cache(maxsize=1 << 16)(ranked)
+
+
+def skewed_probs(tree: ReferenceTree, path: Prefix) -> list[Probs]:
+    """Return the distribution of each next token of the best of K paths, along ``path``.
+
+    Pr(best path starts with x^i) = (S + q)^K - S^K, with q = q(x^i) the joint draft distribution and S the
+    probability that one path ranks below x^i; in factored form, since the plain difference loses
+    all digits at depth ten. Conditional distributions follow by division.
+    """
+    paths = len(tree.paths)
+    dists: list[Probs] = []
+    S: Number = 0
+    joint: Number = 1
+    for i, x in enumerate(path):
+        dist = tree.draft_dist(path[:i])
+        whole = _best(S, joint, paths)
+        below: Number = 0
+        skewed: list[Number] = [0] * len(dist)
+        beneath: dict[int, Number] = {}
+        for y in _order(tree, path[:i]):
+            beneath[y] = S + joint * below
+            skewed[y] = _best(beneath[y], joint * dist[y], paths) / whole
+            below += dist[y]
+        dists.append(tuple(skewed))
+        S, joint = beneath[x], joint * dist[x]
+    return dists
+
+
+def _best(S: Number, q: Number, paths: int) -> Number:
+    return q * sum((S + q) ** k * S ** (paths - 1 - k) for k in range(paths))
+
+
+# Greedy multi-path block verification: the best-ranked of K paths, verified as one block.
 
 
 class GbvVerifier(Verifier):
-    """Verify the path of lexicographically largest p/q ratios, with the law of being that path."""
+    """Verify the path of lexicographically largest p/q ratios, with the distribution of being that path."""
 
     name: ClassVar[str] = "gbv"
     source: ClassVar[str] = "Thomas & Pal 2026 (2602.16961), Algorithm 1, with block verification"
     cost: ClassVar[str] = "O(N W + L W log W) and one row of the vocabulary"
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
 
-    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge independent paths; a request's K is the number of its paths that are not empty."""
         return verify_block(_best_path(tree, target), target, uniforms)
 
-    def figures(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> NodeFigures:  # noqa: ARG002
-        """Return the law b of being the best path, w and h of that path."""
+    def figures(
+        self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
+    ) -> NodeFigures:
+        """Return the distribution b of being the best path, w and h of that path."""
         return block_figures(tree, _best_path(tree, target))
 
 
-def _best_path(tree: DraftTree, target: TargetLaw) -> DraftedPath:
+def _best_path(tree: DraftTree, target: TargetProbs) -> DraftedPath:
     number = preferred_path(tree, sibling_ranks(tree, _ratios(tree, target)))
     nodes = nodes_along(tree, number)
     steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
     ids = rows_at(tree.draft_ids, steps)
-    laws = RankedLaws.of(ids, rows_at(tree.draft_probs, steps), probs_along(target, steps, ids))
+    dists = RankedProbs.of(ids, rows_at(tree.draft_probs, steps), probs_along(target, steps, ids))
     path = DraftedPath(
         nodes=nodes,
         lengths=length_of(tree, number),
-        ids=laws.ids,
-        draft=laws.draft,
-        target=laws.target,
-        chosen=place_of(tokens, laws.ids, laws.draft),
+        ids=dists.ids,
+        draft=dists.draft,
+        target=dists.target,
+        chosen=place_of(tokens, dists.ids, dists.draft),
     )
     return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
 
 
-def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
+def _ratios(tree: DraftTree, target: TargetProbs) -> Tensor:
     """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
     places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
     at = tree.parents * tree.width + places
@@ -67,10 +125,10 @@ def _ratios(tree: DraftTree, target: TargetLaw) -> Tensor:
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
-    """Replace q along the best of K paths by the law that being the best gives it.
+    """Replace q along the best of K paths by the distribution that being the best gives it.
 
-    ``Pr(best path starts with x^i) = (S + q)^K - S^K``, with q the joint draft law of x^i and S
-    the probability that one path ranks below x^i. Conditional laws are quotients of two such terms.
+    ``Pr(best path starts with x^i) = (S + q)^K - S^K``, with q the joint draft distribution of x^i and S
+    the probability that one path ranks below x^i. Conditional distributions are quotients of two such terms.
     They only depend on ``S / (S + q)``, so nothing underflows.
 
     Args:

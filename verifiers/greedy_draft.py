@@ -1,35 +1,87 @@
-"""Verification of greedy drafts: optimal for the law that fixes the most likely children."""
+"""Verification of greedy drafts (Hu et al., ICLR 2025, Section 5): optimal for its draft sampling.
+
+The children of a node are the n - 1 most likely tokens A and one token t drawn from the tail distribution r,
+q restricted to the rest. The rule is optimal transport between p and r, where a sample that falls
+on A is a child as well: the walk stops with probability sum over the tail of (p - min(p, r)) only.
+"""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.correction import Residual, correction_token
-from eaglegbv.verifiers.drafted_path import rows_at
-from eaglegbv.verifiers.popularity import PopularTree, tail_law
-from eaglegbv.verifiers.siblings import child_counts, drafted_nodes, first_paths
-from eaglegbv.verifiers.top_down import numbers_of_children
-from eaglegbv.verifiers.walk import walk
+from eaglegbv.rng import Purpose
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children, walk
+from eaglegbv.verifiers.paths import (
+    PopularTree,
+    Residual,
+    child_counts,
+    correction_token,
+    drafted_nodes,
+    first_paths,
+    rows_at,
+    tail_probs,
+)
+from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, most_likely, residual_or_target
+from eaglegbv.verifiers.proof.tree import (
+    Accepted,
+    Outcome,
+    ReferenceTree,
+    Rejected,
+    acceptance_index,
+    accepts_draft,
+    walk_down,
+)
+from eaglegbv.verifiers.transport import exact_tail_probs
+
+
+def greedy_draft(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """Walk down the greedy tree."""
+    return walk_down(tree, chooser, _step)
+
+
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+    """Accept t with min(1, p/r), else sample from (p - r)+ and go on where that is a child.
+
+    The sample uses the number of the first child of A, so each child owns one number; with A empty
+    it can only be the correction token.
+    """
+    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    children = tree.children(prefix)
+    kept = most_likely(q, len(children) - 1)
+    (drawn,) = children.keys() - set(kept)
+    r = exact_tail_probs(q, kept)
+    h = min(1, p[drawn] / r[drawn])
+    if accepts_draft(tree, prefix, children[drawn], h, chooser):
+        return Accepted(drawn)
+    weights = residual_or_target(1, p, r)
+    if not kept:
+        return Rejected(weights)
+    first = min(children[x] for x in kept)
+    x = chooser.choose(weights, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, first))
+    if x in kept:
+        return Accepted(x)
+    return Rejected(tuple(int(y == x) for y in range(len(p))))
+
+
+# Verification of greedy drafts: optimal for the distribution that fixes the most likely children.
 
 
 class GreedyDraftVerifier(Verifier):
     """Accept the drawn child t with min(1, p/r), else sample from (p - r)+.
 
-    r is the draft law off the fixed children A. A sample that falls on A is a child as well, so the
+    r is the draft sampling off the fixed children A. A sample that falls on A is a child as well, so the
     walk stops with probability ``sum (p - min(p, r))`` over the tail only.
     """
 
     name: ClassVar[str] = "greedy_draft"
     source: ClassVar[str] = "Hu et al., MDSD, ICLR 2025 (2502.18779), Section 5"
     cost: ClassVar[str] = "O(N W log W) and L + 1 rows of the vocabulary"
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.GREEDY})
-    default_law: ClassVar[Law] = Law.GREEDY
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.GREEDY})
+    default_sampling: ClassVar[DraftSampling] = DraftSampling.GREEDY
 
-    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge greedy trees.
 
         t uses the acceptance number of its first path, the sample that of the first path to A, or
@@ -39,7 +91,7 @@ class GreedyDraftVerifier(Verifier):
         children = child_counts(tree)
         kept = popular.first_places(children - 1)
         # At a leaf nothing is drawn, and the sample is the bonus token.
-        tail = tail_law(popular.draft, kept) * (children > 0).unsqueeze(2)
+        tail = tail_probs(popular.draft, kept) * (children > 0).unsqueeze(2)
         first = first_paths(tree)
         drafted = drafted_nodes(tree)
         fixed = drafted & (popular.at_tokens(kept.to(torch.int64)) > 0)

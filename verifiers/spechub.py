@@ -1,16 +1,93 @@
-"""SpecHub: pairs of drafts, one of which is always the hub."""
+"""SpecHub (Sun et al., EMNLP 2024, 2411.05289): two drafts, one of which is always the hub.
+
+The hub a is the most likely token of q. The first draft is drawn from q; if it is the hub, the
+second is drawn from the rest of q, else the second is the hub. So the pair is (x, a) with
+probability q(x), and (a, x) with probability q(a) q(x) / (1 - q(a)).
+"""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.popularity import PopularTree, tail_law
-from eaglegbv.verifiers.siblings import child_counts, drafted_nodes, first_paths
-from eaglegbv.verifiers.top_down import Decisions, descend, numbers_of_children
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import (
+    Decisions,
+    Verdict,
+    Verifier,
+    VerifyUniforms,
+    descend,
+    numbers_of_children,
+)
+from eaglegbv.verifiers.paths import (
+    PopularTree,
+    child_counts,
+    drafted_nodes,
+    first_paths,
+    tail_probs,
+)
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    Number,
+    Prefix,
+    Probs,
+    most_likely,
+    positive,
+    share,
+)
+from eaglegbv.verifiers.proof.tree import (
+    Accepted,
+    Outcome,
+    ReferenceTree,
+    Rejected,
+    accepts_draft,
+    walk_down,
+)
+from eaglegbv.verifiers.transport import exact_tail_probs
+
+
+def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """Walk down the tree of pairs."""
+    return walk_down(tree, chooser, _step)
+
+
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+    """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub takes what is left."""
+    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    (hub,) = most_likely(q, 1)
+    children = tree.children(prefix)
+    others = [x for x in children if x != hub]
+    tail = exact_tail_probs(q, (hub,)) if others else tuple(mass - mass for mass in q)
+    first = q if others else tail
+    taken = _taken(p, first, tail, hub)
+    for x in others:
+        second = tail[x] - first[x]
+        if next(iter(children)) == x:
+            h = min(1, p[x] / first[x])
+        else:
+            h = share(min(second, positive(p[x] - first[x])), second) if second > 0 else 0
+        if accepts_draft(tree, prefix, children[x], h, chooser):
+            return Accepted(x)
+    left = 1 - sum(taken)
+    h = min(1, share(p[hub], left)) if left > 0 else 1
+    if accepts_draft(tree, prefix, children[hub], h, chooser):
+        return Accepted(hub)
+    weights = tuple(
+        px - px if x == hub else positive(px - tx)
+        for x, (px, tx) in enumerate(zip(p, taken, strict=True))
+    )
+    return Rejected(weights if sum(weights) > 0 else p)
+
+
+def _taken(p: Probs, first: Probs, tail: Probs, hub: int) -> list[Number]:
+    """Return what the pairs serve of p(x) off the hub: min(p, q(x) / (1 - q(a)))."""
+    return [
+        px - px if x == hub else min(px, fx) + min(positive(px - fx), positive(tx - fx))
+        for x, (px, fx, tx) in enumerate(zip(p, first, tail, strict=True))
+    ]
+
+
+# SpecHub: pairs of drafts, one of which is always the hub.
 
 
 class SpecHubVerifier(Verifier):
@@ -23,16 +100,16 @@ class SpecHubVerifier(Verifier):
     name: ClassVar[str] = "spechub"
     source: ClassVar[str] = "Sun et al., SpecHub, EMNLP 2024 (2411.05289)"
     cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.HUB})
-    default_law: ClassVar[Law] = Law.HUB
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.HUB})
+    default_sampling: ClassVar[DraftSampling] = DraftSampling.HUB
 
-    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of pairs; each child uses the number of the first path through it."""
         popular = PopularTree.of(tree, target)
         children = child_counts(tree)
         hub = popular.first_places(children.clamp(max=1))
         paired = (children > 1).unsqueeze(2)
-        tail = tail_law(popular.draft, hub)
+        tail = tail_probs(popular.draft, hub)
         first = popular.draft.masked_fill(hub, 0.0)
         second = tail - first
         unserved = (popular.target - first).clamp(min=0)

@@ -1,17 +1,86 @@
-"""K-SEQ, the sequential selection of SpecTr."""
+"""K-SEQ, the sequential selection of SpecTr (Sun et al. 2023, 2310.15141)."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.drafted_path import places_of_tokens
-from eaglegbv.verifiers.iid_selection import PathSteps
-from eaglegbv.verifiers.top_down import Decisions, descend, draft_copies
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import (
+    Decisions,
+    Verdict,
+    Verifier,
+    VerifyUniforms,
+    descend,
+    draft_copies,
+)
+from eaglegbv.verifiers.paths import places_of_tokens
+from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive
+from eaglegbv.verifiers.proof.tree import (
+    Accepted,
+    Outcome,
+    ReferenceTree,
+    Rejected,
+    accepts_draft,
+    walk_down,
+)
+from eaglegbv.verifiers.selection import PathSteps
+
+
+def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """Walk down by K-SEQ, draft after draft."""
+    return walk_down(tree, chooser, exact_k_seq)
+
+
+def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+    """Accept each of the n drafts with min(1, p / (rho q)).
+
+    The residual is p - min(q, p / rho) * sum_{k<n} (1 - beta)^k, non-negative because that sum is
+    at most rho.
+    """
+    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    drafts = tree.drafts(prefix)
+    rho = scale(p, q, len(drafts))
+    for path, x in drafts.items():
+        if accepts_draft(tree, prefix, path, min(1, p[x] / (rho * q[x])), chooser):
+            return Accepted(x)
+    overlap = _overlap(p, q, rho)
+    tries = _tries(sum(overlap), len(drafts))
+    weights = tuple(positive(px - m * tries) for px, m in zip(p, overlap, strict=True))
+    return Rejected(weights if sum(weights) > 0 else p)
+
+
+@lru_cache(maxsize=1 << 16)
+def scale(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return rho in [1, n] with 1 - (1 - beta)^n = rho beta, beta = sum min(q, p / rho).
+
+    Found by bisection and rounded up: any rho of [1, n] with (1 - (1 - beta)^n) / beta <= rho is
+    lossless, a smaller one is not.
+    """
+    low, high = 1.0, float(drafts)
+    if _tries(sum(_overlap(p, q, low)), drafts) <= low:
+        return 1
+    while low < (middle := (low + high) / 2) < high:
+        if _tries(sum(_overlap(p, q, middle)), drafts) <= middle:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _overlap(p: Probs, q: Probs, rho: Number) -> Probs:
+    return tuple(min(qx, px / rho) for px, qx in zip(p, q, strict=True))
+
+
+def _tries(beta: Number, drafts: int) -> Number:
+    """Return sum_{k<n} (1 - beta)^k, the expected number of drafts tried."""
+    return sum((1 - beta) ** k for k in range(drafts))
+
+
+# K-SEQ, the sequential selection of SpecTr.
+
 
 _HALVINGS = 58
 """Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
@@ -23,9 +92,9 @@ class SpecTrVerifier(Verifier):
     name: ClassVar[str] = "spectr"
     source: ClassVar[str] = "Sun et al., SpecTr (2310.15141), K-SEQ"
     cost: ClassVar[str] = "O(58 N W) and one row of the vocabulary"
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID})
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
 
-    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
         plan = k_seq(probs, tree.draft_probs, PathSteps.of(tree).draft_counts(tree))
@@ -69,22 +138,22 @@ def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
     """
     n = drafts.to(draft.dtype).clamp(min=1)
     low, high = torch.ones_like(n), n
-    high = torch.where(_tries(_overlap(target, draft, low), n) <= low, low, high)
+    high = torch.where(_spectr_tries(_spectr_overlap(target, draft, low), n) <= low, low, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        enough = _tries(_overlap(target, draft, middle), n) <= middle
+        enough = _spectr_tries(_spectr_overlap(target, draft, middle), n) <= middle
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    overlap = _overlap(target, draft, high)
+    overlap = _spectr_overlap(target, draft, high)
     # A leaf has no drafts, so nothing is served there.
-    tries = torch.where(drafts > 0, _tries(overlap, n), 0.0)
+    tries = torch.where(drafts > 0, _spectr_tries(overlap, n), 0.0)
     return KSeq(rho=high, served=overlap * tries.unsqueeze(2))
 
 
-def _overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:
+def _spectr_overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:
     return torch.minimum(draft, target / rho.unsqueeze(2))
 
 
-def _tries(overlap: Tensor, n: Tensor) -> Tensor:
+def _spectr_tries(overlap: Tensor, n: Tensor) -> Tensor:
     """Return ``sum_{k<n} (1 - beta)^k``, the expected number of drafts tried; n at beta = 0."""
     beta = overlap.sum(dim=2)
     tries = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta

@@ -1,16 +1,37 @@
-"""Sampling from the target and following the sample down the tree."""
+"""Sampling from the target and following it down the tree (naive speculative sampling).
+
+Optimal where the tree is not random, and lossless for every tree.
+"""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.categorical import draw
-from eaglegbv.verifiers.siblings import child_counts
-from eaglegbv.verifiers.walk import walk
+from eaglegbv.rng import Purpose
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, walk
+from eaglegbv.verifiers.paths import child_counts, draw
+from eaglegbv.verifiers.proof.chooser import Chooser, Prefix
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+
+
+def target_only(tree: ReferenceTree, chooser: Chooser) -> Outcome:
+    """Sample from p; continue while the sample is a child.
+
+    A sample at an inner node of depth d uses ``ACCEPTANCE`` d, also where it leaves the tree and
+    so ends the step; the bonus token after a leaf uses ``CORRECTION`` 0.
+    """
+    prefix: Prefix = ()
+    while children := tree.children(prefix):
+        x = chooser.choose(tree.target_dist(prefix), Purpose.ACCEPTANCE, len(prefix))
+        if x not in children:
+            return Outcome(prefix, x)
+        prefix = (*prefix, x)
+    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+
+
+# Sampling from the target and following the sample down the tree.
 
 
 class TargetOnlyVerifier(Verifier):
@@ -19,10 +40,10 @@ class TargetOnlyVerifier(Verifier):
     name: ClassVar[str] = "target_only"
     source: ClassVar[str] = "naive speculative sampling; SpecInfer (2305.09781), section 4"
     cost: ClassVar[str] = "L + 1 rows of the vocabulary"
-    laws: ClassVar[frozenset[Law]] = frozenset(Law)
-    default_law: ClassVar[Law] = Law.FIXED
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
+    default_sampling: ClassVar[DraftSampling] = DraftSampling.FIXED
 
-    def judge(self, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms) -> Verdict:
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge any tree; inner nodes of depth d sample with acceptance number d."""
         children = child_counts(tree)
 
@@ -34,3 +55,29 @@ class TargetOnlyVerifier(Verifier):
             return draw(target.probs_of(nodes), number)
 
         return walk(tree, sample)
+
+
+# The greedy walk: verification at temperature 0.
+
+
+class GreedyWalkVerifier(Verifier):
+    """Follow the target's most likely tokens while they are children; commit the first that is not.
+
+    The text is the target's own greedy text. At any other temperature it is not a sample of the
+    target's distribution, and the engine uses it at temperature 0 only.
+    """
+
+    name: ClassVar[str] = "greedy"
+    source: ClassVar[str] = "Stern et al., Blockwise Parallel Decoding (1811.03115)"
+    cost: ClassVar[str] = "L + 1 rows of the vocabulary"
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
+    default_sampling: ClassVar[DraftSampling] = DraftSampling.FIXED
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:  # noqa: ARG002
+        """Judge any tree; of equal largest logits the first counts."""
+
+        def most_likely(nodes: Tensor, depth: int) -> Tensor:  # noqa: ARG001
+            rows = target.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+            return target.logits[rows].argmax(dim=1)
+
+        return walk(tree, most_likely)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from torch import Tensor
 
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.errors import DrafterMismatch
 
 EMBEDDING = "embed_tokens.weight"
@@ -118,3 +119,25 @@ def detect_arch(named: NamedTensors) -> Arch:
 
 def _plain(name: str) -> str:
     return name.removeprefix(_MODEL)
+
+
+# Something a user should know about a head's files.
+
+
+class RemarkKind(StrEnum):
+    """What a remark is about."""
+
+    NOTE = "note"
+    """Nothing to worry about."""
+    ASSUMED = "assumed"
+    """How the files were read where they leave something open."""
+    WARNING = "warning"
+    """How another engine would read the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A remark."""
+
+    kind: RemarkKind
+    text: str

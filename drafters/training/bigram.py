@@ -14,7 +14,7 @@ from eaglegbv.errors import InvalidArgument
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 _CELLS = 1 << 24
-"""Most entries of a dense block of laws."""
+"""Most entries of a dense block of distributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Pairs:
 
     @property
     def unigram(self) -> Tensor:
-        """The law of second tokens, ``[V]`` float64, each counted once more than it was."""
+        """The distribution of second tokens, ``[V]`` float64, each counted once more than it was."""
         counts = 1 + torch.bincount(self.keys % self.vocab, self.counts, self.vocab)
         return counts / counts.sum()
 
@@ -66,7 +66,7 @@ def count_pairs(corpus: Corpus, weights: Tensor, vocab: int) -> Pairs:
 def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
     """Return the ``width`` likeliest followers of every token.
 
-    p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram law: MacKay and Peto's
+    p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram distribution: MacKay and Peto's
     Dirichlet prior (1995). The last row, for a missing token, is u.
     """
     unigram, firsts = pairs.unigram, pairs.firsts

@@ -9,8 +9,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
+from eaglegbv.drafters.eagle_model import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+    default_feature_layers,
+)
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
 from eaglegbv.drafters.training.report import TrainingReport

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.files import replacing, write_whole
+from eaglegbv.utils import replacing, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"

@@ -18,7 +18,7 @@ from eaglegbv.drafters.training.data import (
 from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, OTHER_SHARE
 from eaglegbv.drafters.training.samples import regenerate
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.files import replacing
+from eaglegbv.utils import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

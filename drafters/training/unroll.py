@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_model import EagleHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Depth:
         hidden: ``[batch, anchors, hidden]``, the head's output.
         logits: ``[batch, anchors, draft_vocab]`` float32.
         target_hidden: ``[batch, anchors, target_hidden]``, what EAGLE-1's output approximates.
-        target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's law of the same token
+        target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's distribution of the same token
             at temperature 1; its mass outside the draft vocabulary is missing.
         token_ids: ``[batch, anchors]`` int64, the token the text continues with.
         used: ``[batch, anchors]`` bool: whether the text reaches this far, all of it response.
@@ -95,7 +95,7 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
     hidden = _rows(everywhere, anchors.position)
     used = anchors.used
     for depth in range(depths):
-        # The last token read; the law of what follows it is drafted here.
+        # The last token read; the distribution of what follows it is drafted here.
         read = anchors.position + depth + 1
         if depth:
             token_ids = _entries(run.token_ids, read)
@@ -113,7 +113,7 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
 
 
 class Loss(StrEnum):
-    """What a head is trained to lower, averaged over anchors; p the target's law, q the head's."""
+    """What a head is trained to lower, averaged over anchors; p the target's distribution, q the head's."""
 
     CE = "ce"
     """Soft cross-entropy, -sum p log q."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import PackedBatch, PagedAttention
-from eaglegbv.operations import define
+from eaglegbv.fused_linears import define
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,20 @@ from eaglegbv.cli.options import (
     Drafter,
     DraftTemperature,
     DraftWidth,
-    LawName,
     Model,
+    SamplingName,
     base_plan,
     fitting_paths,
     integers,
     names,
     numbers,
 )
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.eval.audit import Result, Sizes, Subject
-    from eaglegbv.tree import Law
+    from eaglegbv.eval.audit_exact import Result, Sizes, Subject
+    from eaglegbv.tree import DraftSampling
 
 FAILED = 1
 PATHS = 2
@@ -37,8 +37,8 @@ PATHS = 2
 app = typer.Typer(invoke_without_command=True)
 
 PAIR_LEGEND = (
-    "cells: texts compared, rare ones together; G: how far their counts are from the exact law; "
-    "p-value:\nhow often chance alone goes as far; detects: how far from that law (in total "
+    "cells: texts compared, rare ones together; G: how far their counts are from the exact distribution; "
+    "p-value:\nhow often chance alone goes as far; detects: how far from that distribution (in total "
     "variation) an engine may\nbe before this notices it nine times in ten."
 )
 
@@ -51,12 +51,12 @@ class Job:
 
     Attributes:
         subject: The verifier.
-        law: Draft law of its trees.
+        draft_sampling: Draft distribution of its trees.
         sizes: Sizes of the problems.
     """
 
     subject: "Subject"
-    law: "Law"
+    draft_sampling: "DraftSampling"
     sizes: "Sizes"
 
 
@@ -67,14 +67,15 @@ def audit(
         str | None,
         typer.Option(help=f"Verifier to audit, not needed if a module has only one: {VERIFIERS}."),
     ] = None,
-    law: Annotated[
+    draft_sampling: Annotated[
         str | None,
         typer.Option(
-            help="Draft law: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
+            help="Draft sampling: iid, wor, greedy, hub or fixed.",
+            show_default="the verifier's own",
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Audit every verifier with every law it accepts.")
+        bool, typer.Option("--all", help="Audit every verifier with every distribution it accepts.")
     ] = False,
     module: Annotated[
         Path | None, typer.Option(help="Python file with verifiers of your own.")
@@ -101,7 +102,7 @@ def audit(
     """Check that verifiers are lossless.
 
     Enumerates every draft tree and every random decision on tiny random problems (including zeros,
-    ties, p = q and disjoint supports), several steps in a row, and compares the law of the first
+    ties, p = q and disjoint supports), several steps in a row, and compares the distribution of the first
     depth + 1 tokens with the target's. Block efficiency is that of one step; the LP optimum is the
     largest that a lossless step can have (null where the linear program is too large).
 
@@ -111,7 +112,7 @@ def audit(
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
         return
-    from eaglegbv.eval.audit import Sizes
+    from eaglegbv.eval.audit_exact import Sizes
 
     if not tolerance >= 0:
         raise InvalidArgument("tolerance", tolerance, "a number of at least 0")
@@ -125,11 +126,11 @@ def audit(
     )
     subjects = _subjects(module, samples)
     if every:
-        if verifier is not None or law is not None:
-            raise InvalidArgument("all", True, "neither --verifier nor --law beside it")
-        jobs = [job for subject in subjects.values() for job in _every_law(subject, sizes)]
+        if verifier is not None or draft_sampling is not None:
+            raise InvalidArgument("all", True, "neither --verifier nor --draft-sampling beside it")
+        jobs = [job for subject in subjects.values() for job in _every_sampling(subject, sizes)]
     else:
-        jobs = [_job(_choose(subjects, verifier), law, sizes, clip=paths is None)]
+        jobs = [_job(_choose(subjects, verifier), draft_sampling, sizes, clip=paths is None)]
     results = _run(jobs, tolerance, as_json=as_json)
     if not all(result.passed(tolerance) for result in results):
         raise typer.Exit(FAILED)
@@ -146,7 +147,7 @@ def _refuse_own_options(context: typer.Context) -> None:
 
 def _subjects(module: Path | None, samples: int | None) -> "dict[str, Subject]":
     """Return the available verifiers by name."""
-    from eaglegbv.eval.audit import package_subjects
+    from eaglegbv.eval.audit_exact import package_subjects
     from eaglegbv.eval.audit_module import as_subject, load_verifiers
     from eaglegbv.eval.audit_sampled import sampled_subject
     from eaglegbv.verifiers.registry import make_any_verifier
@@ -167,23 +168,28 @@ def _choose(subjects: "dict[str, Subject]", name: str | None) -> "Subject":
     return subjects[name]
 
 
-def _job(subject: "Subject", law: str | None, sizes: "Sizes", *, clip: bool) -> Job:
+def _job(subject: "Subject", draft_sampling: str | None, sizes: "Sizes", *, clip: bool) -> Job:
     import msgspec
 
-    from eaglegbv.tree import Law
+    from eaglegbv.tree import DraftSampling
 
-    if law is not None and law not in set(Law):
-        raise InvalidArgument("law", law, one_of(Law, law))
-    chosen = subject.default_law if law is None else Law(law)
+    if draft_sampling is not None and draft_sampling not in set(DraftSampling):
+        raise InvalidArgument(
+            "draft_sampling", draft_sampling, one_of(DraftSampling, draft_sampling)
+        )
+    chosen = subject.default_sampling if draft_sampling is None else DraftSampling(draft_sampling)
     if clip:
         paths = subject.fitting_paths(chosen, sizes.paths)
         sizes = msgspec.structs.replace(sizes, paths=paths)
     return Job(subject, chosen, sizes)
 
 
-def _every_law(subject: "Subject", sizes: "Sizes") -> list[Job]:
-    """Return one job per law, with as many paths as the verifier and the law take."""
-    return [_job(subject, str(law), sizes, clip=True) for law in sorted(subject.laws)]
+def _every_sampling(subject: "Subject", sizes: "Sizes") -> list[Job]:
+    """Return one job per distribution, with as many paths as the verifier and the distribution take."""
+    return [
+        _job(subject, str(draft_sampling), sizes, clip=True)
+        for draft_sampling in sorted(subject.draft_samplings)
+    ]
 
 
 def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Result]":
@@ -193,11 +199,11 @@ def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Resul
     from eaglegbv.eval.report import plain_text
 
     for job in jobs:
-        job.subject.check(job.law, job.sizes.shape)
+        job.subject.check(job.draft_sampling, job.sizes.shape)
     results: list[Result] = []
     for job in jobs:
-        with _progress(f"{job.subject.name} on {job.law}", job.sizes.instances) as show:
-            result = job.subject.audit(job.law, job.sizes, show)
+        with _progress(f"{job.subject.name} on {job.draft_sampling}", job.sizes.instances) as show:
+            result = job.subject.audit(job.draft_sampling, job.sizes, show)
         results.append(result)
         if as_json:
             typer.echo(msgspec.json.encode(result).decode())
@@ -211,7 +217,7 @@ def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> "list[Resul
 def _row(job: Job, result: "Result", tolerance: float) -> dict[str, str]:
     return {
         "verifier": result.verifier,
-        "law": result.law,
+        "draft_sampling": result.draft_sampling,
         "K": str(job.sizes.paths),
         **result.figures(),
         "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
@@ -248,11 +254,11 @@ def pair(
         typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
     ] = None,
     depth: Annotated[int, typer.Option(help="Drafted tokens per path, L.")] = 2,
-    law: LawName = None,
+    draft_sampling: SamplingName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     tokens: Annotated[
-        int, typer.Option(help="How many first tokens to test, by their joint law.")
+        int, typer.Option(help="How many first tokens to test, by their joint distribution.")
     ] = 4,
     temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens the target may choose from.")] = 6,
@@ -264,7 +270,7 @@ def pair(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Test the whole engine on real models: the joint law of a text's first tokens.
+    """Test the whole engine on real models: the joint distribution of a text's first tokens.
 
     Generates the same few tokens many times. A G-test compares how often each text occurred with
     its exact probability under the plain transformers model. A small top-k leaves few enough texts
@@ -275,12 +281,12 @@ def pair(
     from transformers.utils.logging import disable_progress_bar
 
     from eaglegbv.config import EngineConfig
-    from eaglegbv.eval.audit_pair import audit_pair
+    from eaglegbv.eval.audit_engine import audit_pair
     from eaglegbv.eval.report import plain_text
     from eaglegbv.llm import LLM
-    from eaglegbv.params import SamplingParams
+    from eaglegbv.sampling import SamplingParams
 
-    plan = base_plan(law, draft_width, draft_temperature)
+    plan = base_plan(draft_sampling, draft_width, draft_temperature)
     fitting = fitting_paths(verifier, plan.paths)
     plan = msgspec.structs.replace(
         plan, verifier=verifier, paths=fitting if paths is None else paths, depth=depth
@@ -348,9 +354,8 @@ def picture(
     """
     import msgspec
 
-    from eaglegbv.eval.audit_picture import draw
-    from eaglegbv.eval.audit_synthetic import SyntheticSettings, measure
-    from eaglegbv.eval.picture import check_matplotlib
+    from eaglegbv.eval.audit_picture import SyntheticSettings, draw, measure
+    from eaglegbv.eval.plots import check_matplotlib
     from eaglegbv.eval.report import plain_text
 
     if out is not None:

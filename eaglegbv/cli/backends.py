@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from eaglegbv.eval.baselines import ChatBaseline
     from eaglegbv.eval.records import Setting
     from eaglegbv.eval.runner import Generate
+    from eaglegbv.fused_linears import Quantization
     from eaglegbv.loading import NamedModels
-    from eaglegbv.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ def local(models: Models, settings: Sequence["Setting"]) -> Backend:
 def transformers(models: Models, settings: Sequence["Setting"]) -> Backend:
     """Load only transformers."""
     from eaglegbv.devices import dtype_name, place_of
-    from eaglegbv.hub import check_model
-    from eaglegbv.text_generator import load_tokenizer
+    from eaglegbv.llm import load_tokenizer
+    from eaglegbv.loading import check_model
 
     device, dtype = place_of(models.device, models.dtype)
     check_model(models.target)
@@ -154,8 +154,8 @@ def sglang(
     models: Models, settings: Sequence["Setting"], arguments: Mapping[str, Scalar]
 ) -> Backend:
     """Let SGLang answer, with one engine for each plan, one after another."""
-    from eaglegbv.hub import check_model
-    from eaglegbv.text_generator import load_tokenizer
+    from eaglegbv.llm import load_tokenizer
+    from eaglegbv.loading import check_model
 
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
@@ -179,7 +179,7 @@ def _sglang_engine(
 ) -> "Iterator[Generate]":
     from eaglegbv.backends.sglang.llm import SGLangLLM
     from eaglegbv.devices import named_dtype
-    from eaglegbv.eval.streamed import Streamed
+    from eaglegbv.eval.baselines import Streamed
 
     # Every setting and repeat must read its prompts itself.
     named: dict[str, Any] = {"disable_radix_cache": True, **arguments}

@@ -28,15 +28,13 @@ from eaglegbv.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from eaglegbv.auto_plan import Planning
+    from eaglegbv.config import Planning
     from eaglegbv.eval.baselines import Baseline, Library
-    from eaglegbv.eval.batches import Grid
-    from eaglegbv.eval.evidence import BatchResults
-    from eaglegbv.eval.prompt_source import PromptSource
-    from eaglegbv.eval.timing import Timing
-    from eaglegbv.eval.ways import Way
+    from eaglegbv.eval.questions import PromptSource
+    from eaglegbv.eval.results import BatchResults
+    from eaglegbv.eval.throughput import Grid, Timing, Way
+    from eaglegbv.fused_linears import Quantization
     from eaglegbv.llm import LLM
-    from eaglegbv.quantization import Quantization
 
 EXPLAINED = (
     "shares of all steps of all answers; best: the most tokens a second by what is known; "
@@ -95,12 +93,11 @@ def batch(
     All answers have the same length. Ratios are computed within each repeat before the median.
     """
     from eaglegbv.devices import dtype_name
-    from eaglegbv.eval.batch_table import rate_table
-    from eaglegbv.eval.batches import Grid, summarise
-    from eaglegbv.eval.evidence import BatchResults
-    from eaglegbv.eval.prompt_source import PromptSource
+    from eaglegbv.eval.questions import PromptSource
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.results import BatchResults
+    from eaglegbv.eval.throughput import Grid, rate_table, summarise
     from eaglegbv.loading import named_models
 
     grid = Grid(
@@ -158,8 +155,7 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
     """Time the ways while showing a progress bar."""
     from tqdm import tqdm
 
-    from eaglegbv.eval.batches import measure
-    from eaglegbv.eval.ways import WatchedWay
+    from eaglegbv.eval.throughput import WatchedWay, measure
 
     watched = [way for way in ways if isinstance(way, WatchedWay)]
     timings = []
@@ -179,8 +175,7 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
 
 def _explain(ways: "Sequence[Way]") -> None:
     """Print which plans the engine chose, and why, in the ways that leave it the choice."""
-    from eaglegbv.eval.batch_table import choice_lines
-    from eaglegbv.eval.ways import WatchedWay
+    from eaglegbv.eval.throughput import WatchedWay, choice_lines
 
     lines = [line for way in ways if isinstance(way, WatchedWay) for line in choice_lines(way)]
     if lines:
@@ -221,9 +216,8 @@ class _Fleet:
 
     def way(self, name: str) -> "Way":
         """Return the way with a name."""
-        from eaglegbv.auto_plan import AUTO
-        from eaglegbv.config import PLAIN, Plan
-        from eaglegbv.eval.ways import EngineWay, TransformersWay, WatchedWay
+        from eaglegbv.config import AUTO, PLAIN, Plan
+        from eaglegbv.eval.throughput import EngineWay, TransformersWay, WatchedWay
 
         if name == "none":
             return EngineWay(name, self.plain, PLAIN)
@@ -238,7 +232,7 @@ class _Fleet:
     @property
     def drafting(self) -> "LLM":
         """The engine with a drafter."""
-        from eaglegbv.auto_plan import AUTO
+        from eaglegbv.config import AUTO
 
         if self._drafting is None:
             self._drafting = self._load(AUTO)

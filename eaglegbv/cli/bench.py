@@ -21,8 +21,8 @@ from eaglegbv.cli.options import (
     QuestionData,
     Questions,
     QuestionsSet,
+    draft_samplings,
     integers,
-    laws,
     names,
     numbers,
     quantization,
@@ -35,8 +35,8 @@ from eaglegbv.cli.served import served
 from eaglegbv.cli.solvers import solvers
 from eaglegbv.cli.step import step
 from eaglegbv.cli.study import study
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from eaglegbv.cli.backends import Backend, Models
     from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, RunSettings
-    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.eval.runner import RunFolder
 
 DEFAULT_VERIFIERS = "none,token,block,gbv,otbv"
 LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
@@ -102,9 +102,9 @@ def mt_bench(
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
     temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
-    law: Annotated[
+    draft_sampling: Annotated[
         str,
-        typer.Option(help="Draft laws: own (of each verifier), iid, wor, greedy, hub, fixed."),
+        typer.Option(help="Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed."),
     ] = "own",
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: Annotated[
@@ -141,10 +141,10 @@ def mt_bench(
     from eaglegbv.cli.backends import backend_arguments as parse_arguments
     from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
-    from eaglegbv.eval.picture import check_matplotlib
+    from eaglegbv.eval.plots import check_matplotlib
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
-    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.eval.runner import RunFolder
 
     if plots:
         check_matplotlib()
@@ -157,7 +157,7 @@ def mt_bench(
         integers("depth", depth),
         numbers("temperature", temperature),
         base=Plan(draft_width=draft_width),
-        laws=laws(law),
+        draft_samplings=draft_samplings(draft_sampling),
         draft_temperatures=numbers("draft-temperature", draft_temperature),
         baselines=_baselines(backend, baselines),
     )
@@ -223,8 +223,8 @@ def _report(folder: "RunFolder", *, plots: bool) -> None:
     """Write the results into the folder of a run, and print the table."""
     from eaglegbv.eval.plots import draw_all
     from eaglegbv.eval.report import plain_text, table, write_markdown
-    from eaglegbv.eval.store import write_results
-    from eaglegbv.eval.summary import summarise
+    from eaglegbv.eval.runner import write_results
+    from eaglegbv.eval.statistics import summarise
 
     found = folder.results()
     summaries = summarise(found)
@@ -261,7 +261,7 @@ def _baselines(backend: str, text: str | None) -> list[str]:
 
 def _serving(models: "Models", settings: "RunSettings") -> "Backend":
     from eaglegbv.cli import backends
-    from eaglegbv.quantization import Quantization
+    from eaglegbv.fused_linears import Quantization
 
     arguments = settings.backend_arguments
     if arguments and settings.backend != SGLANG:

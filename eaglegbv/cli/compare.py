@@ -29,10 +29,10 @@ def compare(
     """
     import msgspec
 
-    from eaglegbv.eval.compare import compare as compare_sides
-    from eaglegbv.eval.compare import compare_runs, side, table, unlike
+    from eaglegbv.eval.comparison import compare as compare_sides
+    from eaglegbv.eval.comparison import compare_runs, side, table, unlike
     from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.store import load_results
+    from eaglegbv.eval.runner import load_results
 
     if b is None and (setting_a is None or setting_b is None):
         raise InvalidArgument("b", None, "another run, or --setting-a and --setting-b of this one")

@@ -26,9 +26,9 @@ def demo(
     from eaglegbv.eval.records import Record, Results, describe_environment
     from eaglegbv.eval.report import plain_text, table
     from eaglegbv.eval.runner import run
-    from eaglegbv.eval.summary import summarise
+    from eaglegbv.eval.statistics import summarise
     from eaglegbv.loading import named_models
-    from eaglegbv.params import SamplingParams
+    from eaglegbv.sampling import SamplingParams
 
     plan = Plan()
     chosen = load_questions("builtin").first(questions)
@@ -62,5 +62,5 @@ def demo(
     typer.echo(
         "none: plain decoding; K paths of L drafted tokens; block efficiency: tokens per forward "
         "of\nthe model; with prefill: the speed-up of everything, prompts included. Every setting "
-        "draws\nfrom the same law; only speed differs. A short run is a noisy one: see `bench`."
+        "draws\nfrom the same distribution; only speed differs. A short run is a noisy one: see `bench`."
     )

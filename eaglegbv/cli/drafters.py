@@ -11,18 +11,18 @@ from eaglegbv.cli.options import (
     DraftTemperature,
     DraftWidth,
     Dtype,
-    LawName,
     MaxTokens,
     Model,
     QuestionData,
     Questions,
     QuestionsSet,
+    SamplingName,
     base_plan,
     check_verifier,
     integers,
     load_llm,
 )
-from eaglegbv.defaults import DRAFT_WIDTH
+from eaglegbv.utils import DRAFT_WIDTH
 
 
 def drafters(
@@ -36,7 +36,7 @@ def drafters(
     depth: Annotated[int, typer.Option(help="Length of a drafted path, L.")] = 5,
     paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "1,3",
     verifier: Annotated[str, typer.Option(help="Verifier, as in generate.")] = "otbv",
-    law: LawName = None,
+    draft_sampling: SamplingName = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
@@ -68,13 +68,13 @@ def drafters(
         depth_table,
         measure_drafter,
     )
-    from eaglegbv.eval.evidence import DrafterResults, NamedReport
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
     from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.results import DrafterResults, NamedReport
 
     check_verifier(verifier)
-    base = base_plan(law, draft_width, draft_temperature)
+    base = base_plan(draft_sampling, draft_width, draft_temperature)
     plans = [
         msgspec.structs.replace(base, verifier=verifier, paths=k, depth=depth)
         for k in integers("paths", paths)

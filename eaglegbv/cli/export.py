@@ -8,8 +8,7 @@ import typer
 from eaglegbv.cli.heads import open_head, read_embedding
 
 if TYPE_CHECKING:
-    from eaglegbv.drafters.checkpoint import Checkpoint
-    from eaglegbv.drafters.exporting import ExportTarget
+    from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget
 
 
 def export(
@@ -27,7 +26,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a head in another format, with all weights unchanged."""
-    from eaglegbv.drafters.exporting import export_head
+    from eaglegbv.drafters.checkpoint import export_head
 
     checkpoint = open_head(drafter)
     export_head(checkpoint, format_, directory, _target(checkpoint, target))
@@ -37,11 +36,9 @@ def export(
 def _target(checkpoint: "Checkpoint", target: str | None) -> "ExportTarget | None":
     if target is None:
         return None
-    from eaglegbv.drafters.checkpoint import fit
-    from eaglegbv.drafters.exporting import ExportTarget
-    from eaglegbv.hub import check_model
-    from eaglegbv.loading import TINY_TARGET
-    from eaglegbv.targets.hf import load_config
+    from eaglegbv.drafters.checkpoint import ExportTarget, fit
+    from eaglegbv.loading import TINY_TARGET, check_model
+    from eaglegbv.models.hf import load_config
 
     name = str(TINY_TARGET) if target == "tiny" else target
     check_model(name, "target")

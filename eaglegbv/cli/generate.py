@@ -18,9 +18,9 @@ from eaglegbv.cli.options import (
     DraftTemperature,
     DraftWidth,
     Dtype,
-    LawName,
     MaxTokens,
     Model,
+    SamplingName,
     base_plan,
     check_out,
     fitting_paths,
@@ -29,15 +29,14 @@ from eaglegbv.cli.options import (
     quantization,
     read_text,
 )
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.auto_plan import Planning
-    from eaglegbv.completion import Completion
-    from eaglegbv.config import Plan
+    from eaglegbv.config import Plan, Planning
     from eaglegbv.llm import LLM
-    from eaglegbv.params import SamplingParams
+    from eaglegbv.sampling import SamplingParams
+    from eaglegbv.text import Completion
 
 Messages = list[dict[str, str]]
 
@@ -57,7 +56,7 @@ def generate(
         str | None,
         typer.Option(
             help=f"One of {VERIFIERS}; or 'none' for plain decoding.",
-            show_default="otbv; without this, --paths, --depth and --law the engine chooses plans",
+            show_default="otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans",
         ),
     ] = None,
     paths: Annotated[
@@ -67,7 +66,7 @@ def generate(
     depth: Annotated[
         int | None, typer.Option(help="Drafted tokens per path, L.", show_default="4")
     ] = None,
-    law: LawName = None,
+    draft_sampling: SamplingName = None,
     draft_width: DraftWidth = DRAFT_WIDTH,
     draft_temperature: DraftTemperature = 1.0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
@@ -102,7 +101,7 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Reproduces a text if --verifier, --paths, --depth or --law is given; plans that "
+            help="Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "
             "the engine chooses depend on timing.",
             show_default="a fixed one, which is printed",
         ),
@@ -127,7 +126,7 @@ def generate(
     cuda_graphs: CudaGraphs = "auto",
     draft_quantization: DraftQuantization = "auto",
 ) -> None:
-    """Answer a prompt; the text follows the target's law, whatever the drafter and verifier."""
+    """Answer a prompt; the text follows the target's distribution, whatever the drafter and verifier."""
     message = _prompt(prompt, prompt_file)
     if raw and system is not None:
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
@@ -135,7 +134,7 @@ def generate(
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
     check_out(trace, "trace")
     from eaglegbv.config import EngineConfig
-    from eaglegbv.params import SamplingParams
+    from eaglegbv.sampling import SamplingParams
 
     params = SamplingParams(
         temperature=temperature,
@@ -150,7 +149,7 @@ def generate(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    plan = _plan(base_plan(law, draft_width, draft_temperature), verifier, paths, depth)
+    plan = _plan(base_plan(draft_sampling, draft_width, draft_temperature), verifier, paths, depth)
     params = _seeded(params, plan)
     config = EngineConfig(
         cuda_graphs=graph_mode(cuda_graphs), draft_quantization=quantization(draft_quantization)
@@ -231,8 +230,8 @@ def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | No
     """Return the plan that the options fix, or limits for the engine's choice if they fix none."""
     import msgspec
 
-    if all(choice is None for choice in (verifier, paths, depth, base.law)):
-        from eaglegbv.auto_plan import AutoPlan
+    if all(choice is None for choice in (verifier, paths, depth, base.draft_sampling)):
+        from eaglegbv.config import AutoPlan
 
         temperatures = (base.draft_temperature,)
         return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
@@ -276,7 +275,7 @@ def _seeded(params: "SamplingParams", plan: "Planning") -> "SamplingParams":
     import msgspec
 
     from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.uniforms import request_seed
+    from eaglegbv.rng import request_seed
 
     if params.seed is not None or not isinstance(plan, Plan):
         return params

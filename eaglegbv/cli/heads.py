@@ -31,9 +31,9 @@ def read_embedding(model: str) -> "Tensor":
     import torch
     from transformers import AutoModelForCausalLM
 
-    from eaglegbv.drafters.formats.weights import read_weights
+    from eaglegbv.drafters.formats.read import read_weights
     from eaglegbv.errors import DrafterMismatch
-    from eaglegbv.targets.hf import load_config
+    from eaglegbv.models.hf import load_config
 
     with torch.device("meta"):
         blank = AutoModelForCausalLM.from_config(load_config(model))

@@ -17,11 +17,9 @@ def inspect(
     ] = None,
 ) -> None:
     """Print what a head's files contain, check them, and warn where engines disagree about them."""
-    from eaglegbv.drafters.checkpoint import fit
-    from eaglegbv.drafters.inspection import inspect_head
-    from eaglegbv.hub import check_model
-    from eaglegbv.loading import TINY_TARGET
-    from eaglegbv.targets.hf import load_config
+    from eaglegbv.drafters.checkpoint import fit, inspect_head
+    from eaglegbv.loading import TINY_TARGET, check_model
+    from eaglegbv.models.hf import load_config
 
     checkpoint = open_head(drafter)
     fitted = None

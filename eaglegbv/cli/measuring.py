@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from eaglegbv.eval.questions import QuestionSet
     from eaglegbv.eval.records import Record, RunSettings, Setting
-    from eaglegbv.eval.summary import Summary
+    from eaglegbv.eval.statistics import Summary
     from eaglegbv.loading import NamedModels
 
 Scalar: TypeAlias = str | int | float | bool | None
@@ -92,7 +92,7 @@ class _SoFar:
     """Figures of each setting over all records so far."""
 
     def __init__(self, settings: list[str]) -> None:
-        from eaglegbv.eval.figures import BLOCK_EFFICIENCY, TOKENS_PER_SECOND, Sums
+        from eaglegbv.eval.statistics import BLOCK_EFFICIENCY, TOKENS_PER_SECOND, Sums
 
         self._figures = (BLOCK_EFFICIENCY, TOKENS_PER_SECOND)
         self._sums = {name: [Sums(0.0, 0.0) for _ in self._figures] for name in settings}

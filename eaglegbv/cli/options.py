@@ -13,12 +13,11 @@ import typer
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from eaglegbv.auto_plan import Planning
-    from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.graphs import GraphMode
+    from eaglegbv.config import EngineConfig, Plan, Planning
+    from eaglegbv.cuda_graphs import GraphMode
+    from eaglegbv.fused_linears import Quantization
     from eaglegbv.llm import LLM
-    from eaglegbv.quantization import Quantization
-    from eaglegbv.tree import Law
+    from eaglegbv.tree import DraftSampling
 
 VERIFIERS = (
     "otbv, gbv, spectr_gbv, traversal, block, greedy_block, token, specinfer, spectr, spechub, "
@@ -77,13 +76,13 @@ DraftQuantization = Annotated[
         "on a CPU that is fast with it).",
     ),
 ]
-LawName = Annotated[
+SamplingName = Annotated[
     str | None,
     typer.Option(
-        help="Draft law: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
+        help="Draft sampling: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
     ),
 ]
-DraftWidth = Annotated[int, typer.Option(help="Number of candidates a draft law keeps.")]
+DraftWidth = Annotated[int, typer.Option(help="Number of candidates a draft distribution keeps.")]
 Questions = Annotated[
     int | None,
     typer.Option(help="Number of questions, spread evenly over the set.", show_default="all"),
@@ -130,27 +129,29 @@ def verifier_names(text: str) -> list[str]:
     return found
 
 
-def laws(text: str) -> "list[Law | None]":
-    """Return the draft laws in a comma-separated list; ``own`` is each verifier's own."""
-    from eaglegbv.tree import Law
+def draft_samplings(text: str) -> "list[DraftSampling | None]":
+    """Return the draft distributions in a comma-separated list; ``own`` is each verifier's own."""
+    from eaglegbv.tree import DraftSampling
 
-    found: list[Law | None] = []
-    for name in names("law", text):
-        if name != "own" and name not in set(Law):
-            raise InvalidArgument("law", name, f"{one_of(Law, name)}, or own")
-        found.append(None if name == "own" else Law(name))
+    found: list[DraftSampling | None] = []
+    for name in names("draft_sampling", text):
+        if name != "own" and name not in set(DraftSampling):
+            raise InvalidArgument("draft_sampling", name, f"{one_of(DraftSampling, name)}, or own")
+        found.append(None if name == "own" else DraftSampling(name))
     return found
 
 
-def base_plan(law: str | None, draft_width: int, draft_temperature: float) -> "Plan":
+def base_plan(draft_sampling: str | None, draft_width: int, draft_temperature: float) -> "Plan":
     """Return the default plan with these draft settings."""
     from eaglegbv.config import Plan
-    from eaglegbv.tree import Law
+    from eaglegbv.tree import DraftSampling
 
-    if law is not None and law not in set(Law):
-        raise InvalidArgument("law", law, one_of(Law, law))
+    if draft_sampling is not None and draft_sampling not in set(DraftSampling):
+        raise InvalidArgument(
+            "draft_sampling", draft_sampling, one_of(DraftSampling, draft_sampling)
+        )
     return Plan(
-        law=None if law is None else Law(law),
+        draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
         draft_width=draft_width,
         draft_temperature=draft_temperature,
     )
@@ -208,14 +209,14 @@ def _telling(name: str) -> Iterator[None]:
 
 def graph_mode(name: str) -> "GraphMode":
     """Return the graph mode with a name."""
-    from eaglegbv.graphs import GraphMode
+    from eaglegbv.cuda_graphs import GraphMode
 
     return _named("cuda-graphs", name, GraphMode)
 
 
 def quantization(name: str) -> "Quantization":
     """Return the quantisation with a name."""
-    from eaglegbv.quantization import Quantization
+    from eaglegbv.fused_linears import Quantization
 
     return _named("draft-quantization", name, Quantization)
 

@@ -17,7 +17,7 @@ def plot(
     Needs matplotlib: pip install 'eaglegbv[bench]'.
     """
     from eaglegbv.eval.plots import draw_all
-    from eaglegbv.eval.store import load_results
+    from eaglegbv.eval.runner import load_results
 
     results = load_results(run, "run")
     folder = out or (run if run.is_dir() else run.parent) / "plots"

@@ -32,10 +32,9 @@ def results(
     folder), bench study (its folder), bench batch --out, bench drafters --json. Missing files are
     left out and named. The same files give the same page.
     """
-    from eaglegbv.eval.evidence import add_evidence, other_files, read_evidence
-    from eaglegbv.eval.picture import check_matplotlib
-    from eaglegbv.eval.results_page import page as text_of
-    from eaglegbv.eval.results_pictures import draw, picture_names
+    from eaglegbv.eval.plots import check_matplotlib
+    from eaglegbv.eval.results import add_evidence, draw, other_files, picture_names, read_evidence
+    from eaglegbv.eval.results import page as text_of
 
     if pictures:
         check_matplotlib()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eaglegbv.cli.options import DraftTemperature, DraftWidth
-from eaglegbv.defaults import DRAFT_WIDTH
+from eaglegbv.utils import DRAFT_WIDTH
 
 
 def serve(

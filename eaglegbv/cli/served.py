@@ -19,15 +19,15 @@ from eaglegbv.cli.options import (
     numbers,
     verifier_names,
 )
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.serving import Launch
     from eaglegbv.config import Plan
     from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, Setting
-    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.eval.runner import RunFolder
     from eaglegbv.loading import NamedModels
 
 
@@ -70,13 +70,13 @@ def served(
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
     from eaglegbv.backends.sglang.guard import check_plugin, check_version
-    from eaglegbv.checks import require_integer
     from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment
-    from eaglegbv.eval.store import RunFolder
+    from eaglegbv.eval.runner import RunFolder
     from eaglegbv.loading import named_models
+    from eaglegbv.utils import require_integer
 
     check_version()
     check_plugin()

@@ -10,7 +10,7 @@ from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from eaglegbv.eval.solvers import Row, Setting
-    from eaglegbv.verifiers.reference.global_resolution import Solver
+    from eaglegbv.verifiers.global_resolution import Solver
 
 ALL = "all"
 
@@ -23,7 +23,10 @@ def solvers(
         str | None, typer.Option(help="Numbers of drafts, n.", show_default="the standard table")
     ] = None,
     width: Annotated[
-        str, typer.Option(help="Tokens that draft laws keep; 'all' keeps the whole vocabulary.")
+        str,
+        typer.Option(
+            help="Tokens that draft distributions keep; 'all' keeps the whole vocabulary."
+        ),
     ] = "all,64",
     solver: Annotated[
         str, typer.Option(help="Solvers to compare.")
@@ -37,10 +40,10 @@ def solvers(
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
-    Times are medians of processor time from the two laws and the drafts to the selected draft. A
+    Times are medians of processor time from the two distributions and the drafts to the selected draft. A
     solver succeeds if it is in time and its bound on the lost acceptance is within 1e-3. If the
     bound is larger, K-SEQ takes its place (a fall-back). A solver refuses nodes that are too large
-    for it. The deviation is the largest L1 distance of the committed law from the target's.
+    for it. The deviation is the largest L1 distance of the committed distribution from the target's.
 
     By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
     """
@@ -85,7 +88,7 @@ def _settings(vocab: str | None, drafts: str | None, width: str) -> "list[Settin
 
 
 def _solvers(text: str) -> "list[Solver]":
-    from eaglegbv.verifiers.reference.global_resolution import Solver
+    from eaglegbv.verifiers.global_resolution import Solver
 
     chosen = names("solver", text)
     for name in chosen:

@@ -52,11 +52,9 @@ def step(
     from eaglegbv.config import Plan
     from eaglegbv.devices import place_of
     from eaglegbv.eval.machine import measure_machine
+    from eaglegbv.eval.random_models import SHAPES, StepSetting, build_rig
     from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.rig import build_rig
-    from eaglegbv.eval.shapes import SHAPES
-    from eaglegbv.eval.step_setting import StepSetting
-    from eaglegbv.eval.steps import step_table, time_steps
+    from eaglegbv.eval.step_bench import step_table, time_steps
 
     if shape not in SHAPES:
         raise InvalidArgument("shape", shape, one_of(SHAPES, shape))

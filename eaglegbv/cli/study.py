@@ -69,12 +69,11 @@ def study(
     after every temperature.
     """
     from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.eval.picture import check_matplotlib
+    from eaglegbv.eval.plots import check_matplotlib
     from eaglegbv.eval.questions import load_questions
     from eaglegbv.eval.records import describe_environment, name_of_model
     from eaglegbv.eval.report import plain_text
-    from eaglegbv.eval.study import Study, StudySettings
-    from eaglegbv.eval.study_report import draw_study, findings, study_table
+    from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_table
 
     check_matplotlib()
     settings = StudySettings(
@@ -124,7 +123,7 @@ def _measure(
     import msgspec
     from tqdm import tqdm
 
-    from eaglegbv.eval.same_drafts import collect
+    from eaglegbv.eval.paired_comparison import collect
     from eaglegbv.eval.study import study_cells
 
     settings = study.settings

@@ -9,7 +9,7 @@ import typer
 
 from eaglegbv.config import Plan
 from eaglegbv.devices import named_device
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
 from eaglegbv.drafters.training.loop import Schedule

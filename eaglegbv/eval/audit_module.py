@@ -8,16 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit import ExactSubject, Subject
+from eaglegbv.eval.audit_exact import ExactSubject, Subject
 from eaglegbv.eval.audit_sampled import sampled_subject
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import Rule, Verifier
-from eaglegbv.verifiers.reference.chooser import Chooser
-from eaglegbv.verifiers.reference.enumeration import VerifyWithState, stateless
-from eaglegbv.verifiers.reference.greedy_block import Step
-from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
-from eaglegbv.verifiers.stateful import StatefulVerifier
+from eaglegbv.verifiers.greedy_block import Step
+from eaglegbv.verifiers.proof.chooser import Chooser
+from eaglegbv.verifiers.proof.enumeration import VerifyWithState, stateless
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.stateful import ModifiedTarget, StatefulVerifier
 
 
 class ReferenceVerifier(Rule, ABC):
@@ -85,11 +84,13 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
         verify = stateless(verifier.decide)
     else:
         verify = verifier.decide
-    law = verifier.default_law
+    draft_sampling = verifier.default_sampling
     return ExactSubject(
         name=verifier.name,
-        laws=verifier.laws,
-        default_law=law if law in verifier.laws else min(verifier.laws),
+        draft_samplings=verifier.draft_samplings,
+        default_sampling=draft_sampling
+        if draft_sampling in verifier.draft_samplings
+        else min(verifier.draft_samplings),
         max_paths=verifier.max_paths,
         verify=verify,
     )
@@ -111,12 +112,14 @@ def _load(path: Path) -> ModuleType:
 
 def _check(cls: type[Rule]) -> None:
     try:
-        name, laws = cls.name, cls.laws
+        name, dists = cls.name, cls.draft_samplings
     except AttributeError as error:
         expected = f"a class attribute of {cls.__name__}"
         raise InvalidArgument(str(error.name), None, expected) from None
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f"{cls.__name__}.name", name, "the verifier's name")
-    if not isinstance(laws, frozenset) or not laws or not laws <= set(Law):
-        known = ", ".join(sorted(Law))
-        raise InvalidArgument(f"{cls.__name__}.laws", laws, f"a frozenset of {{{known}}}")
+    if not isinstance(dists, frozenset) or not dists or not dists <= set(DraftSampling):
+        known = ", ".join(sorted(DraftSampling))
+        raise InvalidArgument(
+            f"{cls.__name__}.draft_samplings", dists, f"a frozenset of {{{known}}}"
+        )

@@ -1,29 +1,526 @@
-"""The sampled audit: a batched verifier's output law on random tiny problems, by G-tests.
+"""Trees of independent paths, drawn for many requests at once, and uniforms for judging trees."""
 
-A batched verifier takes given uniforms, so its law cannot be enumerated. But it can be sampled,
-with many trees in one call.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import nextafter
+from operator import itemgetter
 from time import perf_counter
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit import Result, Sizes, Subject
-from eaglegbv.eval.audit_instances import instance
-from eaglegbv.eval.audit_runs import RunWriter
-from eaglegbv.eval.audit_steps import StepWriter
-from eaglegbv.eval.audit_writing import Writer
+from eaglegbv.eval.audit_exact import Result, Sizes, Subject, instance
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.base import Rule, Verifier
-from eaglegbv.verifiers.reference.enumeration import Problem, target_joint
-from eaglegbv.verifiers.stateful import StatefulVerifier
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
+from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
+from eaglegbv.verifiers.stateful import (
+    Debts,
+    Layers,
+    SparseProbs,
+    StatefulUniforms,
+    StatefulVerifier,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PathTrees:
+    """Shapes of trees whose equal prefixes share a node, padded to the largest possible size.
+
+    Attributes:
+        token_ids: ``[batch, nodes]`` int64; the root's is 0.
+        parents: ``[batch, nodes]`` int64.
+        depth: ``[batch, nodes]`` int64.
+        num_nodes: ``[batch]`` int64.
+        path_nodes: ``[batch, paths, length]`` int64.
+        places: ``[batch, nodes]`` int64, the place (see :func:`draw_trees`) of each node; padding
+            repeats the root's.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+    path_nodes: Tensor
+    places: Tensor
+
+    def with_probs(self, draft_probs: Tensor) -> DraftTree:
+        """Return the trees with the distributions from which they were drawn, ``[batch, nodes, vocab]``."""
+        size, paths, length = self.path_nodes.shape
+        return DraftTree(
+            draft_sampling=DraftSampling.IID,
+            token_ids=self.token_ids,
+            parents=self.parents,
+            depth=self.depth,
+            num_nodes=self.num_nodes,
+            path_nodes=self.path_nodes,
+            path_lengths=torch.full((size, paths), length),
+            draft_ids=torch.arange(draft_probs.shape[2]).expand_as(draft_probs),
+            draft_probs=draft_probs,
+        )
+
+
+def draw_trees(size: int, paths: int, length: int, draw: Callable[[Tensor], Tensor]) -> PathTrees:
+    """Draw ``size`` trees of ``paths`` independent paths of ``length`` tokens.
+
+    At first every path has a place at every depth; paths with equal prefixes use the place of the
+    first of them. Then the places in use are moved to the front and become the nodes.
+
+    Args:
+        size: Number of trees.
+        paths: Paths of a tree.
+        length: Tokens of a path.
+        draw: Draws the next token of every path, ``[size, paths]`` int64, given the places that the
+            paths have reached, of the same shape; called once for each depth.
+    """
+    count = 1 + paths * length
+    token_ids = torch.zeros((size, count), dtype=torch.int64)
+    parents, depth = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+    used = torch.zeros_like(token_ids, dtype=torch.bool)
+    used[:, 0] = True
+    chain, here = [], torch.zeros((size, paths), dtype=torch.int64)
+    for d in range(length):
+        drawn = draw(here)
+        same = (here.unsqueeze(2) == here.unsqueeze(1)) & (drawn.unsqueeze(2) == drawn.unsqueeze(1))
+        place = 1 + d * paths + same.int().argmax(dim=2)
+        token_ids.scatter_(1, place, drawn)
+        parents.scatter_(1, place, here)
+        depth.scatter_(1, place, d + 1)
+        used.scatter_(1, place, value=True)
+        chain.append(place)
+        here = place
+    number = used.cumsum(dim=1) - 1
+    order = (~used).int().argsort(dim=1, stable=True)
+    real = torch.arange(count) < used.sum(dim=1, keepdim=True)
+
+    def packed(values: Tensor) -> Tensor:
+        return values.gather(1, order).where(real, 0)
+
+    path_places = torch.stack(chain, dim=2)
+    return PathTrees(
+        token_ids=packed(token_ids),
+        parents=packed(number.gather(1, parents)),
+        depth=packed(depth),
+        num_nodes=used.sum(dim=1),
+        path_nodes=number.gather(1, path_places.flatten(1)).view_as(path_places),
+        places=order.where(real, 0),
+    )
+
+
+def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUniforms:
+    """Return fresh uniform numbers for one verification of ``tree``."""
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    return VerifyUniforms(
+        selection=numbers(tree.batch, tree.length, tree.paths, 2),
+        acceptance=numbers(tree.batch, max(1, tree.paths * tree.length)),
+        correction=numbers(tree.batch),
+    )
+
+
+# Uniform numbers for judging trees, spread evenly over several judgements of one tree.
+#
+# Latin hypercube sampling: McKay, Beckman & Conover, A Comparison of Three Methods for Selecting
+# Values of Input Variables in the Analysis of Output from a Computer Code, Technometrics 21 (1979).
+
+
+_LARGEST = nextafter(1.0, 0.0)
+
+
+def latin_hypercube(
+    draws: Sequence[VerifyUniforms], seeds: Sequence[Sequence[int]]
+) -> list[VerifyUniforms]:
+    """Return the numbers of J judgements as a Latin hypercube.
+
+    The J numbers that decide one thing in the J judgements fall one each into J equal parts of
+    [0, 1), in random order. So the numbers of every single judgement are independent and uniform as
+    always, and the mean over the judgements has less noise.
+
+    Args:
+        draws: Independent uniform numbers, of the same shapes in all J judgements.
+        seeds: For each request, the seed of the order of its parts.
+
+    Returns:
+        As many numbers as ``draws``, of the same shapes; rounding never makes one equal 1.
+    """
+    count = len(draws)
+    if count == 1:
+        return list(draws)
+    numbers = torch.stack([_columns(own) for own in draws])
+    parts = torch.stack([_orders(seed, count, numbers.shape[2]) for seed in seeds], dim=1)
+    spread = ((parts + numbers) / count).clamp(max=_LARGEST)
+    return [_like(own, columns) for own, columns in zip(draws, spread, strict=True)]
+
+
+def _orders(seed: Sequence[int], count: int, numbers: int) -> Tensor:
+    """Return, ``[count, numbers]``, a random order of ``count`` parts for each number."""
+    parts = np.tile(np.arange(count), (numbers, 1))
+    return torch.from_numpy(np.random.default_rng(seed).permuted(parts, axis=1).T)
+
+
+def _columns(uniforms: VerifyUniforms) -> Tensor:
+    """Return all numbers of each request in a row, ``[batch, numbers]``."""
+    return torch.cat([part.flatten(1) for part in _parts(uniforms)], dim=1)
+
+
+def _like(uniforms: VerifyUniforms, columns: Tensor) -> VerifyUniforms:
+    """Return the numbers of ``columns`` in the shapes of ``uniforms``."""
+    shapes = [part.shape for part in _parts(uniforms)]
+    split = columns.split([shape[1:].numel() for shape in shapes], dim=1)
+    selection, acceptance, correction = (
+        part.reshape(shape) for part, shape in zip(split, shapes, strict=True)
+    )
+    return VerifyUniforms(selection, acceptance, correction.squeeze(1))
+
+
+def _parts(uniforms: VerifyUniforms) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three kinds of numbers, ``[batch, ...]`` each."""
+    return uniforms.selection, uniforms.acceptance, uniforms.correction.unsqueeze(1)
+
+
+# Interface between a sampled audit and a verifier: the verifier writes texts.
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Texts that a verifier wrote.
+
+    Attributes:
+        cells: ``[samples]`` int64, each whole text as a number in base ``vocab``.
+        committed: Tokens committed by all first steps together.
+    """
+
+    cells: Tensor
+    committed: int
+
+
+class Writer(Protocol):
+    """Writes texts of L + 1 tokens with the batched implementation of a verifier."""
+
+    def __call__(
+        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
+    ) -> Written:
+        """Write texts whose steps follow ``problems``."""
+
+
+# Texts written by a batched stateful verifier, step after step, on tiny problems.
+#
+# A debt of an earlier step changes what later ones commit, so only whole runs can be judged. Many
+# requests run side by side. Each has its own debts, and every debt keeps the draft distribution of its step.
+
+
+@dataclass(frozen=True, slots=True)
+class RunTexts:
+    """Texts in progress, one for each request.
+
+    Attributes:
+        codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
+        lengths: ``[batch]`` int64, number of tokens of each text.
+        layers: Debts of the texts; column k is that of step k.
+        draft_dists: The draft distribution of each step.
+    """
+
+    codes: Tensor
+    lengths: Tensor
+    layers: Layers
+    draft_dists: tuple[ProbsAt, ...]
+
+    @classmethod
+    def start(cls, size: int) -> "RunTexts":
+        """Return requests whose texts are empty."""
+        codes = torch.ones(size, dtype=torch.int64)
+        return cls(codes, torch.zeros_like(codes), Layers.none(size), ())
+
+    def only(self, chosen: Tensor) -> "RunTexts":
+        """Return the requests where ``chosen`` ``[batch]`` bool is set."""
+        layers = Layers(
+            self.layers.rho[chosen],
+            self.layers.drafts[chosen],
+            self.layers.remaining[chosen],
+            self.layers.most_drafts,
+        )
+        return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_dists)
+
+
+@dataclass(frozen=True, slots=True)
+class RunWriter:
+    """Writes texts with a stateful verifier, one step after the other."""
+
+    verifier: StatefulVerifier
+
+    def __call__(
+        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
+    ) -> Written:
+        """Take one step for each of ``problems``, then steps without drafts.
+
+        Texts end after L + 1 tokens, within which every debt of a first step falls due. A step
+        without drafts commits a token of the modified target.
+        """
+        vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
+        texts, cells, committed = RunTexts.start(samples), [], 0
+        for number in range(len(problems) + total):
+            drafting = number < len(problems)
+            problem = problems[number if drafting else -1]
+            texts = _step(self.verifier, texts, problem, generator, drafting=drafting)
+            if number == 0:
+                committed = int(texts.lengths.sum())
+            done = texts.lengths >= total
+            surplus = vocab ** (texts.lengths[done] - total)
+            cells.append(texts.codes[done] // surplus - vocab**total)
+            texts = texts.only(~done)
+            if len(texts.codes) == 0:
+                break
+        return Written(torch.cat(cells), committed)
+
+
+def prefix_of(code: int, vocab: int) -> Prefix:
+    """Return the tokens of a code, whose digits are a 1 and then the tokens."""
+    tokens: list[int] = []
+    while code > 1:
+        code, token = divmod(code, vocab)
+        tokens.append(token)
+    return tuple(reversed(tokens))
+
+
+def _step(
+    verifier: StatefulVerifier,
+    texts: RunTexts,
+    problem: Problem,
+    generator: torch.Generator,
+    *,
+    drafting: bool,
+) -> RunTexts:
+    vocab, size = problem.shape.vocab, len(texts.codes)
+    if drafting:
+        trees = _draw(problem, texts.codes, generator)
+        codes = _node_codes(trees, texts.codes, vocab)
+        tree = trees.with_probs(_dists(problem.draft_dist, codes, vocab))
+    else:
+        tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
+    p = _dists(problem.target_dist, codes, vocab).flatten(0, 1)
+    rows = torch.arange(codes.numel()).view_as(codes)
+    target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
+    debts = Debts(texts.layers, _OwnProbs(texts, vocab))
+    uniforms = _uniforms(tree, texts.layers.count, generator)
+    result = verifier.verify(tree, target, uniforms, debts)
+    return RunTexts(
+        codes=_extended(texts.codes, tree, result.verdict, vocab),
+        lengths=texts.lengths + result.verdict.accepted + 1,
+        layers=result.layers,
+        draft_dists=(*texts.draft_dists, problem.draft_dist),
+    )
+
+
+def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTrees:
+    shape = problem.shape
+    reached = codes.unsqueeze(1).repeat(1, shape.paths)
+
+    def draw(places: Tensor) -> Tensor:
+        del places
+        dists = _dists(problem.draft_dist, reached, shape.vocab).flatten(0, 1)
+        drawn = torch.multinomial(dists, 1, generator=generator).view_as(reached)
+        reached.mul_(shape.vocab).add_(drawn)
+        return drawn
+
+    return draw_trees(len(codes), shape.paths, shape.length, draw)
+
+
+def _node_codes(trees: PathTrees, codes: Tensor, vocab: int) -> Tensor:
+    """Return the code of each node's text, ``[batch, nodes]``; padding repeats the root's."""
+    found = codes.unsqueeze(1).expand_as(trees.parents).clone()
+    for depth in range(1, trees.path_nodes.shape[2] + 1):
+        longer = found.gather(1, trees.parents) * vocab + trees.token_ids
+        found = torch.where(trees.depth == depth, longer, found)
+    return found
+
+
+def _extended(codes: Tensor, tree: DraftTree, verdict: Verdict, vocab: int) -> Tensor:
+    drafted = tree.token_ids.gather(1, verdict.path_nodes)
+    for i in range(tree.length):
+        codes = torch.where(i < verdict.accepted, codes * vocab + drafted[:, i], codes)
+    return codes * vocab + verdict.token_ids
+
+
+def _dists(dist: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
+    """Return the distributions after texts with codes of any shape ``[...]``: ``[..., vocab]`` float64."""
+    each, rows = codes.unique(return_inverse=True)
+    table = [dist(prefix_of(code, vocab)) for code in each.tolist()]
+    return torch.tensor(table, dtype=torch.float64)[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnProbs:
+    """The draft distributions of all steps so far, which the debts need."""
+
+    texts: RunTexts
+    vocab: int
+
+    def after(self, tokens: Tensor) -> SparseProbs:
+        """Return the distributions of all steps after ``tokens`` more, ``[batch, depth]``."""
+        codes = self.texts.codes
+        for column in tokens.T:
+            codes = codes * self.vocab + column
+        dists = [_dists(dist, codes, self.vocab) for dist in self.texts.draft_dists]
+        empty = torch.zeros((len(codes), 0, self.vocab), dtype=torch.float64)
+        probs = torch.stack(dists, dim=1) if dists else empty
+        return SparseProbs(torch.arange(self.vocab).expand(probs.shape), probs)
+
+
+def _uniforms(tree: DraftTree, layers: int, generator: torch.Generator) -> StatefulUniforms:
+    entering, leaving = (tree.batch, tree.length, layers), (tree.batch, layers + 1)
+    return StatefulUniforms(
+        plain=random_uniforms(tree, generator),
+        entering=torch.rand(entering, generator=generator, dtype=torch.float64),
+        leaving=torch.rand(leaving, generator=generator, dtype=torch.float64),
+    )
+
+
+# Texts whose first step is taken by a stateless batched verifier, and the rest by the target.
+#
+# Such a verifier keeps nothing between steps, so one step shows its distribution. Every draft tree of a tiny
+# problem is listed once, and the verifier judges trees sampled from their exact distribution.
+
+
+CHUNK = 4096
+"""Number of trees judged in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWriter:
+    """Writes texts with one step of a verifier."""
+
+    verifier: Verifier
+
+    def __call__(
+        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
+    ) -> Written:
+        """Let the verifier take one step of the first problem; p completes the texts."""
+        trees, target, masses = batch_of(problems[0])
+        dists = _probs_by_code(problems[0])
+        cells, committed = [], 0
+        for size in _chunks(samples):
+            index = torch.multinomial(masses, size, replacement=True, generator=generator)
+            tree = trees.mapped(itemgetter(index))
+            dist = replace(target, rows=target.rows[index])
+            verdict = self.verifier.verify(tree, dist, random_uniforms(tree, generator))
+            drafted = tree.token_ids.gather(1, verdict.path_nodes)
+            tokens = torch.cat((drafted, verdict.token_ids.unsqueeze(1)), dim=1)
+            tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token_ids.unsqueeze(1))
+            texts = Texts(tokens, verdict.accepted + 1)
+            committed += int(texts.lengths.sum())
+            cells.append(_complete(texts, dists, generator))
+        return Written(torch.cat(cells), committed)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts in progress: the first ``lengths`` tokens of a row; the rest is undecided."""
+
+    tokens: Tensor
+    lengths: Tensor
+
+
+def _chunks(samples: int) -> list[int]:
+    full, rest = divmod(samples, CHUNK)
+    return [CHUNK] * full + ([rest] if rest else [])
+
+
+def _probs_by_code(problem: Problem) -> list[Tensor]:
+    """Return the target's distributions after all prefixes of lengths 0 ... L.
+
+    Entry d is ``[vocab ** d, vocab]``; its rows are in the order of prefixes as numbers in base
+    ``vocab``.
+    """
+    vocab, p = problem.shape.vocab, problem.target_dist
+    return [
+        torch.tensor([p(prefix) for prefix in product(range(vocab), repeat=d)], dtype=torch.float64)
+        for d in range(problem.shape.length + 1)
+    ]
+
+
+def _complete(texts: Texts, dists: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+    """Complete texts with the target; return each whole text as a number in base ``vocab``."""
+    vocab = dists[0].shape[1]
+    code = torch.zeros_like(texts.lengths)
+    for d, draft_sampling in enumerate(dists):
+        own = torch.multinomial(draft_sampling[code], 1, generator=generator).squeeze(1)
+        code = code * vocab + torch.where(texts.lengths > d, texts.tokens[:, d], own)
+    return code
+
+
+def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
+    """Return all draft trees of a problem, their target distributions and their probabilities ``[batch]``.
+
+    The rows of the target distributions belong to prefixes, and all trees share them.
+    """
+    drafted = drafted_paths(problem)
+    trees = [_Nodes.of(paths) for paths in drafted]
+    vocab, length = problem.shape.vocab, problem.shape.length
+    prefixes = [c for d in range(length + 1) for c in product(range(vocab), repeat=d)]
+    row_of = {prefix: row for row, prefix in enumerate(prefixes)}
+    size, nodes = len(trees), max(len(tree.prefixes) for tree in trees)
+    most = max(len(tree.paths) for tree in trees)
+    token_ids = np.zeros((size, nodes), dtype=np.int64)
+    parents, depth, rows = token_ids.copy(), token_ids.copy(), token_ids.copy()
+    path_nodes = np.zeros((size, most, length), dtype=np.int64)
+    path_lengths = np.zeros((size, most), dtype=np.int64)
+    for b, tree in enumerate(trees):
+        for node, prefix in enumerate(tree.prefixes):
+            rows[b, node] = row_of[prefix]
+            if prefix:
+                token_ids[b, node] = prefix[-1]
+                parents[b, node] = tree.numbers[prefix[:-1]]
+                depth[b, node] = len(prefix)
+        for k, path in enumerate(tree.paths):
+            path_nodes[b, k] = [tree.numbers[path[:d]] for d in range(1, length + 1)]
+            path_lengths[b, k] = length
+    draft = torch.tensor([problem.draft_dist(c) for c in prefixes], dtype=torch.float64)
+    shared = torch.from_numpy(rows)
+    batch = DraftTree(
+        draft_sampling=problem.draft_sampling,
+        token_ids=torch.from_numpy(token_ids),
+        parents=torch.from_numpy(parents),
+        depth=torch.from_numpy(depth),
+        num_nodes=torch.tensor([len(tree.prefixes) for tree in trees]),
+        path_nodes=torch.from_numpy(path_nodes),
+        path_lengths=torch.from_numpy(path_lengths),
+        draft_ids=torch.arange(vocab).expand(size, nodes, vocab),
+        draft_probs=draft[shared],
+    )
+    probs = torch.tensor([problem.target_dist(c) for c in prefixes], dtype=torch.float64)
+    target = TargetProbs(probs.log(), probs.new_zeros(len(prefixes)), shared)
+    masses = torch.tensor([float(mass) for mass in drafted.values()], dtype=torch.float64)
+    return batch, target, masses
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The nodes of one tree, numbered by depth, then by first path."""
+
+    paths: tuple[Prefix, ...]
+    prefixes: list[Prefix]
+    numbers: dict[Prefix, int]
+
+    @classmethod
+    def of(cls, paths: tuple[Prefix, ...]) -> "_Nodes":
+        longest = max(map(len, paths))
+        below = [path[:d] for d in range(1, longest + 1) for path in paths]
+        prefixes: list[Prefix] = list(dict.fromkeys([(), *below]))
+        return cls(paths, prefixes, {prefix: n for n, prefix in enumerate(prefixes)})
+
+
+# The sampled audit: a batched verifier's output distribution on random tiny problems, by G-tests.
+#
+# A batched verifier takes given uniforms, so its distribution cannot be enumerated. But it can be sampled,
+# with many trees in one call.
 
 
 class SampledResult(Result, frozen=True, kw_only=True):
@@ -89,8 +586,8 @@ class SampledSubject(Subject):
             raise InvalidArgument("samples", samples, "an integer of at least 1")
         return cls(
             name=verifier.name,
-            laws=verifier.laws,
-            default_law=verifier.default_law,
+            draft_samplings=verifier.draft_samplings,
+            default_sampling=verifier.default_sampling,
             max_paths=verifier.max_paths,
             write=write,
             samples=samples,
@@ -98,18 +595,23 @@ class SampledSubject(Subject):
 
     @torch.inference_mode()
     def audit(
-        self, law: Law, sizes: Sizes, on_instance: Callable[[float], None] | None = None
+        self,
+        draft_sampling: DraftSampling,
+        sizes: Sizes,
+        on_instance: Callable[[float], None] | None = None,
     ) -> SampledResult:
-        """Compare each problem's texts with the target's joint law by a G-test.
+        """Compare each problem's texts with the target's joint distribution by a G-test.
 
         ``on_instance`` is called with each problem's p-value.
         """
-        self.check(law, sizes.shape)
+        self.check(draft_sampling, sizes.shape)
         start = perf_counter()
         generator = torch.Generator().manual_seed(sizes.seed)
         smallest, blindest, committed = 1.0, 0.0, 0
         for number in range(sizes.instances):
-            problems = instance(law, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed)
+            problems = instance(
+                draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
+            )
             written = self.write(problems, self.samples, generator)
             test = g_test(written.cells.numpy(), _joint(problems[0]))
             smallest = min(smallest, test.p_value)
@@ -122,7 +624,7 @@ class SampledSubject(Subject):
                 on_instance(test.p_value)
         return SampledResult(
             verifier=self.name,
-            law=str(law),
+            draft_sampling=str(draft_sampling),
             instances=sizes.instances,
             samples=self.samples,
             min_p_value=smallest,
@@ -147,5 +649,5 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Samp
 
 def _joint(problem: Problem) -> NDArray[np.float64]:
     """Return the probability of each text of L + 1 tokens, by its number in base ``vocab``."""
-    joint = target_joint(problem.target_law, problem.shape.length + 1)
+    joint = target_joint(problem.target_dist, problem.shape.length + 1)
     return np.array([float(mass) for mass in joint.values()])

@@ -1,16 +1,11 @@
-"""Another library to compare with: transformers' own ``generate``, plain and assisted.
-
-``transformers`` decodes plainly. Assisted generation drafts by prompt lookup (``lookup:TOKENS``),
-with the target's own first layers (``exit:LAYERS:TOKENS``) or with a small model
-(``assistant:FOLDER``). It takes one prompt at a time.
-"""
+"""An LLM whose answers are streamed, so that the time to the first token is known."""
 
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +18,66 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
+from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
+from eaglegbv.llm import load_tokenizer
+from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.request import FinishReason
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
-from eaglegbv.text_generator import load_tokenizer
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion, Delta, Prompt
+
+
+class Streams(Protocol):
+    """Streams answers, as :meth:`eaglegbv.llm.LLM.stream` does."""
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, plan: Plan
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Returns whole answers, and records the time until the first tokens as prefill.
+
+    Attributes:
+        llm: A backend that answers but does not report its phases.
+    """
+
+    llm: Streams
+
+    def __call__(
+        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> Completion:
+        """Answer one conversation.
+
+        Raises:
+            EagleGBVError: The prompt is invalid, or the backend could not answer it.
+        """
+        start = time.perf_counter()
+        prefill: float | None = None
+        completion: Completion | None = None
+        try:
+            for piece in self.llm.stream(prompts, sampling_params, plan=plan):
+                if prefill is None and piece.token_ids:
+                    prefill = time.perf_counter() - start
+                completion = piece.completion or completion
+        except EagleGBVError:
+            raise
+        except ValueError as error:  # SGLang raises it for requests it does not accept
+            raise InvalidArgument("prompt", f"{len(prompts)} messages", str(error)) from error
+        if completion is None or completion.error is not None or prefill is None:
+            cause = "no answer" if completion is None else completion.error or "no token"
+            raise StepFailed(0, cause)
+        completion.metrics.add_seconds(Phase.PREFILL, prefill)
+        return completion
+
+
+# Another library to compare with: transformers' own ``generate``, plain and assisted.
+#
+# ``transformers`` decodes plainly. Assisted generation drafts by prompt lookup (``lookup:TOKENS``),
+# with the target's own first layers (``exit:LAYERS:TOKENS``) or with a small model
+# (``assistant:FOLDER``). It takes one prompt at a time.
+
 
 PLAIN = "transformers"
 """Name of the baseline that does not draft."""
@@ -98,7 +147,7 @@ class Library:
             chosen: The baseline.
             ends: Whether an end-of-sequence token ends an answer.
         """
-        # Do not use the model's own settings: penalties or a top-k would change the law.
+        # Do not use the model's own settings: penalties or a top-k would change the distribution.
         config = GenerationConfig(pad_token_id=0, eos_token_id=self._eos if ends else None)
         if chosen.draft_tokens is not None:
             config.num_assistant_tokens = chosen.draft_tokens
@@ -182,7 +231,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class BaselineAnswer:
-    """An answer of a baseline, like the engine's :class:`eaglegbv.completion.Completion`.
+    """An answer of a baseline, like the engine's :class:`eaglegbv.text.Completion`.
 
     Attributes:
         text: The answer, without special tokens.

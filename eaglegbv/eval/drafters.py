@@ -5,17 +5,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from eaglegbv.completion import Completion
 from eaglegbv.config import Plan
-from eaglegbv.eval.acceptance import Acceptance
-from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.eval.questions import Question
+from eaglegbv.eval.statistics import (
+    Acceptance,
+    Estimate,
+    bootstrap_ratio,
+    bootstrap_ratio_of_ratios,
+)
 from eaglegbv.llm import LLM
-from eaglegbv.params import SamplingParams
-from eaglegbv.prompts import Message
+from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.uniforms import request_seed
+from eaglegbv.rng import request_seed
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The G-test of observed texts against their exact joint law, and its power."""
+"""The G-test of observed texts against their exact joint distribution, and its power."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from scipy import optimize, stats
 from eaglegbv.errors import InvalidArgument
 
 SMALLEST_EXPECTED = 5.0
-"""Expected count from which the chi-square law of G is accurate (Cochran's rule of thumb)."""
+"""Expected count from which the chi-square distribution of G is accurate (Cochran's rule of thumb)."""
 
 SHIFT = 0.04
 """Total variation at which power is stated; some thousands of samples in fifty cells notice it."""
 
 LEVEL = 1e-4
-"""A right law is rejected once in ten thousand tests, so many tests seldom fail by chance."""
+"""A right distribution is rejected once in ten thousand tests, so many tests seldom fail by chance."""
 
 POWER = 0.9
 """Probability with which a shift must be noticed to count as detectable."""
@@ -33,8 +33,8 @@ class GTest:
         statistic: G.
         samples: Number of texts observed.
         cells: Number of cells compared, after merging.
-        p_value: Probability of a G at least as large if the law is right.
-        power: Probability of rejecting, at the given level, a law at the given total variation from
+        p_value: Probability of a G at least as large if the distribution is right.
+        power: Probability of rejecting, at the given level, a distribution at the given total variation from
             the expected one, spread evenly over all cells: the spread that is hardest to see.
     """
 
@@ -53,16 +53,16 @@ def g_test(
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
-    """Compare samples with their exact law.
+    """Compare samples with their exact distribution.
 
     Args:
         observed: Cell indices, ``[samples]``.
         expected: Probabilities ``[cells]``.
         smallest: Cells with a smaller expected count are merged with their neighbours: the
-            chi-square law of G needs filled cells, and with fewer cells a small shift is easier to
+            chi-square distribution of G needs filled cells, and with fewer cells a small shift is easier to
             see.
         shift: Total variation at which the power is stated.
-        level: Probability of rejecting a right law, for the power.
+        level: Probability of rejecting a right distribution, for the power.
     """
     counts = np.bincount(np.asarray(observed, dtype=np.int64), minlength=len(expected))
     counts = counts.astype(np.float64)
@@ -109,7 +109,7 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
 
 
 def power(samples: int, cells: int, *, shift: float, level: float) -> float:
-    """Return the probability of rejecting a law at total variation ``shift``, spread evenly."""
+    """Return the probability of rejecting a distribution at total variation ``shift``, spread evenly."""
     if cells < 2:
         return 0.0
     # Moving every cell up or down by 2 * shift of its mean is a total variation of shift.
@@ -132,35 +132,35 @@ def detectable_shift(
 
 def g_test_texts(
     texts: Sequence[Sequence[int]],
-    law: Mapping[Text, float],
+    dist: Mapping[Text, float],
     *,
     shift: float = SHIFT,
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
-    """Compare texts with the exact law of texts; a text that the law lacks has probability 0.
+    """Compare texts with the exact distribution of texts; a text that the distribution lacks has probability 0.
 
-    Rare texts are merged with their neighbours in the order of ``law``; after :func:`joint_law`,
+    Rare texts are merged with their neighbours in the order of ``dist``; after :func:`joint_law`,
     these are texts that begin alike.
     """
-    cells = {text: i for i, text in enumerate(law)}
-    impossible = len(law)
+    cells = {text: i for i, text in enumerate(dist)}
+    impossible = len(dist)
     observed = [cells.get(tuple(text), impossible) for text in texts]
-    expected = np.append(np.array(list(law.values()), dtype=np.float64), 0.0)
+    expected = np.append(np.array(list(dist.values()), dtype=np.float64), 0.0)
     return g_test(observed, expected, shift=shift, level=level, smallest=smallest)
 
 
-def joint_law(
-    next_laws: Callable[[list[list[int]]], NDArray[np.float64]],
+def joint_probs(
+    next_probs: Callable[[list[list[int]]], NDArray[np.float64]],
     prompt: Sequence[int],
     tokens: int,
     *,
     most: int = 1_000_000,
 ) -> dict[Text, float]:
-    """Return the exact law of the first ``tokens`` tokens after ``prompt``; omit impossible texts.
+    """Return the exact distribution of the first ``tokens`` tokens after ``prompt``; omit impossible texts.
 
     Args:
-        next_laws: Maps sequences of one length to the laws of their next token, ``[batch, vocab]``.
+        next_probs: Maps sequences of one length to the distributions of their next token, ``[batch, vocab]``.
         prompt: The prompt.
         tokens: Number of tokens.
         most: Most texts that are allowed.
@@ -168,17 +168,17 @@ def joint_law(
     Raises:
         InvalidArgument: More than ``most`` texts have positive probability.
     """
-    law: dict[Text, float] = {(): 1.0}
+    dist: dict[Text, float] = {(): 1.0}
     for length in range(1, tokens + 1):
-        rows = next_laws([[*prompt, *text] for text in law])
+        rows = next_probs([[*prompt, *text] for text in dist])
         count = np.count_nonzero(rows)
         if count > most:
             raise InvalidArgument(
                 "tokens", tokens, f"at most {most} possible texts, not {count} of {length}"
             )
-        law = {
+        dist = {
             (*text, int(token)): mass * float(row[token])
-            for (text, mass), row in zip(law.items(), rows, strict=True)
+            for (text, mass), row in zip(dist.items(), rows, strict=True)
             for token in np.flatnonzero(row)
         }
-    return law
+    return dist

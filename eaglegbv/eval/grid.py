@@ -7,9 +7,9 @@ from itertools import product
 import msgspec
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.errors import LawMismatch
+from eaglegbv.errors import SamplingMismatch
 from eaglegbv.eval.records import Setting
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.registry import make_any_verifier
 
 
@@ -19,7 +19,7 @@ class Grid:
 
     Attributes:
         settings: Every lossless combination, once.
-        left_out: Names of combinations that are not lossless, or whose law needs more paths.
+        left_out: Names of combinations that are not lossless, or whose distribution needs more paths.
     """
 
     settings: tuple[Setting, ...]
@@ -33,15 +33,15 @@ def grid(
     temperatures: Sequence[float],
     *,
     base: Plan,
-    laws: Sequence[Law | None] = (),
+    draft_samplings: Sequence[DraftSampling | None] = (),
     draft_temperatures: Sequence[float] = (),
     baselines: Sequence[str] = (),
 ) -> Grid:
     """Return every combination once, in the order of the lists.
 
-    ``"none"`` has no paths, depth or law, and occurs once for each temperature. A verifier that
+    ``"none"`` has no paths, depth or distribution, and occurs once for each temperature. A verifier that
     takes fewer paths than requested runs with as many as it takes, which its setting's name says.
-    Combinations of a verifier with a law for which it is not lossless are left out, and named.
+    Combinations of a verifier with a distribution for which it is not lossless are left out, and named.
 
     Args:
         verifiers: Names of verifiers, including ``"none"`` for plain decoding.
@@ -49,26 +49,26 @@ def grid(
         depths: Lengths of a path.
         temperatures: Sampling temperatures.
         base: All other values of every plan.
-        laws: Draft laws, None for each verifier's own; by default that of ``base``.
+        draft_samplings: Draft samplings, None for each verifier's own; by default that of ``base``.
         draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
         baselines: Names of other libraries' ways, which come after the rest, once for each
             temperature.
 
     Raises:
         InvalidArgument: A value is out of range, or a verifier does not exist.
-        LawMismatch: A verifier takes none of the laws.
+        SamplingMismatch: A verifier takes none of the draft samplings.
     """
     lists = (
         temperatures,
         verifiers,
-        laws or (base.law,),
+        draft_samplings or (base.draft_sampling,),
         draft_temperatures or (base.draft_temperature,),
         paths,
         depths,
     )
     kept: dict[Setting, None] = {}
-    left_out: dict[Setting, LawMismatch] = {}
-    for temperature, verifier, law, hotter, k, depth in product(*lists):
+    left_out: dict[Setting, SamplingMismatch] = {}
+    for temperature, verifier, dist, hotter, k, depth in product(*lists):
         if verifier == "none":
             kept[Setting(plan=PLAIN, temperature=temperature)] = None
             continue
@@ -77,14 +77,14 @@ def grid(
             verifier=verifier,
             paths=make_any_verifier(verifier).fitting_paths(k),
             depth=depth,
-            law=law,
+            draft_sampling=dist,
             draft_temperature=hotter,
         )
         setting = Setting(plan=plan, temperature=temperature)
         try:
-            _check_law(plan)
+            _check_sampling(plan)
             kept[setting] = None
-        except LawMismatch as error:
+        except SamplingMismatch as error:
             left_out[setting] = error
     for temperature, name in product(temperatures, baselines):
         kept[Setting(plan=PLAIN, temperature=temperature, baseline=name)] = None
@@ -95,9 +95,13 @@ def grid(
     return Grid(tuple(kept), tuple(setting.name for setting in left_out))
 
 
-def _check_law(plan: Plan) -> None:
-    if plan.law is None:
+def _check_sampling(plan: Plan) -> None:
+    if plan.draft_sampling is None:
         return
-    make_any_verifier(plan.verifier).check_law(plan.law, plan.paths)
-    if plan.paths < plan.law.min_paths:
-        raise LawMismatch("paths", plan.paths, f"at least {plan.law.min_paths} for law {plan.law}")
+    make_any_verifier(plan.verifier).check_sampling(plan.draft_sampling, plan.paths)
+    if plan.paths < plan.draft_sampling.min_paths:
+        raise SamplingMismatch(
+            "paths",
+            plan.paths,
+            f"at least {plan.draft_sampling.min_paths} for distribution {plan.draft_sampling}",
+        )

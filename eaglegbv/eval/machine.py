@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from eaglegbv.stopwatch import Phase, Stopwatch
+from eaglegbv.metrics import Phase, Stopwatch
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,15 +3,17 @@
 import gzip
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.files import write_whole
+from eaglegbv.llm import LLM
+from eaglegbv.utils import write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
@@ -306,7 +308,7 @@ def _fetched(name: str, file: HubFile, looked: str) -> Path:
     import huggingface_hub
     from httpx import HTTPError
 
-    from eaglegbv.hub import ask_hub, hub_refusal
+    from eaglegbv.loading import ask_hub, hub_refusal
 
     where, path, revision = file.repository, file.path, file.revision
     try:
@@ -325,3 +327,47 @@ def _fetched(name: str, file: HubFile, looked: str) -> Path:
         raise InvalidArgument(
             "questions-set", name, f"{expected} ({hub_refusal(error)})"
         ) from error
+
+
+# Prompts of given lengths for measurements.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Prompts of any length, made of questions.
+
+    Attributes:
+        questions: Token ids as the model reads them, including the chat template.
+    """
+
+    questions: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, llm: LLM, texts: Sequence[str]) -> Self:
+        """Encode user messages."""
+        if not texts:
+            raise InvalidArgument("questions", 0, "at least one question")
+        return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """Return ``count`` prompts: different questions, or ``length`` tokens of several questions.
+
+        The questions are spread evenly over the file, and so over its categories.
+
+        Args:
+            count: Number of prompts.
+            length: Tokens of each prompt; 0 for the questions as they are.
+        """
+        total = len(self.questions)
+        places = evenly(count, total) if count < total else range(count)
+        return [self._prompt(place, length) for place in places]
+
+    def _prompt(self, first: int, length: int) -> list[int]:
+        if not length:
+            return list(self.questions[first % len(self.questions)])
+        tokens: list[int] = []
+        while len(tokens) < length:
+            # The last question stays whole, so that the model has something to answer.
+            tokens = [*self.questions[first % len(self.questions)], *tokens]
+            first += 1
+        return tokens[-length:]

@@ -1,4 +1,4 @@
-"""Data that a benchmark run saves: its settings, its environment, one record per conversation."""
+"""Reading JSON files into structs, with errors that name the argument a user gave."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -15,9 +15,93 @@ from eaglegbv.config import Plan
 from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.sampling import SamplingParams
+
+Content = TypeVar("Content")
+
+
+def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) -> Content:
+    """Return the content of a file.
+
+    Args:
+        path: The file.
+        kind: Type of its content.
+        argument: The user's name for the file, for messages.
+        expected: What the file should be, for messages.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or its content is of another type.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidArgument(argument, str(path), f"{expected} ({error})") from error
+
+
+# Entries saved one a line as they come, so that a killed process loses at most one.
+
+
+Entry = TypeVar("Entry", bound=msgspec.Struct)
+
+
+class Journal(Generic[Entry]):
+    """A file of JSON lines to which one process adds, while others may read it.
+
+    A last line that its writer has not finished, or was killed while writing, is not read.
+    """
+
+    def __init__(self, path: Path, kind: type[Entry], content: str) -> None:
+        """Name a file, which need not exist yet.
+
+        Args:
+            path: The file.
+            kind: Type of its entries.
+            content: What the entries are, for messages.
+        """
+        self._path = path
+        self._kind = kind
+        self._content = content
+
+    def read(self, argument: str = "out") -> list[Entry]:
+        """Return all entries without changing the file.
+
+        Args:
+            argument: The user's name for the journal's folder, for messages.
+
+        Raises:
+            InvalidArgument: The file cannot be read, or a line is not an entry.
+        """
+        try:
+            lines = self._whole_lines().splitlines()
+            return [msgspec.json.decode(line, type=self._kind) for line in lines]
+        except (OSError, msgspec.DecodeError) as error:
+            expected = f"{self._content} ({error})"
+            raise InvalidArgument(argument, str(self._path.parent), expected) from error
+
+    def resume(self) -> list[Entry]:
+        """Return all entries, and remove a last line that was cut short, so that more can be added.
+
+        Raises:
+            InvalidArgument: The file cannot be read, or a line is not an entry.
+        """
+        entries = self.read()
+        if self._path.is_file():
+            os.truncate(self._path, len(self._whole_lines()))
+        return entries
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry to the file."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+
+    def _whole_lines(self) -> bytes:
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        return content[: content.rfind(b"\n") + 1]
+
+
+# Data that a benchmark run saves: its settings, its environment, one record per conversation.
+
 
 Key: TypeAlias = tuple[str, str, int]
 """Setting, question and repeat of a record."""
@@ -59,8 +143,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             parts = ["none"]
         else:
             parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}"]
-            if plan.law is not None:
-                parts.append(str(plan.law))
+            if plan.draft_sampling is not None:
+                parts.append(str(plan.draft_sampling))
             if plan.draft_width != default.draft_width:
                 parts.append(f"W{plan.draft_width}")
             if plan.whole_vocab:

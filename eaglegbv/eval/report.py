@@ -4,11 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Results, RunSettings
-from eaglegbv.eval.summary import Summary
-from eaglegbv.quantization import Quantization
+from eaglegbv.eval.statistics import FIGURES, Estimate, Summary
+from eaglegbv.fused_linears import Quantization
 
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
 

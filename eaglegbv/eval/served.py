@@ -4,13 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.figures import ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Key, Record, RunSettings, Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.runner import Generate, converse
-from eaglegbv.uniforms import request_seed
+from eaglegbv.eval.statistics import ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY, Estimate
+from eaglegbv.rng import request_seed
 
 HEADINGS = (
     *("setting", "conversations", "broken off", "tokens"),

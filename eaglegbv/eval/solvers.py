@@ -1,14 +1,14 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Laws are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a law
+Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a distribution
 is about equally peaked for every V, and draft logits are the target's plus normal noise of standard
-deviation 0.8. A draft law keeps all tokens or its most likely ones. Every solver gets the two laws
-on the draft law's support and n drafts, and selects one of the drafts. The measured time is the
+deviation 0.8. A draft distribution keeps all tokens or its most likely ones. Every solver gets the two distributions
+on the draft distribution's support and n drafts, and selects one of the drafts. The measured time is the
 process's processor time, so that other users of the machine do not count.
 
-The law of what a node commits is computed from what the solver does, not from what it aims at: from
-the law of its selection (for the exact solver, from its relabelling of drafts), the acceptance that
-its own law b prescribes, and the residual.
+The distribution of what a node commits is computed from what the solver does, not from what it aims at: from
+the distribution of its selection (for the exact solver, from its relabelling of drafts), the acceptance that
+its own distribution b prescribes, and the residual.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.node_acceptance import NodeLaws, optimum_iid
-from eaglegbv.verifiers.reference.global_resolution import TOLERANCE, Solver, solve
+from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
+from eaglegbv.verifiers.global_resolution import TOLERANCE, Solver, solve
 from eaglegbv.verifiers.spectr import k_seq
-from eaglegbv.verifiers.transport import Drafts, RankedLaws, Transport, labels, transport
+from eaglegbv.verifiers.transport import Drafts, RankedProbs, Transport, labels, transport
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ STANDARD = (
 """The sizes (V, n) measured by default."""
 
 WIDTH = 64
-"""Number of tokens that a top-k draft law keeps."""
+"""Number of tokens that a top-k draft distribution keeps."""
 
 SPREAD, NOISE = 0.85, 0.8
 
@@ -50,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         vocab: Number of tokens, V.
         drafts: Number of drafts, n.
-        width: Number of most likely tokens that the draft law keeps.
+        width: Number of most likely tokens that the draft distribution keeps.
 
     Raises:
         InvalidArgument: A value is out of range.
@@ -74,10 +74,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         vocab: Number of tokens, V.
         drafts: Number of drafts, n.
-        width: Number of tokens of the draft law.
+        width: Number of tokens of the draft distribution.
         solver: Name of the solver.
         instances: Number of nodes.
-        median_ms: Median milliseconds of processor time from the two laws and the drafts to the
+        median_ms: Median milliseconds of processor time from the two distributions and the drafts to the
             selected draft; None if the solver refused all nodes.
         mean_ms: Mean of the same.
         success: Share of the nodes solved in time and within the tolerance.
@@ -86,7 +86,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         fallbacks: Number of nodes at which the solver's loss of acceptance was above the tolerance,
             so that K-SEQ took its place.
         late: Number of nodes that took longer than the time limit.
-        deviation: Largest L1 distance of the committed law from the target's.
+        deviation: Largest L1 distance of the committed distribution from the target's.
         acceptance: Mean acceptance probability.
         optimum: Mean of alpha* over the same nodes.
         shortfall: Largest bound on the lost acceptance that a solver gave without falling back.
@@ -131,7 +131,7 @@ class Node:
 
     Attributes:
         target: ``[vocab]`` float64, p.
-        ids: ``[width]`` int64, the draft law's support, ascending.
+        ids: ``[width]`` int64, the draft distribution's support, ascending.
         draft: ``[width]`` float64, q at ``ids``.
         drawn: ``[drafts]`` int64, the drafts, as indices into ``ids``.
         uniforms: ``[drafts, 2]`` float64, for the selection.
@@ -171,11 +171,11 @@ class Answer:
         return float(self.accepted.sum())
 
     def deviation(self, node: Node) -> float:
-        """Return the L1 distance of the committed law from the target's."""
+        """Return the L1 distance of the committed distribution from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
-        law = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
-        law[node.ids] += self.accepted
-        return float(np.abs(law - node.target).sum())
+        dist = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
+        dist[node.ids] += self.accepted
+        return float(np.abs(dist - node.target).sum())
 
 
 def settings_of(
@@ -185,7 +185,7 @@ def settings_of(
 
     Args:
         sizes: V and n of each size.
-        widths: Numbers of tokens that a draft law keeps; None, or any number beyond V, keeps all.
+        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V, keeps all.
     """
     wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
     return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]
@@ -207,7 +207,7 @@ def compare(
         settings: Sizes of the nodes.
         solvers: The solvers.
         instances: Number of nodes of each size.
-        seed: Seed of laws, drafts and uniforms.
+        seed: Seed of distributions, drafts and uniforms.
         time_limit: Seconds of processor time above which a node counts as not solved; nothing is
             interrupted.
         tolerance: Loss of acceptance above which a solver has failed.
@@ -320,14 +320,14 @@ def _mean(values: Sequence[float]) -> float:
 def optimal_acceptance(node: Node) -> float:
     """Return alpha* for the node's number of drafts."""
     columns = (node.ids, node.draft, node.wanted)
-    laws = NodeLaws(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
-    return optimum_iid(laws, len(node.drawn)).item()
+    dists = NodeProbs(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
+    return optimum_iid(dists, len(node.drawn)).item()
 
 
 def exact(node: Node) -> Answer:
     """Select by the exact transport, as the batched verifiers do."""
     start = process_time()
-    ranked = RankedLaws.of(
+    ranked = RankedProbs.of(
         torch.from_numpy(node.ids).view(1, 1, -1),
         torch.from_numpy(node.draft).view(1, 1, -1),
         torch.from_numpy(node.wanted).view(1, 1, -1),
@@ -341,14 +341,14 @@ def exact(node: Node) -> Answer:
     seconds = process_time() - start
 
     places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
-    law, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
-    law[places] = plan.law.numpy().ravel()
-    selected[places] = _law_by_labels(ranked, plan, len(node.drawn))
-    return _answer(node, seconds, law, selected, 0.0)
+    dist, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
+    dist[places] = plan.dist.numpy().ravel()
+    selected[places] = _probs_by_labels(ranked, plan, len(node.drawn))
+    return _answer(node, seconds, dist, selected, 0.0)
 
 
-def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
-    """Return the law of the selected draft, from how drafts are relabelled.
+def _probs_by_labels(ranked: RankedProbs, plan: Transport, n: int) -> Floats:
+    """Return the distribution of the selected draft, from how drafts are relabelled.
 
     A draft of rank x has label y with probability K(x, y). With l(y) = sum_x q(x) K(x, y), the
     highest of n labels is y with probability L(y)^n - L(y-)^n, where L is the cdf of l, and the
@@ -356,7 +356,7 @@ def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
     """
     q = ranked.draft.numpy().ravel()
     v = plan.highest.numpy().ravel()
-    moved = plan.law.numpy().ravel() - v
+    moved = plan.dist.numpy().ravel() - v
     gives, receives = np.maximum(-moved, 0).cumsum(), np.maximum(moved, 0).cumsum()
     # Givers and receivers are matched by cumulative sums: between two cuts, one meets one.
     end = min(gives[-1], receives[-1])
@@ -378,10 +378,10 @@ def _law_by_labels(ranked: RankedLaws, plan: Transport, n: int) -> Floats:
     L = label.cumsum()
     before = np.concatenate(([0.0], L[:-1]))
     density = sum(L**k * before ** (n - 1 - k) for k in range(n))
-    law = own * density
-    np.add.at(law, receiver, exchanged * density[giver])
-    np.add.at(law, giver, exchanged * density[receiver])
-    return np.asarray(law)
+    dist = own * density
+    np.add.at(dist, receiver, exchanged * density[giver])
+    np.add.at(dist, giver, exchanged * density[receiver])
+    return np.asarray(dist)
 
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
@@ -396,15 +396,15 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
     chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
     seconds = process_time() - start
-    law = np.array(plan.law, dtype=np.float64)
-    return _answer(node, seconds, law, law, plan.shortfall)
+    draft_sampling = np.array(plan.dist, dtype=np.float64)
+    return _answer(node, seconds, draft_sampling, draft_sampling, plan.shortfall)
 
 
-def _answer(node: Node, seconds: float, law: Floats, selected: Floats, bound: float) -> Answer:
-    """Accept with min(1, p/b), b = ``law``, a draft that was selected with law ``selected``."""
-    h = np.divide(node.wanted, law, out=np.ones_like(law), where=law > 0)
+def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: float) -> Answer:
+    """Accept with min(1, p/b), b = ``dist``, a draft that was selected with dist ``selected``."""
+    h = np.divide(node.wanted, dist, out=np.ones_like(dist), where=dist > 0)
     residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - law, 0.0)
+    residual[node.ids] = np.maximum(node.wanted - dist, 0.0)
     return Answer(seconds, selected * np.minimum(h, 1.0), residual, bound)
 
 

@@ -8,13 +8,13 @@ import torch
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import load_head, save_head
-from eaglegbv.drafters.eagle_head import EagleHead
+from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
-from eaglegbv.eval.acceptance import Acceptance
+from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.loading import feature_spec, head_drafter
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.targets.hf import HFTarget, load_config
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.sampling import SamplingParams
 
 
 class HeadValidator:

@@ -11,11 +11,10 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.figures import FIGURES
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import facts
-from eaglegbv.eval.store import load_results, read_results
-from eaglegbv.eval.summary import summarise
+from eaglegbv.eval.runner import load_results, read_results
+from eaglegbv.eval.statistics import FIGURES, summarise
 from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
@@ -40,7 +39,7 @@ class _Tree(msgspec.Struct, kw_only=True, omit_defaults=True):
     request: int
     plan: str
     verifier: str
-    law: str
+    draft_sampling: str
     paths: int
     token_ids: list[int]
     parents: list[int]

@@ -6,7 +6,7 @@ from support.cuda.flashinfer_on_host import HostKernels
 from support.cuda.runtime import HostRuntime
 from support.flashinfer_place import Place
 
-from eaglegbv.attention.flashinfer_kernels import FlashInferKernels
+from eaglegbv.attention.flashinfer import FlashInferKernels
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from support.pretend_device import PretendDevice
 from support.ragged_batches import pools
 
 from eaglegbv.attention.base import Segment, pack
-from eaglegbv.attention.fitting import paged_attention
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.flashinfer import paged_attention
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
 
 
 def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(

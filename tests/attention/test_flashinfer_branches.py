@@ -5,9 +5,9 @@ import torch
 from support.flashinfer_place import Place
 from support.ragged_batches import SCALE, SHUFFLED, SIZES, SLOTS, Sizes, new_rows, pools
 
-from eaglegbv.attention.branches import BranchShape
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.base import BranchShape
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention
+from eaglegbv.attention.torch import TorchPagedAttention
 
 
 @pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eaglegbv.attention.flashinfer_kernels import FlashInferKernels, check_pool
-from eaglegbv.attention.kv_pool import KVPool
+from eaglegbv.attention.flashinfer import FlashInferKernels, check_pool
+from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.errors import InvalidArgument
 
 

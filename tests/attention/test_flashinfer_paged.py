@@ -8,8 +8,8 @@ from support.plan_stand import StandKernels
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, Sizes, new_rows, pools
 
 from eaglegbv.attention.base import pack
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention
+from eaglegbv.attention.torch import TorchPagedAttention
 
 
 @pytest.mark.parametrize("window", [None, 4])

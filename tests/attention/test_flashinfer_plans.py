@@ -12,14 +12,15 @@ from support.pretend_device import PretendDevice
 from support.ptx.lanes import MemoryFault
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, SLOTS, new_rows, padded
 
-from eaglegbv.attention.base import pack
-from eaglegbv.attention.branches import BranchShape
-from eaglegbv.attention.flashinfer_kernels import Wrapper
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.flashinfer_plans import FlashInferPlans
-from eaglegbv.attention.flashinfer_static import StaticTreeAttention
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.packed_masks import PackedMasks
+from eaglegbv.attention.base import BranchShape, pack
+from eaglegbv.attention.flashinfer import (
+    FlashInferPagedAttention,
+    FlashInferPlans,
+    StaticTreeAttention,
+    Wrapper,
+)
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.masks import PackedMasks
 
 
 class Unmended(FlashInferPlans):
@@ -34,7 +35,7 @@ def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(
     host: Place, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere there may be no tensor, or one that says something else."""
-    monkeypatch.setattr("eaglegbv.attention.flashinfer_paged.FlashInferPlans", Unmended)
+    monkeypatch.setattr("eaglegbv.attention.flashinfer.FlashInferPlans", Unmended)
     with pytest.raises((RuntimeError, AssertionError)):
         check_kernels(host, "long texts")
     assert all(isinstance(fault, MemoryFault) for fault in on_host.faults)

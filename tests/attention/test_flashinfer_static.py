@@ -6,8 +6,8 @@ from support.flashinfer_place import Place
 from support.ragged_batches import BATCHES, SCALE, SLOTS, moved, new_rows, padded, pools
 
 from eaglegbv.attention.base import pack
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention
+from eaglegbv.attention.torch import TorchPagedAttention
 
 
 @pytest.mark.parametrize("window", [None, 4])

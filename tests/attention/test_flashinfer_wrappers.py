@@ -6,11 +6,10 @@ from support.cuda.flashinfer_on_host import HostKernels
 from support.cuda.runtime import HostRuntime
 from support.ragged_batches import SCALE, Sizes, leaves, new_rows
 
-from eaglegbv.attention.base import pack
-from eaglegbv.attention.branches import BranchShape
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.graphs import Bucket
+from eaglegbv.attention.base import BranchShape, pack
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.cuda_graphs import Bucket
 
 DRAFTS = [(1, 4), (1, 64), (4, 16), (64, 4), (128, 2), (256, 1)]
 BUCKETS = [Bucket(1, 8), Bucket(1, 64), Bucket(4, 256), Bucket(16, 80), Bucket(128, 160)]

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
+from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 
 SLOTS = 24

@@ -5,7 +5,7 @@ import torch
 from support.pretend_device import PretendDevice
 from support.ragged_batches import BATCHES
 
-from eaglegbv.attention.packed_masks import PackedMasks, pack_bits
+from eaglegbv.attention.masks import PackedMasks, pack_bits
 
 
 def test_bits_are_packed_first_lowest() -> None:

@@ -8,12 +8,11 @@ from support.saved_pair import CONTEXT, save_pair
 from support.tiny_models import LAYERS, tiny_model
 
 from eaglegbv import LLM, EngineConfig, InvalidArgument
-from eaglegbv.attention import pool_size
-from eaglegbv.attention.kv_pool import KVPool, slot_bytes
-from eaglegbv.attention.pool_size import PoolSize, free_memory
+from eaglegbv.attention import kv_cache as pool_size
+from eaglegbv.attention.kv_cache import KVPool, PoolSize, free_memory, slot_bytes
+from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.graphs import GraphMode
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.models.hf import HFTarget
 
 CPU = torch.device("cpu")
 

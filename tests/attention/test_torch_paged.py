@@ -9,8 +9,8 @@ from support.ragged_batches import tree_segment
 from torch import Tensor
 
 from eaglegbv.attention.base import PackedBatch, Segment, pack
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 256

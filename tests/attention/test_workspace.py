@@ -1,6 +1,6 @@
 """Wrappers have room for partial results."""
 
-from eaglegbv.attention.workspace import workspace_bytes
+from eaglegbv.attention.flashinfer import workspace_bytes
 
 
 def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.eval import picture
-from eaglegbv.verifiers.reference.registry import REFERENCES
+from eaglegbv.eval import plots as picture
+from eaglegbv.verifiers.registry import REFERENCES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
 KEYS = [
     "verifier",
-    "law",
+    "draft_sampling",
     "instances",
     "max_abs_error",
     "block_efficiency",
@@ -22,12 +22,14 @@ KEYS = [
 
 
 def test_json_is_one_object(cli) -> None:
-    result = cli("audit", "--verifier", "otbv", "--law", "iid", *QUICK, "--seed", "7", "--json")
+    result = cli(
+        "audit", "--verifier", "otbv", "--draft-sampling", "iid", *QUICK, "--seed", "7", "--json"
+    )
     assert result.status == 0
     assert result.out.count("\n") == 1
     found = json.loads(result.out)
     assert list(found) == KEYS
-    assert (found["verifier"], found["law"], found["instances"]) == ("otbv", "iid", 3)
+    assert (found["verifier"], found["draft_sampling"], found["instances"]) == ("otbv", "iid", 3)
     assert found["max_abs_error"] <= 1e-12
     assert found["block_efficiency"] <= found["lp_optimum"] + 1e-9
 
@@ -41,11 +43,15 @@ def test_without_json_it_is_readable(cli) -> None:
     assert row.endswith(" lossless")
 
 
-def test_all_is_every_verifier_with_every_law(cli) -> None:
+def test_all_is_every_verifier_with_every_distribution(cli) -> None:
     result = cli("audit", "--all", *QUICK, "--depth", "1")
     assert result.status == 0
     rows = [tuple(line.split()[:2]) for line in result.out.splitlines()[1:]]
-    expected = [(name, str(law)) for name, ref in REFERENCES.items() for law in ref.laws]
+    expected = [
+        (name, str(draft_sampling))
+        for name, ref in REFERENCES.items()
+        for draft_sampling in ref.draft_samplings
+    ]
     assert sorted(rows) == sorted(expected)
 
 
@@ -67,12 +73,12 @@ def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
     """The example is not lossless where the first child of a node is not drawn."""
     module = tmp_path / "mine.py"
     text = EXAMPLE.read_text(encoding="utf-8")
-    assert "Law.WOR}" in text
-    module.write_text(text.replace("Law.WOR}", "Law.GREEDY}"), encoding="utf-8")
-    result = cli("audit", "--module", str(module), "--law", "greedy", *QUICK)
+    assert "DraftSampling.WOR}" in text
+    module.write_text(text.replace("DraftSampling.WOR}", "DraftSampling.GREEDY}"), encoding="utf-8")
+    result = cli("audit", "--module", str(module), "--draft-sampling", "greedy", *QUICK)
     assert result.status == 1
     assert "NOT LOSSLESS" in result.out
-    assert cli("audit", "--module", str(module), "--law", "iid", *QUICK).status == 0
+    assert cli("audit", "--module", str(module), "--draft-sampling", "iid", *QUICK).status == 0
 
 
 BATCHED = """
@@ -122,8 +128,8 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
     [
         ([], "verifier=None: expected one of block, "),
         (["--verifier", "V"], "verifier='V'"),
-        (["--verifier", "otbv", "--law", "nope"], "law='nope'"),
-        (["--verifier", "otbv", "--law", "wor"], "law='wor'"),
+        (["--verifier", "otbv", "--draft-sampling", "nope"], "distribution='nope'"),
+        (["--verifier", "otbv", "--draft-sampling", "wor"], "distribution='wor'"),
         (["--verifier", "token", "--paths", "2"], "paths=2"),
         (["--verifier", "spechub", "--paths", "3"], "paths=3"),
         (["--verifier", "otbv", "--vocab", "1"], "vocab=1"),
@@ -132,16 +138,19 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
         (["--verifier", "otbv", "--tolerance", "-1"], "tolerance=-1"),
         (["--verifier", "otbv", "--tolerance", "nan"], "tolerance=nan"),
         (["--verifier", "otbv", "--samples", "0"], "samples=0"),
-        (["--all", "--verifier", "otbv"], "neither --verifier nor --law"),
+        (["--all", "--verifier", "otbv"], "neither --verifier nor --draft-sampling"),
         (["--module", "/no/such/file.py"], "module='/no/such/file.py'"),
         (["--module", __file__], "a subclass of ReferenceVerifier"),
         (["--module", str(EXAMPLE), "--samples", "10"], "samples=10"),
-        (["--module", str(EXAMPLE), "--law", "fixed"], "law='fixed'"),
+        (["--module", str(EXAMPLE), "--draft-sampling", "fixed"], "distribution='fixed'"),
         (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
         (["pair", "--verifier", "nope"], "verifier='nope'"),
-        (["--law", "hob", "--verifier", "otbv"], "law='hob': expected hub, perhaps; one of iid, "),
+        (
+            ["--draft-sampling", "hob", "--verifier", "otbv"],
+            "distribution='hob': expected hub, perhaps; one of iid, ",
+        ),
         (["picture", "--verifiers", "nope"], "verifier='nope'"),
-        (["picture", "--verifiers", "spechub"], "law='iid'"),
+        (["picture", "--verifiers", "spechub"], "distribution='iid'"),
         (["picture", "--paths", "0"], "paths=0"),
         (["picture", "--trees", "1"], "trees=1"),
         (["picture", "--temperatures", "0"], "temperatures=0"),
@@ -181,7 +190,7 @@ def test_pair(cli, pair: list[str]) -> None:
     assert found["cells"] > 1
     assert found["p_value"] >= found["level"]
     what, how_long = result.err.splitlines()
-    assert what == "60 texts of 2 tokens, against their exact law"
+    assert what == "60 texts of 2 tokens, against their exact distribution"
     assert how_long.startswith("about ")
     table = cli("audit", "pair", *pair, *options[:-1]).out
     assert "detects: how far" in table

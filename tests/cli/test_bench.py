@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from eaglegbv.eval import picture
-from eaglegbv.eval.store import read_results
-from eaglegbv.eval.summary import Summary
+from eaglegbv.eval import plots as picture
+from eaglegbv.eval.runner import read_results
+from eaglegbv.eval.statistics import Summary
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -88,8 +88,8 @@ def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
         (["--depth", "0"], "depth=0"),
         (["--temperature", "hot"], "temperature='hot'"),
         (["--temperature", "-1"], "temperature=-1"),
-        (["--law", "own,nope"], "law='nope'"),
-        (["--law", "fixed", "--verifiers", "block"], "law='fixed'"),
+        (["--draft-sampling", "own,nope"], "distribution='nope'"),
+        (["--draft-sampling", "fixed", "--verifiers", "block"], "distribution='fixed'"),
         (["--draft-temperature", "hot"], "draft-temperature='hot'"),
         (["--repeats", "0"], "repeats=0"),
         (["--max-tokens", "0"], "max_tokens=0"),
@@ -243,14 +243,14 @@ def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -
 
 def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
     lists = ["--verifiers", "none,block,otbv", "--paths", "1,2", "--depth", "1"]
-    lists += ["--temperature", "0.5,1", "--law", "iid,fixed", "--draft-temperature", "2"]
+    lists += ["--temperature", "0.5,1", "--draft-sampling", "iid,fixed", "--draft-temperature", "2"]
     short = ["--questions-set", "builtin", "--questions", "1", "--repeats", "1"]
     result = bench(cli, pair, *short, "--max-tokens", "3", *lists, "--out", str(tmp_path))
     assert result.status == 0, result.err
     assert "left out, not lossless: block K1 L1 fixed D2 T0.5" in result.err
     content = json.loads((tmp_path / "results.json").read_bytes())
     settings = [s["setting"] for s in content["summary"]]
-    # At each temperature: none, block with one path of one law, otbv with one and two of both.
+    # At each temperature: none, block with one path of one distribution, otbv with one and two of both.
     assert len(settings) == len(set(settings)) == 2 * (1 + 1 + 2 * 2)
     assert "otbv K2 L1 fixed D2 T0.5" in settings
     assert all(s["errors"] == 0 and s["speedup"] is not None for s in content["summary"])

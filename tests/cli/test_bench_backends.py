@@ -14,11 +14,11 @@ import pytest
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
-from eaglegbv.completion import Completion, Delta
 from eaglegbv.config import Plan
-from eaglegbv.eval.store import read_results
+from eaglegbv.eval.runner import read_results
+from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.text import Completion, Delta
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 

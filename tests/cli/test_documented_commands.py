@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from eaglegbv.eval.store import read_results
+from eaglegbv.eval.runner import read_results
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 REVISION = "0" * 40

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.auto_plan import AUTO, plan_name
-from eaglegbv.cost_cache import FOLDER
+from eaglegbv.calibration import FOLDER
+from eaglegbv.config import AUTO, plan_name
 
 
 def generate(cli, pair, *arguments: str):
@@ -86,14 +86,14 @@ def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
 
 
 def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
-    options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--law", "iid"]
+    options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--draft-sampling", "iid"]
     more = ["--draft-width", "8", "--draft-temperature", "1.5"]
     result = generate(cli, pair, "--prompt", "Hello", "--json", *options, *more)
     expected = {
         "verifier": "gbv",
         "paths": 2,
         "depth": 3,
-        "law": "iid",
+        "draft_sampling": "iid",
         "draft_width": 8,
         "draft_temperature": 1.5,
     }
@@ -129,8 +129,8 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--verifier", "obtv"], "expected otbv, perhaps; one of block, gbv, "),
         (["--prompt", "a", "--verifier", "foo"], ", none, otbv, "),
         (
-            ["--prompt", "a", "--law", "nope"],
-            "law='nope': expected one of iid, wor, greedy, hub, f",
+            ["--prompt", "a", "--draft-sampling", "nope"],
+            "distribution='nope': expected one of iid, wor, greedy, hub, f",
         ),
         (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "expected one of float32, bfloat16, float16, or a"),

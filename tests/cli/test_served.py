@@ -10,9 +10,9 @@ import pytest
 
 from eaglegbv.backends.sglang.serving import Launch
 from eaglegbv.config import Plan
-from eaglegbv.eval.store import load_results
+from eaglegbv.eval.runner import load_results
 from eaglegbv.loading import TINY_TARGET
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.metrics import RequestMetrics
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--paths", "2"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from support.runs import ENVIRONMENT, OTBV, record, run_settings
 
-from eaglegbv.eval.store import RunFolder
+from eaglegbv.eval.runner import RunFolder
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from eaglegbv.drafters.checkpoint import load_head, read_head_config, save_head
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.errors import DrafterMismatch
 
 VOCAB = 30

@@ -18,14 +18,12 @@ from torch._dynamo.config import patch
 from torch._dynamo.utils import counters
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
-from eaglegbv.drafters.compiled_head import CompiledHeadForward
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.head_forward import HeadForward
-from eaglegbv.drafters.head_rows import LevelRows
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.drafters.eagle_model import Arch, HeadForward, LevelRows
+from eaglegbv.drafters.graph_drafting import CompiledHeadForward
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.quantization import Quantization
+from eaglegbv.fused_linears import Quantization
 
 OF_8_BITS = 0.03
 """Activations are rounded to bfloat16, by 2^-9 each, for five products in turn and four rows deep;

@@ -12,18 +12,30 @@ from support.tape import Tape
 from torch._dynamo.config import patch
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.device_trees import LAWS, DeviceTrees, start_device_trees
-from eaglegbv.drafters.draft_law import DraftLaws, pick_indices
-from eaglegbv.drafters.path_growth import Grow, grow_paths, growth, pick_places
-from eaglegbv.drafters.sampled_trees import GreedyTree, IidTree, WorTree
-from eaglegbv.drafters.tree_builder import BestFirstTree, GrowingTree, stack_trees
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.drafters.tree_growth import (
+    SAMPLINGS,
+    BestFirstTree,
+    DeviceTrees,
+    DraftProbs,
+    GreedyTree,
+    Grow,
+    GrowingTree,
+    IidTree,
+    WorTree,
+    grow_paths,
+    growth,
+    pick_indices,
+    pick_places,
+    stack_trees,
+    start_device_trees,
+)
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 VOCAB = 9
 
 
-def law_after(seed: int, tokens: list[int], width: int, *, logs: bool) -> tuple[list[int], list]:
-    """The law after some tokens: peaked, with ties and zeros, another for every text."""
+def probs_after(seed: int, tokens: list[int], width: int, *, logs: bool) -> tuple[list[int], list]:
+    """The distribution after some tokens: peaked, with ties and zeros, another for every text."""
     rng = np.random.default_rng([seed, len(tokens), *tokens])
     ids = rng.permutation(VOCAB)[:width]
     weights = rng.integers(0, 4, width).astype(float) ** 2
@@ -36,12 +48,18 @@ def law_after(seed: int, tokens: list[int], width: int, *, logs: bool) -> tuple[
         return ids[order].tolist(), np.log(probs[order]).tolist()
 
 
-def on_host(plan: Plan, law: Law, seeds: list[int], uniforms: np.ndarray, width: int) -> DraftTree:
-    kinds = {Law.IID: IidTree, Law.WOR: WorTree, Law.GREEDY: GreedyTree}
+def on_host(
+    plan: Plan, draft_sampling: DraftSampling, seeds: list[int], uniforms: np.ndarray, width: int
+) -> DraftTree:
+    kinds = {
+        DraftSampling.IID: IidTree,
+        DraftSampling.WOR: WorTree,
+        DraftSampling.GREEDY: GreedyTree,
+    }
     trees: list[GrowingTree] = []
     for seed, numbers in zip(seeds, uniforms, strict=True):
         tree: GrowingTree
-        if law is Law.FIXED:
+        if draft_sampling is DraftSampling.FIXED:
             tree = BestFirstTree(
                 seed % VOCAB,
                 beam=plan.fixed_beam,
@@ -49,26 +67,33 @@ def on_host(plan: Plan, law: Law, seeds: list[int], uniforms: np.ndarray, width:
                 min_confidence=plan.min_confidence,
             )
         else:
-            tree = kinds[law](seed % VOCAB, numbers, width, min_confidence=plan.min_confidence)
+            tree = kinds[draft_sampling](
+                seed % VOCAB, numbers, width, min_confidence=plan.min_confidence
+            )
         frontier = [0]
         for _ in range(plan.depth):
-            laws = [
-                law_after(seed, tree.tokens_to(node), width, logs=law is Law.FIXED)
+            draft_samplings = [
+                probs_after(
+                    seed, tree.tokens_to(node), width, logs=draft_sampling is DraftSampling.FIXED
+                )
                 for node in frontier
             ]
-            ids, values = (np.array(part) for part in zip(*laws, strict=True))
+            ids, values = (np.array(part) for part in zip(*draft_samplings, strict=True))
             frontier = tree.grow(frontier, ids, values)
             if not frontier:
                 break
         trees.append(tree)
     return stack_trees(
-        [tree.finish() for tree in trees], law, paths=trees[0].max_paths, length=plan.depth
+        [tree.finish() for tree in trees],
+        draft_sampling,
+        paths=trees[0].max_paths,
+        length=plan.depth,
     )
 
 
 def on_device(
     plan: Plan,
-    law: Law,
+    draft_sampling: DraftSampling,
     seeds: list[int],
     uniforms: np.ndarray,
     width: int,
@@ -77,22 +102,22 @@ def on_device(
 ) -> DraftTree:
     roots = torch.tensor([seed % VOCAB for seed in seeds])
     numbers = torch.from_numpy(uniforms)
-    trees: DeviceTrees = start_device_trees(plan, law, roots, numbers, grow=grow)
+    trees: DeviceTrees = start_device_trees(plan, draft_sampling, roots, numbers, grow=grow)
 
-    def laws(texts: list[list[list[int]]]) -> DraftLaws:
+    def dists(texts: list[list[list[int]]]) -> DraftProbs:
         found = [
-            law_after(seed, text, width, logs=law is Law.FIXED)
+            probs_after(seed, text, width, logs=draft_sampling is DraftSampling.FIXED)
             for seed, own in zip(seeds, texts, strict=True)
             for text in own
         ]
         ids, values = zip(*found, strict=True)
-        return DraftLaws(torch.tensor(ids), torch.tensor(values, dtype=torch.float64))
+        return DraftProbs(torch.tensor(ids), torch.tensor(values, dtype=torch.float64))
 
     texts: list[list[list[int]]] = [[[]] for _ in seeds]
-    frontier = trees.begin(laws(texts))
+    frontier = trees.begin(dists(texts))
     texts = [[[token] for token in own] for own in frontier.token_ids.tolist()]
     for _ in range(plan.depth - 1):
-        frontier = trees.grow(laws(texts))
+        frontier = trees.grow(dists(texts))
         tokens = frontier.token_ids
         parents = frontier.parents
         if parents is None:
@@ -119,7 +144,7 @@ def assert_same(found: DraftTree, expected: DraftTree) -> None:
 
 
 @given(
-    law=st.sampled_from(sorted(LAWS)),
+    draft_sampling=st.sampled_from(sorted(SAMPLINGS)),
     paths=st.integers(1, 5),
     depth=st.integers(1, 4),
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
@@ -129,7 +154,7 @@ def assert_same(found: DraftTree, expected: DraftTree) -> None:
 )
 @settings(max_examples=150, deadline=None)
 def test_device_trees_are_host_trees(
-    law: Law,
+    draft_sampling: DraftSampling,
     paths: int,
     depth: int,
     seeds: list[int],
@@ -137,11 +162,17 @@ def test_device_trees_are_host_trees(
     width: int,
     extra: int | None,
 ) -> None:
-    nodes = extra if law is Law.FIXED else None
-    plan = Plan(paths=paths, depth=depth, law=law, min_confidence=confidence, nodes=nodes)
-    width = min(width, plan.fixed_beam) if law is Law.FIXED else width
+    nodes = extra if draft_sampling is DraftSampling.FIXED else None
+    plan = Plan(
+        paths=paths,
+        depth=depth,
+        draft_sampling=draft_sampling,
+        min_confidence=confidence,
+        nodes=nodes,
+    )
+    width = min(width, plan.fixed_beam) if draft_sampling is DraftSampling.FIXED else width
     uniforms = np.random.default_rng(seeds).random((len(seeds), paths, depth))
-    case = (plan, law, seeds, uniforms, width)
+    case = (plan, draft_sampling, seeds, uniforms, width)
     assert_same(on_device(*case), on_host(*case))
 
 
@@ -153,14 +184,19 @@ def test_compiled_they_are_too(backend: str) -> None:
     grow = growth(backend, torch.device("cpu"))
     assert growth(backend, torch.device("cpu")) is grow  # for all engines
     with patch(error_on_recompile=True):
-        for law, paths, batch, seed in product(
-            sorted(LAWS - {Law.FIXED}), (1, 2, 4), (1, 2, 5), range(4)
+        for draft_sampling, paths, batch, seed in product(
+            sorted(SAMPLINGS - {DraftSampling.FIXED}), (1, 2, 4), (1, 2, 5), range(4)
         ):
             depth = 1 + seed
-            plan = Plan(paths=paths, depth=depth, law=law, min_confidence=0.05 * (seed % 2))
+            plan = Plan(
+                paths=paths,
+                depth=depth,
+                draft_sampling=draft_sampling,
+                min_confidence=0.05 * (seed % 2),
+            )
             seeds = [100 * seed + b for b in range(batch)]
             uniforms = np.random.default_rng(seeds).random((batch, paths, depth))
-            case = (plan, law, seeds, uniforms, 1 + seed)
+            case = (plan, draft_sampling, seeds, uniforms, 1 + seed)
             assert_same(on_device(*case, grow=grow), on_host(*case))
 
 
@@ -176,10 +212,10 @@ def test_picks_are_those_of_the_host(weights: list[int], uniform: float) -> None
     )
 
 
-@pytest.mark.parametrize("law", sorted(LAWS))
-def test_growing_reads_nothing_on_the_host(law: Law) -> None:
+@pytest.mark.parametrize("draft_sampling", sorted(SAMPLINGS))
+def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
     """A recording raises at a host read; and its operations alone grow other trees."""
-    plan = Plan(paths=3, depth=3, law=law, min_confidence=0.01)
+    plan = Plan(paths=3, depth=3, draft_sampling=draft_sampling, min_confidence=0.01)
     generator = torch.Generator().manual_seed(0)
 
     def numbers() -> list[torch.Tensor]:
@@ -188,14 +224,18 @@ def test_growing_reads_nothing_on_the_host(law: Law) -> None:
         return [torch.randint(VOCAB, (2,), generator=generator), uniforms, probs.softmax(-1)]
 
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
-        ids = torch.arange(VOCAB)[:3] if law is Law.FIXED else torch.arange(VOCAB)
-        values = probs[..., :3].log() if law is Law.FIXED else probs
-        trees = start_device_trees(plan, law, roots, uniforms)
+        ids = (
+            torch.arange(VOCAB)[:3]
+            if draft_sampling is DraftSampling.FIXED
+            else torch.arange(VOCAB)
+        )
+        values = probs[..., :3].log() if draft_sampling is DraftSampling.FIXED else probs
+        trees = start_device_trees(plan, draft_sampling, roots, uniforms)
         first = values[0, :, 0]
-        trees.begin(DraftLaws(ids.expand(first.shape), first))
+        trees.begin(DraftProbs(ids.expand(first.shape), first))
         for level in range(1, 3):
             rows = values[level].flatten(0, 1)
-            trees.grow(DraftLaws(ids.expand(rows.shape), rows))
+            trees.grow(DraftProbs(ids.expand(rows.shape), rows))
         return trees.finish()
 
     static = numbers()
@@ -207,6 +247,6 @@ def test_growing_reads_nothing_on_the_host(law: Law) -> None:
             buffer.copy_(value)
         tape.replay()
         expected = grow(*new)
-        assert recorded.law is expected.law
+        assert recorded.draft_sampling is expected.draft_sampling
         for name, theirs in expected.tensors.items():
             assert torch.equal(recorded.tensors[name], theirs)

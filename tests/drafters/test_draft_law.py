@@ -1,4 +1,4 @@
-"""Draft laws: the most likely candidates, warped like the target, and what a number selects."""
+"""Draft distributions: the most likely candidates, warped like the target, and what a number selects."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eaglegbv.drafters.draft_law import draft_laws, log_laws, pick_index
-from eaglegbv.params import SamplingParams
-from eaglegbv.warp import WarpSettings, warp
+from eaglegbv.drafters.tree_growth import draft_dists, log_probs, pick_index
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 
 VOCAB = 30
 IDENTITY = torch.arange(VOCAB)
@@ -34,57 +33,59 @@ def settings(params, rows):
         SamplingParams(temperature=1.5, top_k=9, top_p=0.9, min_p=0.02),
     ],
 )
-def test_at_full_width_a_law_is_the_warped_law_of_the_whole_vocabulary(params):
+def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vocabulary(params):
     logits = random_logits(8)
-    laws = draft_laws(logits, settings(params, 8), width=VOCAB, draft_to_target=IDENTITY)
+    dists = draft_dists(logits, settings(params, 8), width=VOCAB, draft_to_target=IDENTITY)
     whole = warp(logits, settings(params, 8)).double().softmax(1)
-    got = torch.zeros_like(whole).scatter(1, laws.ids, laws.probs)
+    got = torch.zeros_like(whole).scatter(1, dists.ids, dists.probs)
     # The same numbers summed in another order: float64.
     torch.testing.assert_close(got, whole, atol=1e-14, rtol=0)
 
 
 @pytest.mark.parametrize("width", [1, 5, 29])
-def test_a_short_list_is_the_law_restricted_to_its_most_likely_tokens(width):
+def test_a_short_list_is_the_distribution_restricted_to_its_most_likely_tokens(width):
     logits = random_logits(8)
     params = SamplingParams(temperature=0.7)
-    laws = draft_laws(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
+    dists = draft_dists(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
     whole = (logits.double() / 0.7).softmax(1)
     best = whole.topk(width, dim=1).indices.sort(1).values
-    assert torch.equal(laws.ids, best)
+    assert torch.equal(dists.ids, best)
     expected = whole.gather(1, best) / whole.gather(1, best).sum(1, keepdim=True)
-    torch.testing.assert_close(laws.probs, expected, atol=1e-6, rtol=0)  # float32 logits of size 10
+    torch.testing.assert_close(
+        dists.probs, expected, atol=1e-6, rtol=0
+    )  # float32 logits of size 10
 
 
-def test_a_law_sums_to_one_in_float64():
-    laws = draft_laws(
+def test_a_distribution_sums_to_one_in_float64():
+    dists = draft_dists(
         random_logits(50),
         settings(SamplingParams(top_p=0.9), 50),
         width=20,
         draft_to_target=IDENTITY,
     )
-    assert laws.probs.dtype == torch.float64
-    assert laws.ids.dtype == torch.int64
+    assert dists.probs.dtype == torch.float64
+    assert dists.ids.dtype == torch.int64
     # 20 terms of float64: 20 * 1e-16
-    assert (laws.probs.sum(1) - 1).abs().max() < 2e-15
+    assert (dists.probs.sum(1) - 1).abs().max() < 2e-15
 
 
 def test_more_width_than_vocabulary_keeps_the_vocabulary():
-    laws = draft_laws(
+    dists = draft_dists(
         random_logits(2), settings(SamplingParams(), 2), width=1000, draft_to_target=IDENTITY
     )
-    assert laws.ids.shape == (2, VOCAB)
-    assert log_laws(random_logits(2), width=1000, draft_to_target=IDENTITY).ids.shape == (2, VOCAB)
+    assert dists.ids.shape == (2, VOCAB)
+    assert log_probs(random_logits(2), width=1000, draft_to_target=IDENTITY).ids.shape == (2, VOCAB)
 
 
 def test_a_reduced_vocabulary_names_the_targets_tokens():
     draft_to_target = 100 + 7 * torch.arange(VOCAB)
     logits = random_logits(4)
     one = SamplingParams()
-    reduced = draft_laws(logits, settings(one, 4), width=6, draft_to_target=draft_to_target)
-    plain = draft_laws(logits, settings(one, 4), width=6, draft_to_target=IDENTITY)
+    reduced = draft_dists(logits, settings(one, 4), width=6, draft_to_target=draft_to_target)
+    plain = draft_dists(logits, settings(one, 4), width=6, draft_to_target=IDENTITY)
     assert torch.equal(reduced.ids, 100 + 7 * plain.ids)
     assert torch.equal(reduced.probs, plain.probs)
-    best = log_laws(logits, width=6, draft_to_target=draft_to_target)
+    best = log_probs(logits, width=6, draft_to_target=draft_to_target)
     assert torch.equal(best.ids.sort(1).values, reduced.ids)
 
 
@@ -92,28 +93,28 @@ def test_rows_have_settings_of_their_own():
     params = [SamplingParams(temperature=0.3), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
     logits = random_logits(6)
     rows_each = [1, 3, 2]
-    together = draft_laws(
+    together = draft_dists(
         logits, WarpSettings.of(params, rows_each), width=10, draft_to_target=IDENTITY
     )
     alone = [
-        draft_laws(part, settings(p, len(part)), width=10, draft_to_target=IDENTITY)
+        draft_dists(part, settings(p, len(part)), width=10, draft_to_target=IDENTITY)
         for p, part in zip(params, logits.split(rows_each), strict=True)
     ]
-    assert torch.equal(together.ids, torch.cat([laws.ids for laws in alone]))
-    assert torch.equal(together.probs, torch.cat([laws.probs for laws in alone]))
+    assert torch.equal(together.ids, torch.cat([dists.ids for dists in alone]))
+    assert torch.equal(together.probs, torch.cat([dists.probs for dists in alone]))
 
 
-def test_broken_logits_break_their_own_law_visibly():
+def test_broken_logits_break_their_own_distribution_visibly():
     logits = random_logits(3)
     logits[1, 4] = torch.nan
-    laws = draft_laws(logits, settings(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
-    assert laws.probs.isnan().any(1).tolist() == [False, True, False]
-    assert 0 <= pick_index(laws.probs[1].numpy(), 0.5) < 8  # and the tree can still be built
+    dists = draft_dists(logits, settings(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
+    assert dists.probs.isnan().any(1).tolist() == [False, True, False]
+    assert 0 <= pick_index(dists.probs[1].numpy(), 0.5) < 8  # and the tree can still be built
 
 
-def test_log_laws_are_untempered_log_probabilities_best_first():
+def test_log_distributions_are_untempered_log_probabilities_best_first():
     logits = random_logits(5)
-    best = log_laws(logits, width=4, draft_to_target=IDENTITY)
+    best = log_probs(logits, width=4, draft_to_target=IDENTITY)
     expected = logits.double().log_softmax(1).sort(1, descending=True)
     assert torch.equal(best.ids, expected.indices[:, :4])
     assert best.probs.dtype == torch.float64
@@ -160,7 +161,7 @@ def test_the_last_number_below_one_selects_the_last_possible_token():
         assert pick_index(probs, below_one) == size - 1
 
 
-def test_selected_tokens_follow_the_law():
+def test_selected_tokens_follow_the_distribution():
     # 50,000 fixed numbers; a wrong cell by 1% of the total would give p < 1e-20.
     probs = np.array([0.4, 0.0, 0.3, 0.2, 0.07, 0.03])
     uniforms = np.random.Generator(np.random.Philox(5)).random(50_000)
@@ -174,6 +175,6 @@ def test_the_whole_vocabulary_is_kept_unsorted() -> None:
     logits = torch.tensor([[0.5, 2.0, 1.0], [3.0, 0.0, -1.0]])
     settings = WarpSettings.of([SamplingParams(temperature=0.7)], [2])
     mapped = torch.tensor([4, 6, 9])
-    laws = draft_laws(logits, settings, width=3, draft_to_target=mapped)
-    assert laws.ids.tolist() == [[4, 6, 9], [4, 6, 9]]
-    torch.testing.assert_close(laws.probs, (logits.double() / 0.7).softmax(dim=1))
+    dists = draft_dists(logits, settings, width=3, draft_to_target=mapped)
+    assert dists.ids.tolist() == [[4, 6, 9], [4, 6, 9]]
+    torch.testing.assert_close(dists.probs, (logits.double() / 0.7).softmax(dim=1))

@@ -1,8 +1,8 @@
-"""What is drawn follows the law that is returned: every law, every head, three temperatures.
+"""What is drawn follows the distribution that is returned: every distribution, every head, three temperatures.
 
-A drafter's tree is a function of the laws it returns and of the request's numbers (checked to the
+A drafter's tree is a function of the distributions it returns and of the request's numbers (checked to the
 last token, for many requests in a batch), and over 50,000 draws and more that function draws from
-those very laws (G-tests; seeds are fixed, and a right drafter fails one of them once in ten
+those very distributions (G-tests; seeds are fixed, and a right drafter fails one of them once in ten
 thousand choices).
 """
 
@@ -16,27 +16,36 @@ from support.drafting import Session, prefix_of, random_pair
 from support.token_drafting import TokenSession, random_llama
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.sampled_trees import GreedyTree, HubTree, IidTree, WorTree
-from eaglegbv.drafters.standalone import StandaloneDrafter
-from eaglegbv.params import SamplingParams
-from eaglegbv.targets.hf import HFTarget
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Purpose, Stream
-from eaglegbv.verifiers.reference.chooser import exact_law
-from eaglegbv.verifiers.reference.drafting import draw_greedy, draw_hub, draw_wor
+from eaglegbv.drafters.draft_model import StandaloneDrafter
+from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.tree_growth import GreedyTree, HubTree, IidTree, WorTree
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers.proof.chooser import exact_probs
+from eaglegbv.verifiers.proof.tree import draw_greedy, draw_hub, draw_wor
 
 WIDTH = 4
 DEPTH = 2
 DRAWS = 50_000
 LEVEL = 1e-4
-CLASSES = {Law.IID: IidTree, Law.WOR: WorTree, Law.GREEDY: GreedyTree, Law.HUB: HubTree}
-FORKS = {Law.WOR: draw_wor, Law.GREEDY: draw_greedy, Law.HUB: draw_hub}
-PATHS = {Law.IID: 16, Law.WOR: 3, Law.GREEDY: 3, Law.HUB: 4}
+CLASSES = {
+    DraftSampling.IID: IidTree,
+    DraftSampling.WOR: WorTree,
+    DraftSampling.GREEDY: GreedyTree,
+    DraftSampling.HUB: HubTree,
+}
+FORKS = {
+    DraftSampling.WOR: draw_wor,
+    DraftSampling.GREEDY: draw_greedy,
+    DraftSampling.HUB: draw_hub,
+}
+PATHS = {DraftSampling.IID: 16, DraftSampling.WOR: 3, DraftSampling.GREEDY: 3, DraftSampling.HUB: 4}
 TEMPERATURES = (0.3, 1.0, 1.5)
 PROMPT = [5, 17, 3, 3, 28, 9]
 
-Laws = dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
+ProbsOf = dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
 """Ids and probabilities by what was drafted before."""
 
 
@@ -54,11 +63,11 @@ def make(request):
     return lambda: Session(pair, slots=4096)
 
 
-def plan_of(law: Law, *, paths: int | None = None) -> Plan:
-    return Plan(paths=paths or PATHS[law], depth=DEPTH, draft_width=WIDTH)
+def plan_of(draft_sampling: DraftSampling, *, paths: int | None = None) -> Plan:
+    return Plan(paths=paths or PATHS[draft_sampling], depth=DEPTH, draft_width=WIDTH)
 
 
-def laws_by_prefix(tree: DraftTree, b: int) -> Laws:
+def probs_by_prefix(tree: DraftTree, b: int) -> ProbsOf:
     inner = {int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]}
     return {
         tuple(prefix_of(tree, b, node)): (
@@ -69,22 +78,22 @@ def laws_by_prefix(tree: DraftTree, b: int) -> Laws:
     }
 
 
-def returned_laws(make, temperature: float) -> Laws:
-    """The laws at the root and below each of its possible children."""
+def returned_probs(make, temperature: float) -> ProbsOf:
+    """The distributions at the root and below each of its possible children."""
     session = make()
-    plan = plan_of(Law.WOR, paths=WIDTH)  # without replacement: every possible child
+    plan = plan_of(DraftSampling.WOR, paths=WIDTH)  # without replacement: every possible child
     request = session.start(PROMPT, 11, plan, params=SamplingParams(temperature=temperature))
-    laws = laws_by_prefix(session.draft([request], Law.WOR), 0)
-    assert len(laws) == 1 + WIDTH
-    return laws
+    draft_samplings = probs_by_prefix(session.draft([request], DraftSampling.WOR), 0)
+    assert len(draft_samplings) == 1 + WIDTH
+    return draft_samplings
 
 
-def grow(law: Law, uniforms: np.ndarray, laws: Laws, root: int = 11):
-    """The tree that these laws and numbers make."""
-    tree = CLASSES[law](root, uniforms, WIDTH)
+def grow(draft_sampling: DraftSampling, uniforms: np.ndarray, dists: ProbsOf, root: int = 11):
+    """The tree that these distributions and numbers make."""
+    tree = CLASSES[draft_sampling](root, uniforms, WIDTH)
     frontier = [0]
     for _ in range(uniforms.shape[1]):
-        found = [laws[tuple(tree.tokens_to(node))] for node in frontier]
+        found = [dists[tuple(tree.tokens_to(node))] for node in frontier]
         frontier = tree.grow(
             frontier, np.stack([ids for ids, _ in found]), np.stack([probs for _, probs in found])
         )
@@ -95,17 +104,17 @@ def tokens_of_paths(grown) -> list[tuple[int, ...]]:
     return [tuple(grown.token_ids[node] for node in path) for path in grown.paths]
 
 
-@pytest.mark.parametrize("law", list(CLASSES))
-def test_a_drafters_tree_is_what_its_laws_and_the_requests_numbers_make(make, law):
-    session, plan = make(), plan_of(law)
+@pytest.mark.parametrize("draft_sampling", list(CLASSES))
+def test_a_drafters_tree_is_what_its_distributions_and_the_requests_numbers_make(make, dist):
+    session, plan = make(), plan_of(dist)
     requests = [
         session.start(PROMPT[: 2 + n % 5], 11, plan, params=SamplingParams(temperature=t), seed=n)
         for n, t in enumerate(TEMPERATURES * 8)
     ]
-    batch = session.draft(requests, law)
+    batch = session.draft(requests, dist)
     for b, request in enumerate(requests):
         numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
-        grown = grow(law, numbers.reshape(plan.paths, plan.depth), laws_by_prefix(batch, b))
+        grown = grow(dist, numbers.reshape(plan.paths, plan.depth), probs_by_prefix(batch, b))
         drafted = [
             tuple(batch.token_ids[b, nodes[:length]].tolist())
             for nodes, length in zip(batch.path_nodes[b], batch.path_lengths[b], strict=True)
@@ -120,17 +129,19 @@ def children_of(paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> tuple[
     return tuple(dict.fromkeys(p[at] for p in paths if p[:at] == prefix and len(p) > at))
 
 
-def tables(law: Law, laws: Laws, drawn: Laws) -> list[tuple[Counter, dict]]:
-    """Draw 50,000 times from ``drawn``; return each place's counts and its law by ``laws``.
+def tables(
+    draft_sampling: DraftSampling, dists: ProbsOf, drawn: ProbsOf
+) -> list[tuple[Counter, dict]]:
+    """Draw 50,000 times from ``drawn``; return each place's counts and its draft_sampling by ``dists``.
 
     For ``iid`` a draw is a path, for the others the ordered children of a node.
     """
-    paths, counts, total, seed = PATHS[law], {}, 0, 0
+    paths, counts, total, seed = PATHS[draft_sampling], {}, 0, 0
     while total < DRAWS:
-        block = Stream(seed).draw(0, Purpose.DRAFT, 500 * paths * DEPTH)
+        block = RequestRng(seed).draw(0, Purpose.DRAFT, 500 * paths * DEPTH)
         for uniforms in block.reshape(500, paths, DEPTH):
-            found = tokens_of_paths(grow(law, uniforms, drawn))
-            if law is Law.IID:
+            found = tokens_of_paths(grow(draft_sampling, uniforms, drawn))
+            if draft_sampling is DraftSampling.IID:
                 counts.setdefault((), Counter()).update(found)
                 total += len(found)
                 continue
@@ -140,32 +151,36 @@ def tables(law: Law, laws: Laws, drawn: Laws) -> list[tuple[Counter, dict]]:
                     counts.setdefault(prefix, Counter())[children] += 1
                     total += len(children)
         seed += 1
-    return [(own, expected_law(law, laws, prefix)) for prefix, own in counts.items()]
+    return [(own, expected_probs(draft_sampling, dists, prefix)) for prefix, own in counts.items()]
 
 
-def expected_law(law: Law, laws: Laws, prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    ids, probs = laws[prefix]
-    if law is Law.IID:
+def expected_probs(
+    draft_sampling: DraftSampling, dists: ProbsOf, prefix: tuple[int, ...]
+) -> dict[tuple[int, ...], float]:
+    ids, probs = dists[prefix]
+    if draft_sampling is DraftSampling.IID:
         return {
             (int(x), int(y)): float(p * q)
             for x, p in zip(ids, probs, strict=True)
-            for y, q in zip(*laws[(int(x),)], strict=True)
+            for y, q in zip(*dists[(int(x),)], strict=True)
         }
     dense = np.zeros(40)
     dense[ids] = probs
-    count = 2 if law is Law.HUB else 1 if prefix else PATHS[law]
-    return exact_law(
-        lambda chooser: tuple(FORKS[law](tuple(dense.tolist()), count, chooser, iter(range(9))))
+    count = 2 if draft_sampling is DraftSampling.HUB else 1 if prefix else PATHS[draft_sampling]
+    return exact_probs(
+        lambda chooser: tuple(
+            FORKS[draft_sampling](tuple(dense.tolist()), count, chooser, iter(range(9)))
+        )
     )
 
 
 def p_value(found: list[tuple[Counter, dict]]) -> float:
     """The G-test of all places together; cells expected less than 5 times are one a place."""
     statistic, freedom = 0.0, 0
-    for counts, law in found:
-        assert set(counts) <= {cell for cell, mass in law.items() if mass > 0}
+    for counts, dist in found:
+        assert set(counts) <= {cell for cell, mass in dist.items() if mass > 0}
         total = counts.total()
-        cells = [(counts[cell], total * mass) for cell, mass in law.items() if mass > 0]
+        cells = [(counts[cell], total * mass) for cell, mass in dist.items() if mass > 0]
         kept = [(o, e) for o, e in cells if e >= 5]
         rest = [(o, e) for o, e in cells if e < 5]
         if sum(e for _, e in rest) >= 5:
@@ -176,30 +191,32 @@ def p_value(found: list[tuple[Counter, dict]]) -> float:
     return float(stats.chi2.sf(statistic, max(1, freedom)))
 
 
-@pytest.mark.parametrize("law", list(CLASSES))
+@pytest.mark.parametrize("draft_sampling", list(CLASSES))
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_drawn_paths_follow_the_law_returned(make, law, temperature):
-    laws = returned_laws(make, temperature)
-    assert p_value(tables(law, laws, laws)) > LEVEL
+def test_drawn_paths_follow_the_distribution_returned(make, dist, temperature):
+    dists = returned_probs(make, temperature)
+    assert p_value(tables(dist, dists, dists)) > LEVEL
 
 
-@pytest.mark.parametrize("law", list(CLASSES))
-def test_paths_drawn_from_another_law_are_noticed(law):
+@pytest.mark.parametrize("draft_sampling", list(CLASSES))
+def test_paths_drawn_from_another_distribution_are_noticed(dist):
     rng = np.random.default_rng(1)
     ids = np.arange(WIDTH)
     q = {prefix: rng.dirichlet(np.ones(WIDTH)) for prefix in [(), *((int(x),) for x in ids)]}
-    laws = {prefix: (ids, probs) for prefix, probs in q.items()}
+    dists = {prefix: (ids, probs) for prefix, probs in q.items()}
     # A draft temperature of 0.93, say, in place of 1.
     sharper = {prefix: (ids, probs**1.07 / (probs**1.07).sum()) for prefix, probs in q.items()}
-    assert max(abs(laws[p][1] - sharper[p][1]).sum() / 2 for p in laws) < 0.03
-    assert p_value(tables(law, laws, sharper)) < LEVEL
+    assert max(abs(dists[p][1] - sharper[p][1]).sum() / 2 for p in dists) < 0.03
+    assert p_value(tables(dist, dists, sharper)) < LEVEL
 
 
 def test_fixed_trees_use_no_numbers(make):
     trees = []
     for seed in (1, 2):
         session = make()
-        trees.append(session.draft([session.start(PROMPT, 11, Plan(), seed=seed)], Law.FIXED))
+        trees.append(
+            session.draft([session.start(PROMPT, 11, Plan(), seed=seed)], DraftSampling.FIXED)
+        )
     assert torch.equal(trees[0].token_ids, trees[1].token_ids)
     assert torch.equal(trees[0].parents, trees[1].parents)
     assert trees[0].width == 0

@@ -18,11 +18,11 @@ from support.drafting import (
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleState
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.params import SamplingParams
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.request import DraftState, Request
-from eaglegbv.tree import DraftTree, Law, check_tree
-from eaglegbv.uniforms import Purpose
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 ATOL = 2e-5  # float32 through two layers, rows added up in another order
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)
@@ -38,35 +38,35 @@ def pair(request) -> Pair:
     return random_pair(Arch(request.param))
 
 
-def full_law(tree: DraftTree, b: int, node: int) -> np.ndarray:
-    """A node's law over the target's vocabulary."""
-    law = np.zeros(VOCAB)
-    np.add.at(law, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return law
+def full_probs(tree: DraftTree, b: int, node: int) -> np.ndarray:
+    """A node's distribution over the target's vocabulary."""
+    dist = np.zeros(VOCAB)
+    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return dist
 
 
-def expected_law(pair: Pair, text, drafted, *, temperature=1.0, width=VOCAB) -> np.ndarray:
-    """The plain head's law, tempered and cut to its most likely tokens."""
-    scores = pair.log_law(text, drafted)
+def expected_probs(pair: Pair, text, drafted, *, temperature=1.0, width=VOCAB) -> np.ndarray:
+    """The plain head's distribution, tempered and cut to its most likely tokens."""
+    scores = pair.log_probs(text, drafted)
     kept = np.argsort(-scores)[:width]
     weights = np.exp((scores[kept] - scores[kept].max()) / temperature)
-    law = np.zeros(VOCAB)
-    law[pair.head.draft_to_target[kept].numpy()] = weights / weights.sum()
-    return law
+    dist = np.zeros(VOCAB)
+    dist[pair.head.draft_to_target[kept].numpy()] = weights / weights.sum()
+    return dist
 
 
 def inner_nodes(tree: DraftTree, b: int) -> list[int]:
     return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
 
 
-def check_laws(pair: Pair, tree: DraftTree, b: int, text, **settings) -> None:
+def check_samplings(pair: Pair, tree: DraftTree, b: int, text, **settings) -> None:
     for node in inner_nodes(tree, b):
-        expected = expected_law(pair, text, prefix_of(tree, b, node), **settings)
-        np.testing.assert_allclose(full_law(tree, b, node), expected, atol=ATOL, rtol=0)
+        expected = expected_probs(pair, text, prefix_of(tree, b, node), **settings)
+        np.testing.assert_allclose(full_probs(tree, b, node), expected, atol=ATOL, rtol=0)
 
 
 def check_drawn(tree: DraftTree, b: int, request: Request) -> None:
-    """The paths are what the request's numbers select from the very laws the tree carries."""
+    """The paths are what the request's numbers select from the very distributions the tree carries."""
     plan = request.plan
     numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
     for nodes, uniforms in zip(
@@ -85,10 +85,10 @@ def best_first_prefixes(pair: Pair, text, plan: Plan) -> set[tuple[int, ...]]:
     for _ in range(plan.depth):
         children = {}
         for prefix in expanded:
-            log_law = pair.log_law(text, prefix)
-            for index in np.argsort(-log_law)[: plan.paths]:
+            log_probs = pair.log_probs(text, prefix)
+            for index in np.argsort(-log_probs)[: plan.paths]:
                 token = int(pair.head.draft_to_target[index])
-                children[(*prefix, token)] = scores[prefix] + log_law[index]
+                children[(*prefix, token)] = scores[prefix] + log_probs[index]
         scores |= children
         expanded = sorted(children, key=children.__getitem__, reverse=True)[: plan.paths]
     del scores[()]
@@ -106,31 +106,31 @@ def advance(session: Session, request: Request, tree: DraftTree, b: int, accepte
 
 
 def test_the_pair_can_tell_right_from_wrong(pair):
-    # If the laws did not depend on the text, its order and the drafted tokens, nothing below
+    # If the distributions did not depend on the text, its order and the drafted tokens, nothing below
     # would test anything.
     text = [*PROMPT, 11]
-    law = expected_law(pair, text, [4, 8])
+    dist = expected_probs(pair, text, [4, 8])
     for other in (
-        expected_law(pair, text, [4]),
-        expected_law(pair, text, [8, 8]),
-        expected_law(pair, [*text, 4], [8]),  # true features instead of drafted ones
-        expected_law(pair, [PROMPT[1], PROMPT[0], *text[2:]], [4, 8]),
+        expected_probs(pair, text, [4]),
+        expected_probs(pair, text, [8, 8]),
+        expected_probs(pair, [*text, 4], [8]),  # true features instead of drafted ones
+        expected_probs(pair, [PROMPT[1], PROMPT[0], *text[2:]], [4, 8]),
     ):
-        assert np.abs(law - other).sum() > 0.02
-    assert 1e-3 < np.sort(law)[-2] < 0.5
+        assert np.abs(dist - other).sum() > 0.02
+    assert 1e-3 < np.sort(dist)[-2] < 0.5
 
 
-def test_sampled_trees_carry_the_heads_laws_over_several_commits(pair):
+def test_sampled_trees_carry_the_heads_distributions_over_several_commits(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in ACCEPTED:
-        tree = session.draft([request], Law.IID)
+        tree = session.draft([request], DraftSampling.IID)
         check_tree(tree)
-        assert tree.law is Law.IID
+        assert tree.draft_sampling is DraftSampling.IID
         assert (tree.paths, tree.length) == (PLAN.paths, PLAN.depth)
         assert tree.path_lengths.tolist() == [[PLAN.depth] * PLAN.paths]
         assert int(tree.token_ids[0, 0]) == request.token_ids[-1]
-        check_laws(pair, tree, 0, text_of(request))
+        check_samplings(pair, tree, 0, text_of(request))
         check_drawn(tree, 0, request)
         advance(session, request, tree, 0, accepted)
 
@@ -139,9 +139,9 @@ def test_fixed_trees_are_the_best_nodes_over_several_commits(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
     for accepted in ACCEPTED:
-        tree = session.draft([request], Law.FIXED)
+        tree = session.draft([request], DraftSampling.FIXED)
         check_tree(tree)
-        assert tree.law is Law.FIXED
+        assert tree.draft_sampling is DraftSampling.FIXED
         assert tree.width == 0
         drafted = {tuple(prefix_of(tree, 0, n)) for n in range(int(tree.num_nodes[0]))}
         assert drafted == best_first_prefixes(pair, text_of(request), PLAN)
@@ -152,23 +152,26 @@ def test_a_request_served_step_by_step_drafts_like_one_that_saw_the_text_at_once
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in ACCEPTED:
-        advance(session, request, session.draft([request], Law.IID), 0, accepted)
+        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted)
     text = text_of(request)
     assert len(text) == len(PROMPT) + 1 + sum(a + 1 for a in ACCEPTED)
     fresh = Session(pair)
     at_once = fresh.start(text[:-1], text[-1], PLAN, seed=3)
     at_once.step = request.step
-    stepped, whole = session.draft([request], Law.IID), fresh.draft([at_once], Law.IID)
+    stepped, whole = (
+        session.draft([request], DraftSampling.IID),
+        fresh.draft([at_once], DraftSampling.IID),
+    )
     assert torch.equal(stepped.token_ids, whole.token_ids)
     assert torch.equal(stepped.parents, whole.parents)
-    torch.testing.assert_close(full_laws(stepped), full_laws(whole), atol=ATOL, rtol=0)
+    torch.testing.assert_close(all_full_probs(stepped), all_full_probs(whole), atol=ATOL, rtol=0)
 
 
-def full_laws(tree: DraftTree) -> torch.Tensor:
-    laws = [
-        [full_law(tree, b, n) for n in range(int(tree.num_nodes[b]))] for b in range(tree.batch)
+def all_full_probs(tree: DraftTree) -> torch.Tensor:
+    dists = [
+        [full_probs(tree, b, n) for n in range(int(tree.num_nodes[b]))] for b in range(tree.batch)
     ]
-    return torch.from_numpy(np.array(laws))
+    return torch.from_numpy(np.array(dists))
 
 
 def test_features_may_come_in_pieces_before_the_head_runs(pair):
@@ -178,8 +181,8 @@ def test_features_may_come_in_pieces_before_the_head_runs(pair):
     features = pair.features(PROMPT)
     for piece in features.split([1, 3, 2]):
         session.drafter.observe(request, piece)
-    tree = session.draft([request], Law.IID)
-    check_laws(pair, tree, 0, text_of(request))
+    tree = session.draft([request], DraftSampling.IID)
+    check_samplings(pair, tree, 0, text_of(request))
 
 
 def test_catching_up_early_or_late_is_the_same(pair):
@@ -188,13 +191,13 @@ def test_catching_up_early_or_late_is_the_same(pair):
     early.drafter.catch_up([first])
     early.drafter.catch_up([first])  # nothing is left to run
     second = late.start(PROMPT, 11, PLAN, seed=3)
-    one, other = early.draft([first], Law.IID), late.draft([second], Law.IID)
+    one, other = early.draft([first], DraftSampling.IID), late.draft([second], DraftSampling.IID)
     assert torch.equal(one.token_ids, other.token_ids)
     assert torch.equal(one.draft_probs, other.draft_probs)
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_two_requests_together_get_what_each_gets_alone(pair, law):
+@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
+def test_two_requests_together_get_what_each_gets_alone(pair, draft_sampling):
     starts = [(PROMPT, 11, 3), ([1, 2], 30, 4), ([8] * 9, 0, 5)]
     together = Session(pair)
     alone = [Session(pair) for _ in starts]
@@ -208,17 +211,17 @@ def test_two_requests_together_get_what_each_gets_alone(pair, law):
         for session, (prompt, first, seed), p in zip(alone, starts, params, strict=True)
     ]
     for accepted in ACCEPTED:
-        both = together.draft(batch, law)
+        both = together.draft(batch, draft_sampling)
         check_tree(both)
         for b, (session, request) in enumerate(zip(alone, single, strict=True)):
-            own = session.draft([request], law)
+            own = session.draft([request], draft_sampling)
             nodes = int(own.num_nodes[0])
             assert int(both.num_nodes[b]) == nodes
             for name in ("token_ids", "parents", "depth"):
                 assert torch.equal(getattr(both, name)[b, :nodes], getattr(own, name)[0, :nodes])
             for node in inner_nodes(own, 0):
                 np.testing.assert_allclose(
-                    full_law(both, b, node), full_law(own, 0, node), atol=ATOL, rtol=0
+                    full_probs(both, b, node), full_probs(own, 0, node), atol=ATOL, rtol=0
                 )
             # Requests advance by different numbers of tokens.
             take = (accepted + b) % 5
@@ -240,24 +243,26 @@ def test_two_requests_together_get_what_each_gets_alone(pair, law):
         ),
     ],
 )
-def test_laws_have_the_plans_width_and_draft_temperature(pair, params, plan, temperature, width):
+def test_distributions_have_the_plans_width_and_draft_temperature(
+    pair, params, plan, temperature, width
+):
     session = Session(pair)
     request = session.start(PROMPT, 11, plan, params=params)
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     assert tree.width == min(width, pair.head.config.draft_vocab_size)
-    check_laws(pair, tree, 0, text_of(request), temperature=temperature, width=width)
+    check_samplings(pair, tree, 0, text_of(request), temperature=temperature, width=width)
     check_drawn(tree, 0, request)
 
 
-def test_laws_are_cut_as_the_request_asks(pair):
+def test_distributions_are_cut_as_the_request_asks(pair):
     session = Session(pair)
     params = SamplingParams(top_k=4, min_p=0.05)
     request = session.start(PROMPT, 11, PLAN, params=params)
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     for node in inner_nodes(tree, 0):
-        law = expected_law(pair, text_of(request), prefix_of(tree, 0, node), width=4)
-        law[law < 0.05 * law.max()] = 0
-        np.testing.assert_allclose(full_law(tree, 0, node), law / law.sum(), atol=ATOL, rtol=0)
+        dist = expected_probs(pair, text_of(request), prefix_of(tree, 0, node), width=4)
+        dist[dist < 0.05 * dist.max()] = 0
+        np.testing.assert_allclose(full_probs(tree, 0, node), dist / dist.sum(), atol=ATOL, rtol=0)
     check_drawn(tree, 0, request)
 
 
@@ -266,7 +271,8 @@ def test_penalties_are_the_targets_business(pair):
     one = plain.start(PROMPT, 11, PLAN)
     other = penalised.start(PROMPT, 11, PLAN, params=SamplingParams(repetition_penalty=1.5))
     assert torch.equal(
-        plain.draft([one], Law.IID).draft_probs, penalised.draft([other], Law.IID).draft_probs
+        plain.draft([one], DraftSampling.IID).draft_probs,
+        penalised.draft([other], DraftSampling.IID).draft_probs,
     )
 
 
@@ -276,8 +282,8 @@ def test_a_reduced_vocabulary_drafts_the_targets_tokens():
     assert known != set(range(15))
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
-    for law in (Law.IID, Law.FIXED):
-        tree = session.draft([request], law)
+    for draft_sampling in (DraftSampling.IID, DraftSampling.FIXED):
+        tree = session.draft([request], draft_sampling)
         count = int(tree.num_nodes[0])
         assert set(tree.token_ids[0, 1:count].tolist()) <= known
         advance(session, request, tree, 0, 1)
@@ -288,12 +294,12 @@ def test_more_paths_than_tokens_to_draft():
     plan = Plan(paths=5, depth=3)
     session = Session(pair)
     request = session.start(PROMPT, 11, plan)
-    for law in (Law.IID, Law.FIXED, Law.IID):
-        tree = session.draft([request], law)
+    for draft_sampling in (DraftSampling.IID, DraftSampling.FIXED, DraftSampling.IID):
+        tree = session.draft([request], draft_sampling)
         check_tree(tree)
         assert int(tree.num_nodes[0]) <= plan.tree_nodes
         advance(session, request, tree, 0, 2)
-    fixed = session.draft([request], Law.FIXED)
+    fixed = session.draft([request], DraftSampling.FIXED)
     drafted = {tuple(prefix_of(fixed, 0, n)) for n in range(int(fixed.num_nodes[0]))}
     assert drafted == best_first_prefixes(pair, text_of(request), plan)
 
@@ -301,9 +307,9 @@ def test_more_paths_than_tokens_to_draft():
 def test_a_path_of_one_token_needs_no_drafted_feature(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, Plan(paths=2, depth=1, draft_width=VOCAB))
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     assert tree.depth.max() == 1
-    check_laws(pair, tree, 0, text_of(request))
+    check_samplings(pair, tree, 0, text_of(request))
 
 
 def begun_at(first: int, request: Request, pair: Pair) -> tuple[Session, Request]:
@@ -324,15 +330,19 @@ def test_what_was_skipped_is_as_if_the_text_began_later(pair, paths):
         session.drafter.observe(request, piece)
     session.drafter.skip(request, keep=4)
     for accepted in (2, 0, 4):
-        tree = session.draft([request], Law.IID)
+        tree = session.draft([request], DraftSampling.IID)
         other, short = begun_at(2, request, pair)
-        expected = other.draft([short], Law.IID)
+        expected = other.draft([short], DraftSampling.IID)
         assert torch.equal(tree.token_ids, expected.token_ids)
-        torch.testing.assert_close(full_laws(tree), full_laws(expected), atol=ATOL, rtol=0)
+        torch.testing.assert_close(
+            all_full_probs(tree), all_full_probs(expected), atol=ATOL, rtol=0
+        )
         # The beginning does matter to the head.
         whole, same = begun_at(0, request, pair)
-        others = whole.draft([same], Law.IID)
-        assert not torch.allclose(full_laws(tree)[:, :1], full_laws(others)[:, :1], atol=1e-3)
+        others = whole.draft([same], DraftSampling.IID)
+        assert not torch.allclose(
+            all_full_probs(tree)[:, :1], all_full_probs(others)[:, :1], atol=1e-3
+        )
         advance(session, request, tree, 0, accepted)
 
 
@@ -340,14 +350,14 @@ def test_what_was_run_already_is_skipped_too(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in (1, 0, 2):
-        advance(session, request, session.draft([request], Law.IID), 0, accepted)
+        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted)
     assert session.drafter.behind(request) == 3
     session.drafter.skip(request, keep=2)
     assert session.drafter.behind(request) == 2
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     other, short = begun_at(len(text_of(request)) - 3, request, pair)
-    expected = other.draft([short], Law.IID)
-    torch.testing.assert_close(full_laws(tree), full_laws(expected), atol=ATOL, rtol=0)
+    expected = other.draft([short], DraftSampling.IID)
+    torch.testing.assert_close(all_full_probs(tree), all_full_probs(expected), atol=ATOL, rtol=0)
 
 
 def test_skipping_frees_what_it_came_with(pair):
@@ -379,7 +389,7 @@ def test_a_text_whose_beginning_was_skipped_is_not_recalled(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
     session.drafter.skip(request, keep=3)
-    session.draft([request], Law.IID)
+    session.draft([request], DraftSampling.IID)
     with pytest.raises(RuntimeError, match="request 0 is recalled, its beginning skipped"):
         session.drafter.snapshot(request)
 
@@ -391,29 +401,35 @@ def test_a_forgotten_request_starts_anew(pair):
     session.drafter.forget(request)
     assert not request.draft_states
     with pytest.raises(RuntimeError, match="request 0 drafts before any feature was observed"):
-        session.draft([request], Law.IID)
+        session.draft([request], DraftSampling.IID)
 
 
 def test_what_another_drafter_remembers_stays(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
-    expected = session.draft([request], Law.IID)
+    expected = session.draft([request], DraftSampling.IID)
     request.draft_states[DraftState] = other = DraftState()
-    assert torch.equal(session.draft([request], Law.IID).token_ids, expected.token_ids)
+    assert torch.equal(session.draft([request], DraftSampling.IID).token_ids, expected.token_ids)
     session.drafter.forget(request)
     assert request.draft_states == {DraftState: other}
 
 
-@pytest.mark.parametrize("law", [Law.WOR, Law.GREEDY, Law.HUB])
-def test_trees_of_the_other_laws_carry_the_heads_laws_over_several_commits(pair, law):
+@pytest.mark.parametrize(
+    "draft_sampling", [DraftSampling.WOR, DraftSampling.GREEDY, DraftSampling.HUB]
+)
+def test_trees_of_the_other_distributions_carry_the_heads_distributions_over_several_commits(
+    pair, draft_sampling
+):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
-    assert law in session.drafter.laws
+    assert draft_sampling in session.drafter.draft_samplings
     for accepted in ACCEPTED:
-        tree = session.draft([request], law)
+        tree = session.draft([request], draft_sampling)
         check_tree(tree)
-        assert tree.law is law
+        assert tree.draft_sampling is draft_sampling
         assert tree.length == int(tree.path_lengths.max()) == PLAN.depth
-        assert int(tree.num_nodes[0]) == 1 + PLAN.depth * (2 if law is Law.HUB else PLAN.paths)
-        check_laws(pair, tree, 0, text_of(request))
+        assert int(tree.num_nodes[0]) == 1 + PLAN.depth * (
+            2 if draft_sampling is DraftSampling.HUB else PLAN.paths
+        )
+        check_samplings(pair, tree, 0, text_of(request))
         advance(session, request, tree, 0, accepted)

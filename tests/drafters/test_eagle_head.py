@@ -7,8 +7,7 @@ import torch
 from support.small_heads import config_of, make_head
 from torch import Tensor
 
-from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch, EagleHead
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

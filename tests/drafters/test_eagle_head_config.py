@@ -3,7 +3,7 @@
 import pytest
 from support.small_heads import config_of
 
-from eaglegbv.drafters.eagle_head_config import Arch, default_feature_layers
+from eaglegbv.drafters.eagle_model import Arch, default_feature_layers
 from eaglegbv.errors import DrafterMismatch
 
 

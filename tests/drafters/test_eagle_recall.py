@@ -15,10 +15,10 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.params import SamplingParams
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.request import DraftSnapshot, Request
-from eaglegbv.tree import Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
 
 ATOL = 1e-5
 PROMPT = [5, 17, 3, 3, 28, 9]
@@ -34,37 +34,37 @@ def pair(request) -> Pair:
     return random_pair(Arch(request.param))
 
 
-def expected_law(pair: Pair, text: Sequence[int], since: Sequence[int], params, width) -> Tensor:
-    """The plain head's law, warped by its temperature and cut to its most likely tokens."""
-    scores = torch.from_numpy(pair.log_law(text, since))
+def expected_probs(pair: Pair, text: Sequence[int], since: Sequence[int], params, width) -> Tensor:
+    """The plain head's distribution, warped by its temperature and cut to its most likely tokens."""
+    scores = torch.from_numpy(pair.log_probs(text, since))
     values, kept = scores.topk(min(width, len(scores)))
-    law = torch.zeros(VOCAB, dtype=torch.float64)
-    law[pair.head.draft_to_target[kept]] = (values / params.temperature).softmax(dim=0)
-    return law
+    dist = torch.zeros(VOCAB, dtype=torch.float64)
+    dist[pair.head.draft_to_target[kept]] = (values / params.temperature).softmax(dim=0)
+    return dist
 
 
-def full_laws(drafter: EagleDrafter, snapshots: Sequence[DraftSnapshot]) -> Tensor:
-    laws = drafter.laws_at(snapshots)
+def all_full_probs(drafter: EagleDrafter, snapshots: Sequence[DraftSnapshot]) -> Tensor:
+    draft_samplings = drafter.probs_at(snapshots)
     full = torch.zeros((len(snapshots), VOCAB), dtype=torch.float64)
-    return full.scatter_add_(1, laws.ids, laws.probs)
+    return full.scatter_add_(1, draft_samplings.ids, draft_samplings.probs)
 
 
 def follow(
     session: Session, request: Request, snapshot: DraftSnapshot, tokens: Sequence[int]
 ) -> list[Tensor]:
-    """The laws after none, one, ... all of the tokens."""
+    """The distributions after none, one, ... all of the tokens."""
     slots = session.allocator.allocate(len(tokens))
-    laws = [full_laws(session.drafter, [snapshot])[0]]
+    dists = [all_full_probs(session.drafter, [snapshot])[0]]
     for token, slot in zip(tokens, slots.split(1), strict=True):
         [snapshot] = session.drafter.advance([request], [snapshot], torch.tensor([token]), slot)
-        laws.append(full_laws(session.drafter, [snapshot])[0])
+        dists.append(all_full_probs(session.drafter, [snapshot])[0])
     session.allocator.release(slots)
-    return laws
+    return dists
 
 
 def step(session: Session, request: Request, accepted: int) -> DraftSnapshot:
     """Draft, remember, and commit the first nodes of the first path and a token more."""
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     snapshot = session.drafter.snapshot(request)
     nodes = tree.path_nodes[0, 0, :accepted].tolist()
     correction = (7 * request.step + 3) % VOCAB
@@ -72,20 +72,20 @@ def step(session: Session, request: Request, accepted: int) -> DraftSnapshot:
     return snapshot
 
 
-def test_recalled_laws_are_those_of_the_tree_itself(pair):
+def test_recalled_distributions_are_those_of_the_tree_itself(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     nodes = tree.path_nodes[0, 0].tolist()
     tokens = tree.token_ids[0, nodes].tolist()
-    laws = follow(session, request, session.drafter.snapshot(request), tokens[:-1])
-    for node, law in zip([0, *nodes[:-1]], laws, strict=True):
+    dists = follow(session, request, session.drafter.snapshot(request), tokens[:-1])
+    for node, draft_sampling in zip([0, *nodes[:-1]], dists, strict=True):
         drawn = torch.zeros(VOCAB, dtype=torch.float64)
         drawn.scatter_add_(0, tree.draft_ids[0, node], tree.draft_probs[0, node])
-        torch.testing.assert_close(law, drawn, atol=ATOL, rtol=0)
+        torch.testing.assert_close(draft_sampling, drawn, atol=ATOL, rtol=0)
 
 
-def test_recalled_laws_continue_their_own_step_whatever_came_after(pair):
+def test_recalled_distributions_continue_their_own_step_whatever_came_after(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN)
     kept: list[tuple[list[int], DraftSnapshot]] = []
@@ -95,13 +95,13 @@ def test_recalled_laws_continue_their_own_step_whatever_came_after(pair):
         kept.append((root, step(session, request, accepted)))
         for text, snapshot in kept:
             since = [*text_of(request)[len(text) :], *BEYOND]
-            laws = follow(session, request, snapshot, since)
-            for end, law in enumerate(laws):
-                expected = expected_law(pair, text, since[:end], request.params, VOCAB)
-                torch.testing.assert_close(law, expected, atol=ATOL, rtol=0)
-        # On true features the same text has another law.
-        current = expected_law(pair, [*root, *since[: accepted + 1]], [], request.params, VOCAB)
-        far = max(far, 0.5 * float((laws[accepted + 1] - current).abs().sum()))
+            dists = follow(session, request, snapshot, since)
+            for end, draft_sampling in enumerate(dists):
+                expected = expected_probs(pair, text, since[:end], request.params, VOCAB)
+                torch.testing.assert_close(draft_sampling, expected, atol=ATOL, rtol=0)
+        # On true features the same text has another distribution.
+        current = expected_probs(pair, [*root, *since[: accepted + 1]], [], request.params, VOCAB)
+        far = max(far, 0.5 * float((dists[accepted + 1] - current).abs().sum()))
     assert far > 0.02
 
 
@@ -114,7 +114,7 @@ def test_recalling_leaves_the_next_drafts_alone(pair):
         if recalls:
             follow(session, request, snapshot, [*request.token_ids[1:], *BEYOND])
         step(session, request, 0)
-        trees.append(session.draft([request], Law.IID))
+        trees.append(session.draft([request], DraftSampling.IID))
     assert torch.equal(trees[0].token_ids, trees[1].token_ids)
     torch.testing.assert_close(trees[0].draft_probs, trees[1].draft_probs, atol=ATOL, rtol=0)
 
@@ -129,10 +129,10 @@ def test_a_snapshot_keeps_its_steps_own_settings(pair):
     request.plan = msgspec.structs.replace(PLAN, draft_temperature=0.5, draft_width=11)
     new_text = text_of(request)
     new = step(session, request, 1)
-    laws = full_laws(session.drafter, [old, new])
-    hot = expected_law(pair, text, [], SamplingParams(temperature=1.2), 7)
-    cold = expected_law(pair, new_text, [], SamplingParams(temperature=0.4), 11)
-    torch.testing.assert_close(laws, torch.stack((hot, cold)), atol=ATOL, rtol=0)
+    dists = all_full_probs(session.drafter, [old, new])
+    hot = expected_probs(pair, text, [], SamplingParams(temperature=1.2), 7)
+    cold = expected_probs(pair, new_text, [], SamplingParams(temperature=0.4), 11)
+    torch.testing.assert_close(dists, torch.stack((hot, cold)), atol=ATOL, rtol=0)
 
 
 def test_snapshots_of_several_requests_go_on_together(pair):
@@ -147,7 +147,7 @@ def test_snapshots_of_several_requests_go_on_together(pair):
     slots = session.allocator.allocate(12)
     once = session.drafter.advance(owners, snapshots, tokens, slots[:6])
     twice = session.drafter.advance(owners, once, tokens.flip(0), slots[6:])
-    together = full_laws(session.drafter, twice)
+    together = all_full_probs(session.drafter, twice)
     session.allocator.release(slots)
     for n, (owner, snapshot) in enumerate(zip(owners, snapshots, strict=True)):
         alone = follow(session, owner, snapshot, [int(tokens[n]), int(tokens[5 - n])])
@@ -157,4 +157,4 @@ def test_snapshots_of_several_requests_go_on_together(pair):
 def test_a_snapshot_of_another_drafter_is_refused(pair):
     session = Session(pair)
     with pytest.raises(TypeError, match="a snapshot belongs to another drafter"):
-        session.drafter.laws_at([DraftSnapshot()])
+        session.drafter.probs_at([DraftSnapshot()])

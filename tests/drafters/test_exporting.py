@@ -23,15 +23,13 @@ from support.published_heads import (
 from torch import Tensor
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.drafters.checkpoint import Checkpoint, fit, read_checkpoint
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.exporting import ExportTarget, export_head
-from eaglegbv.drafters.formats.base import FormatName
-from eaglegbv.drafters.formats.registry import FORMATS
+from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget, export_head, fit, read_checkpoint
+from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.formats.read import FORMATS, FormatName
 from eaglegbv.engine import Engine
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.loading import TINY, TINY_TARGET, load_pair
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
 TARGET = ExportTarget("some/target", ("LlamaForCausalLM",), LAYERS, lambda: TABLE)

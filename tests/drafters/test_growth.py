@@ -3,8 +3,8 @@
 import pytest
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.growth import draft_params
-from eaglegbv.params import COLDEST, HOTTEST, SamplingParams
+from eaglegbv.drafters.tree_growth import draft_params
+from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams
 
 
 @pytest.mark.parametrize(

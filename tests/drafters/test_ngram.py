@@ -11,15 +11,15 @@ from support.token_drafting import TokenSession
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import Law, check_tree
+from eaglegbv.tree import DraftSampling, check_tree
 
 
 def drafted(text, plan, drafter=None):
     """The tokens of each path of the tree after ``text``."""
     session = TokenSession(drafter or NgramDrafter())
-    tree = session.draft([session.start(text[:-1], text[-1], plan)], Law.FIXED)
+    tree = session.draft([session.start(text[:-1], text[-1], plan)], DraftSampling.FIXED)
     check_tree(tree)
-    assert tree.law is Law.FIXED
+    assert tree.draft_sampling is DraftSampling.FIXED
     assert tree.width == 0
     return [
         tree.token_ids[0, nodes[:length]].tolist()
@@ -86,7 +86,7 @@ def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, 
         session.drafter.catch_up([request])
         request.token_ids += tokens
         text += tokens
-    tree = session.draft([request], Law.FIXED)
+    tree = session.draft([request], DraftSampling.FIXED)
     check_tree(tree)
     assert int(tree.num_nodes[0]) <= plan.tree_nodes
     assert (tree.paths, tree.length) == (paths, depth)
@@ -104,8 +104,8 @@ def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, 
 def test_what_is_not_a_lookup_is_refused():
     session = TokenSession(NgramDrafter())
     request = session.start([1, 1], 1, Plan())
-    with pytest.raises(InvalidArgument, match="law='iid'"):
-        session.draft([request], Law.IID)
+    with pytest.raises(InvalidArgument, match="distribution='iid'"):
+        session.draft([request], DraftSampling.IID)
     session.drafter.forget(request)
     session.drafter.catch_up([request])
     with pytest.raises(InvalidArgument, match="shortest=3"):

@@ -6,7 +6,7 @@ from support.small_heads import config_of, make_head
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch
 
 YARN_ROPE = {
     "rope_type": "yarn",

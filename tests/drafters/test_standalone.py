@@ -7,10 +7,10 @@ from support.drafting import prefix_of, text_of
 from support.token_drafting import TokenSession, random_llama
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.standalone import StandaloneDrafter
-from eaglegbv.params import SamplingParams
-from eaglegbv.targets.hf import HFTarget
-from eaglegbv.tree import Law, check_tree
+from eaglegbv.drafters.draft_model import StandaloneDrafter
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, check_tree
 
 VOCAB = 40
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)
@@ -41,28 +41,28 @@ def session(wrapped):
 
 
 @torch.inference_mode()
-def plain_law(model, tokens, temperature=1.0, width=VOCAB):
+def plain_dist(model, tokens, temperature=1.0, width=VOCAB):
     logits = model(torch.tensor([tokens])).logits[0, -1].double() / temperature
     kept = logits.argsort(descending=True)[:width]
-    law = torch.zeros(VOCAB, dtype=torch.float64)
-    law[kept] = logits[kept].softmax(0)
-    return law.numpy()
+    dist = torch.zeros(VOCAB, dtype=torch.float64)
+    dist[kept] = logits[kept].softmax(0)
+    return dist.numpy()
 
 
-def law_of(tree, b, node):
-    law = np.zeros(VOCAB)
-    np.add.at(law, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return law
+def probs_of(tree, b, node):
+    dist = np.zeros(VOCAB)
+    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return dist
 
 
 def inner_nodes(tree, b):
     return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
 
 
-def check_laws(model, tree, b, request, **settings):
+def check_samplings(model, tree, b, request, **settings):
     for node in inner_nodes(tree, b):
-        expected = plain_law(model, text_of(request) + prefix_of(tree, b, node), **settings)
-        np.testing.assert_allclose(law_of(tree, b, node), expected, atol=ATOL, rtol=0)
+        expected = plain_dist(model, text_of(request) + prefix_of(tree, b, node), **settings)
+        np.testing.assert_allclose(probs_of(tree, b, node), expected, atol=ATOL, rtol=0)
 
 
 def advance(session, request, tree, b, accepted):
@@ -74,17 +74,20 @@ def advance(session, request, tree, b, accepted):
     session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.GREEDY, Law.HUB])
-def test_trees_carry_the_models_laws_over_several_commits(model, session, law):
+@pytest.mark.parametrize(
+    "draft_sampling",
+    [DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY, DraftSampling.HUB],
+)
+def test_trees_carry_the_models_distributions_over_several_commits(model, session, draft_sampling):
     first = session.start(PROMPT, 11, PLAN, seed=3)
     second = session.start([1, 2], 30, PLAN, seed=4, params=SamplingParams(temperature=0.7))
     session.drafter.catch_up([first, second])
     for accepted in ACCEPTED:
-        tree = session.draft([first, second], law)
+        tree = session.draft([first, second], draft_sampling)
         check_tree(tree)
-        assert tree.law is law
-        check_laws(model, tree, 0, first)
-        check_laws(model, tree, 1, second, temperature=0.7)
+        assert tree.draft_sampling is draft_sampling
+        check_samplings(model, tree, 0, first)
+        check_samplings(model, tree, 1, second, temperature=0.7)
         advance(session, first, tree, 0, accepted)
         advance(session, second, tree, 1, (accepted + 1) % 5)
 
@@ -95,7 +98,7 @@ def test_catching_up_is_optional_and_may_be_repeated(session):
         request = session.start(PROMPT, 11, PLAN, seed=3)
         for _ in range(times):
             session.drafter.catch_up([request])
-        trees.append(session.draft([request], Law.IID))
+        trees.append(session.draft([request], DraftSampling.IID))
     for tree in trees[1:]:
         assert torch.equal(tree.token_ids, trees[0].token_ids)
         torch.testing.assert_close(tree.draft_probs, trees[0].draft_probs, atol=ATOL, rtol=0)
@@ -104,54 +107,54 @@ def test_catching_up_is_optional_and_may_be_repeated(session):
 def test_fixed_trees_follow_the_models_most_likely_tokens(model, session):
     plan = Plan(paths=1, depth=4)
     request = session.start(PROMPT, 11, plan)
-    tree = session.draft([request], Law.FIXED)
+    tree = session.draft([request], DraftSampling.FIXED)
     text = text_of(request)
     for node in range(1, 5):
-        text.append(int(plain_law(model, text).argmax()))
+        text.append(int(plain_dist(model, text).argmax()))
         assert int(tree.token_ids[0, node]) == text[-1]
 
 
 def test_a_wide_beam_needs_more_slots_than_nodes(model, session):
     plan = Plan(paths=2, depth=4, beam=6, nodes=3)
     request = session.start(PROMPT, 11, plan)
-    tree = session.draft([request], Law.FIXED)
+    tree = session.draft([request], DraftSampling.FIXED)
     check_tree(tree)
     assert int(tree.num_nodes[0]) == 4
-    best = int(plain_law(model, text_of(request)).argmax())
+    best = int(plain_dist(model, text_of(request)).argmax())
     assert int(tree.token_ids[0, 1]) == best
 
 
-def test_recalled_laws_are_the_models_at_other_tokens(model, session):
+def test_recalled_distributions_are_the_models_at_other_tokens(model, session):
     plan = Plan(paths=2, depth=3, draft_width=12)
     request = session.start(PROMPT, 11, plan, seed=3, params=SamplingParams(temperature=0.8))
-    session.draft([request], Law.IID)
+    session.draft([request], DraftSampling.IID)
     snapshot = session.drafter.snapshot(request)
     root_text = text_of(request)
     session.commit(request, [21], [])
-    session.draft([request], Law.IID)
+    session.draft([request], DraftSampling.IID)
     slots = session.allocator.allocate(2)
     places, tokens = [snapshot], []
     for slot, token in zip(slots.split(1), (21, 7), strict=True):
         tokens.append(token)
         step = session.drafter.advance([request], places[-1:], torch.tensor([token]), slot)
         places += step
-    laws = session.drafter.laws_at(places)
+    draft_samplings = session.drafter.probs_at(places)
     for i in range(3):
-        expected = plain_law(model, root_text + tokens[:i], temperature=0.8, width=12)
+        expected = plain_dist(model, root_text + tokens[:i], temperature=0.8, width=12)
         found = np.zeros(VOCAB)
-        np.add.at(found, laws.ids[i].numpy(), laws.probs[i].numpy())
+        np.add.at(found, draft_samplings.ids[i].numpy(), draft_samplings.probs[i].numpy())
         np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 def test_vocabularies_padded_differently_meet_in_what_both_have(wrapped):
     session = TokenSession(StandaloneDrafter(wrapped, vocab_size=VOCAB - 8))
     request = session.start(PROMPT, 11, Plan(paths=4, depth=3, draft_width=VOCAB))
-    tree = session.draft([request], Law.IID)
+    tree = session.draft([request], DraftSampling.IID)
     assert tree.width == VOCAB - 8
     assert int(tree.draft_ids.max()) < VOCAB - 8
     session = TokenSession(StandaloneDrafter(wrapped, vocab_size=VOCAB + 8))
     request = session.start([*PROMPT, VOCAB + 3], VOCAB + 7, Plan(paths=2, depth=2))
-    check_tree(session.draft([request], Law.IID))
+    check_tree(session.draft([request], DraftSampling.IID))
 
 
 def test_a_forgotten_request_starts_anew(session):

@@ -1,4 +1,4 @@
-"""The table drafter: its laws are the table's, on disk and in memory."""
+"""The table drafter: its distributions are the table's, on disk and in memory."""
 
 import json
 
@@ -12,21 +12,23 @@ from support.token_drafting import TokenSession, random_table
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import Law, check_tree
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, check_tree
 
 VOCAB = 6
 
 
-def laws(tree, b, node):
-    law = np.zeros(VOCAB)
-    np.add.at(law, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return law
+def draft_samplings(tree, b, node):
+    dist = np.zeros(VOCAB)
+    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return dist
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.HUB])
-def test_trees_carry_the_tables_laws(order, law):
+@pytest.mark.parametrize(
+    "draft_sampling", [DraftSampling.IID, DraftSampling.WOR, DraftSampling.HUB]
+)
+def test_trees_carry_the_tables_distributions(order, draft_sampling):
     logits = random_table(VOCAB, order=order)
     session = TokenSession(TabularDrafter(Table.of_logits(logits, order=order)))
     plan = Plan(paths=2, depth=3, draft_width=VOCAB)
@@ -34,7 +36,7 @@ def test_trees_carry_the_tables_laws(order, law):
         session.start([1], 4, plan, seed=1, params=SamplingParams(temperature=0.6)),
         session.start([5, 0, 2, 2], 3, plan, seed=2, params=SamplingParams(temperature=0.6)),
     ]
-    tree = session.draft(requests, law)
+    tree = session.draft(requests, draft_sampling)
     check_tree(tree)
     for b, request in enumerate(requests):
         for node in {int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]}:
@@ -43,20 +45,20 @@ def test_trees_carry_the_tables_laws(order, law):
             for token in tokens[-order:]:
                 state = state * (VOCAB + 1) + token
             expected = (logits[state].double() / 0.6).softmax(0).numpy()
-            np.testing.assert_allclose(laws(tree, b, node), expected, atol=1e-6, rtol=0)
+            np.testing.assert_allclose(draft_samplings(tree, b, node), expected, atol=1e-6, rtol=0)
 
 
-def test_a_law_recalled_is_the_one_at_other_tokens():
+def test_a_distribution_recalled_is_the_one_at_other_tokens():
     table = Table.of_logits(random_table(VOCAB, order=2), order=2)
     session = TokenSession(TabularDrafter(table))
     request = session.start([1, 2], 4, Plan(paths=2, depth=2, draft_width=VOCAB))
     root = session.drafter.snapshot(request)
     [later] = session.drafter.advance([request], [root], torch.tensor([5]), torch.tensor([9]))
-    found = session.drafter.laws_at([root, later])
+    found = session.drafter.probs_at([root, later])
     for row, state in ((0, (2, 4)), (1, (4, 5))):
-        law = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, found.ids[row], found.probs[row])
+        dist = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, found.ids[row], found.probs[row])
         expected = table.logits([table.state(state)])[0].double().softmax(0)
-        torch.testing.assert_close(law, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(dist, expected, atol=1e-6, rtol=0)
 
 
 def sparse(tmp_path):
@@ -76,7 +78,7 @@ def test_a_saved_table_is_read_again_and_padding_has_no_mass(tmp_path):
     torch.testing.assert_close(probs, torch.tensor([0.25, 0, 0, 0.75, 0, 0]))
     session = TokenSession(TabularDrafter(table))
     request = session.start([1], 3, Plan(paths=4, depth=2, draft_width=VOCAB))
-    tree = session.draft([request], Law.WOR)
+    tree = session.draft([request], DraftSampling.WOR)
     assert sorted(tree.token_ids[0, tree.depth[0] == 1].tolist()) == [0, 3]
 
 

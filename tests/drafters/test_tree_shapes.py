@@ -11,8 +11,8 @@ from support.token_drafting import TokenSession, random_table
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 VOCAB = 7
 
@@ -22,10 +22,14 @@ def session_of(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
     return TokenSession(TabularDrafter(table)), table
 
 
-def draft(plan: Plan, law: Law, *, seed: int = 0, scale: float = 1.5, first: int = 2):
+def draft(
+    plan: Plan, draft_sampling: DraftSampling, *, seed: int = 0, scale: float = 1.5, first: int = 2
+):
     session, table = session_of(seed, scale)
     params = SamplingParams()
-    tree = session.draft([session.start([1], first, plan, params=params, seed=seed)], law)
+    tree = session.draft(
+        [session.start([1], first, plan, params=params, seed=seed)], draft_sampling
+    )
     check_tree(tree)
     return tree, table
 
@@ -38,14 +42,14 @@ def prefixes(tree: DraftTree) -> list[tuple[int, ...]]:
     return found
 
 
-def law(table: Table, token: int) -> np.ndarray:
+def draft_sampling(table: Table, token: int) -> np.ndarray:
     return table.logits([token])[0].double().softmax(0).numpy()
 
 
 def confidence(table: Table, prefix: tuple[int, ...], root: int = 2) -> float:
     product, last = 1.0, root
     for token in prefix:
-        product *= law(table, last)[token]
+        product *= draft_sampling(table, last)[token]
         last = token
     return product
 
@@ -53,13 +57,15 @@ def confidence(table: Table, prefix: tuple[int, ...], root: int = 2) -> float:
 def by_rank(table: Table, ranks: tuple[int, ...], root: int = 2) -> tuple[int, ...]:
     tokens, last = [], root
     for rank in ranks:
-        last = int(np.argsort(-law(table, last), kind="stable")[rank])
+        last = int(np.argsort(-draft_sampling(table, last), kind="stable")[rank])
         tokens.append(last)
     return tuple(tokens)
 
 
 def test_a_static_tree_is_the_shape_in_tokens() -> None:
-    tree, table = draft(Plan(law="fixed", depth=5, shape=EAGLE1_SHAPE), Law.FIXED)
+    tree, table = draft(
+        Plan(draft_sampling="fixed", depth=5, shape=EAGLE1_SHAPE), DraftSampling.FIXED
+    )
     expected = {(), *(by_rank(table, ranks) for ranks in EAGLE1_SHAPE)}
     assert set(prefixes(tree)) == expected
     assert int(tree.num_nodes[0]) == 26
@@ -69,7 +75,7 @@ def test_a_static_tree_is_the_shape_in_tokens() -> None:
 
 def test_a_static_tree_leaves_out_what_a_small_vocabulary_lacks() -> None:
     shape = ((0,), (VOCAB,), (0, 1), (0, 0))
-    tree, table = draft(Plan(law="fixed", depth=2, shape=shape), Law.FIXED)
+    tree, table = draft(Plan(draft_sampling="fixed", depth=2, shape=shape), DraftSampling.FIXED)
     assert set(prefixes(tree)) == {(), *(by_rank(table, r) for r in ((0,), (0, 1), (0, 0)))}
 
 
@@ -80,14 +86,14 @@ def test_a_static_tree_leaves_out_what_a_small_vocabulary_lacks() -> None:
     seed=st.integers(0, 9),
 )
 def test_eagle_2_has_a_beam_and_a_number_of_nodes_of_its_own(beam, nodes, depth, seed) -> None:
-    plan = Plan(law="fixed", paths=1, depth=depth, beam=beam, nodes=nodes)
-    tree, table = draft(plan, Law.FIXED, seed=seed)
+    plan = Plan(draft_sampling="fixed", paths=1, depth=depth, beam=beam, nodes=nodes)
+    tree, table = draft(plan, DraftSampling.FIXED, seed=seed)
     scores = {(): 0.0}
     level = [()]
     for _ in range(depth):
         children = {}
         for prefix in level:
-            q = law(table, prefix[-1] if prefix else 2)
+            q = draft_sampling(table, prefix[-1] if prefix else 2)
             for token in np.argsort(-q, kind="stable")[:beam].tolist():
                 children[(*prefix, token)] = scores[prefix] + math.log(q[token])
         scores |= children
@@ -103,7 +109,15 @@ def test_eagle_2_has_a_beam_and_a_number_of_nodes_of_its_own(beam, nodes, depth,
 
 
 @given(
-    kind=st.sampled_from([Law.IID, Law.WOR, Law.GREEDY, Law.HUB, Law.FIXED]),
+    kind=st.sampled_from(
+        [
+            DraftSampling.IID,
+            DraftSampling.WOR,
+            DraftSampling.GREEDY,
+            DraftSampling.HUB,
+            DraftSampling.FIXED,
+        ]
+    ),
     floor=st.sampled_from([0.001, 0.02, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 30),
 )
@@ -118,10 +132,14 @@ def test_a_path_ends_where_its_own_confidence_falls_below(kind, floor, seed) -> 
         unsure = confidence(table, prefix) < floor * (1 - 1e-9)
         if prefix and unsure:
             assert prefix not in inner
-        if kind in (Law.IID, Law.WOR, Law.GREEDY) and sure and len(prefix) < plan.depth:
+        if (
+            kind in (DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY)
+            and sure
+            and len(prefix) < plan.depth
+        ):
             assert prefix in inner
     assert tree.length == plan.depth
-    if kind is Law.IID:
+    if kind is DraftSampling.IID:
         # The numbers of a path are its own: stopping others changes nothing of what it draws.
         uncut = [tuple(whole.token_ids[0, nodes].tolist()) for nodes in whole.path_nodes[0]]
         for nodes, length in zip(tree.path_nodes[0], tree.path_lengths[0].tolist(), strict=True):
@@ -130,8 +148,8 @@ def test_a_path_ends_where_its_own_confidence_falls_below(kind, floor, seed) -> 
 
 
 def test_confidence_of_a_shape_counts_too() -> None:
-    plan = Plan(law="fixed", depth=5, shape=EAGLE1_SHAPE, min_confidence=1.0)
-    tree, table = draft(plan, Law.FIXED)
+    plan = Plan(draft_sampling="fixed", depth=5, shape=EAGLE1_SHAPE, min_confidence=1.0)
+    tree, table = draft(plan, DraftSampling.FIXED)
     assert set(prefixes(tree)) == {(), *(by_rank(table, (rank,)) for rank in range(4))}
 
 
@@ -139,11 +157,11 @@ def test_a_batch_may_stop_at_different_depths_or_altogether() -> None:
     session, _ = session_of(scale=4.0)
     plan = Plan(paths=2, depth=4, draft_width=VOCAB, min_confidence=0.6)
     requests = [session.start([1], first, plan, seed=first) for first in range(VOCAB)]
-    together = session.draft(requests, Law.IID)
+    together = session.draft(requests, DraftSampling.IID)
     check_tree(together)
     assert len(set(together.path_lengths.flatten().tolist())) > 2
     for b, first in enumerate(range(VOCAB)):
-        alone = session.draft([session.start([1], first, plan, seed=first)], Law.IID)
+        alone = session.draft([session.start([1], first, plan, seed=first)], DraftSampling.IID)
         count = int(alone.num_nodes[0])
         assert int(together.num_nodes[b]) == count
         assert torch.equal(together.token_ids[b, :count], alone.token_ids[0])

@@ -11,48 +11,54 @@ import torch
 from support.saved_pair import save_pair
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.eval import audit as auditing
-from eaglegbv.eval.audit import ExactSubject, Sizes, count_trees, package_subjects
-from eaglegbv.eval.audit_instances import DRAFTS, ROUND, instance
-from eaglegbv.eval.audit_pair import audit_pair
-from eaglegbv.eval.audit_runs import prefix_of
-from eaglegbv.eval.audit_sampled import sampled_subject
-from eaglegbv.eval.audit_steps import batch_of
-from eaglegbv.eval.audit_synthetic import SyntheticSettings, draw_batch, measure
-from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_law, power
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.eval import audit_exact as auditing
+from eaglegbv.eval.audit_engine import audit_pair
+from eaglegbv.eval.audit_exact import (
+    DRAFTS,
+    ROUND,
+    ExactSubject,
+    Sizes,
+    count_trees,
+    instance,
+    package_subjects,
+)
+from eaglegbv.eval.audit_picture import SyntheticSettings, draw_batch, measure
+from eaglegbv.eval.audit_sampled import batch_of, prefix_of, sampled_subject
+from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_probs, power
 from eaglegbv.llm import LLM
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import Law, check_tree
-from eaglegbv.uniforms import Purpose
-from eaglegbv.verifiers.block import BlockVerifier
-from eaglegbv.verifiers.debts import LayerLaws
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, check_tree
+from eaglegbv.verifiers.base import check_inputs
+from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
-from eaglegbv.verifiers.inputs import check_inputs
-from eaglegbv.verifiers.reference.block import block, block_weights
-from eaglegbv.verifiers.reference.chooser import accepts
-from eaglegbv.verifiers.reference.enumeration import Shape, drafted_paths, stateless
-from eaglegbv.verifiers.reference.probs import residual, residual_or_target
-from eaglegbv.verifiers.reference.tree import Outcome
+from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
+from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
+from eaglegbv.verifiers.proof.tree import Outcome
 from eaglegbv.verifiers.registry import make_stateful_verifier, make_verifier
-from eaglegbv.verifiers.stateful import StatefulVerifier
+from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 PAIRS = [
-    (name, law) for name, subject in package_subjects().items() for law in sorted(subject.laws)
+    (name, draft_sampling)
+    for name, subject in package_subjects().items()
+    for draft_sampling in sorted(subject.draft_samplings)
 ]
 QUICK = Sizes(vocab=2, instances=7, seed=3)
 
 
-def fitting(subject: auditing.Subject, law: Law, sizes: Sizes = QUICK) -> Sizes:
-    paths = subject.fitting_paths(law, sizes.paths)
+def fitting(
+    subject: auditing.Subject, draft_sampling: DraftSampling, sizes: Sizes = QUICK
+) -> Sizes:
+    paths = subject.fitting_paths(draft_sampling, sizes.paths)
     return Sizes(vocab=sizes.vocab, instances=sizes.instances, seed=sizes.seed, paths=paths)
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_every_verifier_passes(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_every_verifier_passes(name: str, draft_sampling: DraftSampling) -> None:
     subject = package_subjects()[name]
     told: list[float] = []
-    result = subject.audit(law, fitting(subject, law), told.append)
+    result = subject.audit(draft_sampling, fitting(subject, draft_sampling), told.append)
     assert result.passed(1e-12)
     assert result.max_abs_error == max(told)
     assert len(told) == result.instances == QUICK.instances
@@ -63,41 +69,45 @@ def test_every_verifier_passes(name: str, law: Law) -> None:
 
 def test_an_audit_is_reproducible_and_depends_on_its_seed() -> None:
     subject = package_subjects()["token"]
-    sizes = fitting(subject, Law.IID)
-    first, again = (subject.audit(Law.IID, sizes) for _ in range(2))
+    sizes = fitting(subject, DraftSampling.IID)
+    first, again = (subject.audit(DraftSampling.IID, sizes) for _ in range(2))
     assert first.block_efficiency == again.block_efficiency
     other = Sizes(vocab=2, instances=7, seed=4, paths=1)
-    assert subject.audit(Law.IID, other).block_efficiency != first.block_efficiency
+    assert subject.audit(DraftSampling.IID, other).block_efficiency != first.block_efficiency
 
 
 def block_without_weight(tree, chooser) -> Outcome:
     """A residual without w decides about acceptance, as one paper prints it."""
     (path,) = tree.paths
-    laws = [tree.draft_law(path[:i]) for i in range(len(path))]
-    w = block_weights(tree, path, laws)
+    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    w = block_weights(tree, path, dists)
     for i in range(len(path), -1, -1):
-        p = tree.target_law(path[:i])
+        p = tree.target_dist(path[:i])
         h = w[i]
         if i < len(path):
-            mass = sum(residual(1, p, laws[i]))
+            mass = sum(residual(1, p, dists[i]))
             h = 1 if w[i] == 1 else mass / (mass + 1 - w[i])
         if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
-            weights = p if i == len(path) else residual_or_target(w[i], p, laws[i])
+            weights = p if i == len(path) else residual_or_target(w[i], p, dists[i])
             return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
     raise AssertionError("the root accepts")
 
 
 def exact(verify, **facts) -> ExactSubject:
-    laws = facts.pop("laws", frozenset({Law.IID}))
+    draft_samplings = facts.pop("draft_samplings", frozenset({DraftSampling.IID}))
     return ExactSubject(
-        name="mine", laws=laws, default_law=Law.IID, verify=stateless(verify), **facts
+        name="mine",
+        draft_samplings=draft_samplings,
+        default_sampling=DraftSampling.IID,
+        verify=stateless(verify),
+        **facts,
     )
 
 
 def test_a_wrong_rule_fails() -> None:
     sizes = Sizes(vocab=3, instances=7, paths=1)
-    assert exact(block, max_paths=1).audit(Law.IID, sizes).passed(1e-12)
-    wrong = exact(block_without_weight, max_paths=1).audit(Law.IID, sizes)
+    assert exact(block, max_paths=1).audit(DraftSampling.IID, sizes).passed(1e-12)
+    wrong = exact(block_without_weight, max_paths=1).audit(DraftSampling.IID, sizes)
     assert not wrong.passed(1e-3)
 
 
@@ -110,22 +120,23 @@ def test_a_rule_that_forgets_its_debts_fails_in_the_second_step() -> None:
 
     broken = replace(subject, verify=forgetful)
     one, two = (
-        broken.audit(Law.IID, Sizes(vocab=2, instances=7, paths=1, iterations=n)) for n in (1, 2)
+        broken.audit(DraftSampling.IID, Sizes(vocab=2, instances=7, paths=1, iterations=n))
+        for n in (1, 2)
     )
     assert one.passed(1e-12)
     assert not two.passed(1e-3)
 
 
-def test_laws_and_paths_without_a_claim_are_refused() -> None:
+def test_distributions_and_paths_without_a_claim_are_refused() -> None:
     subjects = package_subjects()
-    with pytest.raises(LawMismatch, match="law='wor'"):
-        subjects["token"].audit(Law.WOR, QUICK)
-    with pytest.raises(LawMismatch, match="paths=2: expected at most 1"):
-        subjects["token"].audit(Law.IID, QUICK)
-    with pytest.raises(LawMismatch, match="paths=3: expected 2"):
-        subjects["spechub"].audit(Law.HUB, Sizes(paths=3))
+    with pytest.raises(SamplingMismatch, match="distribution='wor'"):
+        subjects["token"].audit(DraftSampling.WOR, QUICK)
+    with pytest.raises(SamplingMismatch, match="paths=2: expected at most 1"):
+        subjects["token"].audit(DraftSampling.IID, QUICK)
+    with pytest.raises(SamplingMismatch, match="paths=3: expected 2"):
+        subjects["spechub"].audit(DraftSampling.HUB, Sizes(paths=3))
     with pytest.raises(InvalidArgument, match="at most 20000 draft trees"):
-        subjects["otbv"].audit(Law.IID, Sizes(vocab=4, depth=4, paths=4))
+        subjects["otbv"].audit(DraftSampling.IID, Sizes(vocab=4, depth=4, paths=4))
 
 
 @pytest.mark.parametrize(
@@ -139,24 +150,26 @@ def test_sizes_out_of_range_are_refused(name: str, value: int) -> None:
 
 def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, sizes = package_subjects()["token"], Sizes(instances=1, paths=1)
-    assert subject.audit(Law.IID, sizes).lp_optimum is not None
+    assert subject.audit(DraftSampling.IID, sizes).lp_optimum is not None
     monkeypatch.setattr(auditing, "MOST_LP_ENTRIES", 10)
-    assert subject.audit(Law.IID, sizes).lp_optimum is None
+    assert subject.audit(DraftSampling.IID, sizes).lp_optimum is None
 
 
-@pytest.mark.parametrize("law", list(Law))
+@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
 @pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
-def test_trees_are_counted_before_they_are_listed(law: Law, shape: Shape) -> None:
-    [problem] = instance(law, shape, 0, steps=1, seed=0)  # positive everywhere
-    assert len(drafted_paths(problem)) == count_trees(law, shape)
+def test_trees_are_counted_before_they_are_listed(
+    draft_sampling: DraftSampling, shape: Shape
+) -> None:
+    [problem] = instance(draft_sampling, shape, 0, steps=1, seed=0)  # positive everywhere
+    assert len(drafted_paths(problem)) == count_trees(draft_sampling, shape)
 
 
 def test_instances_reach_the_corners() -> None:
     shape = Shape(4, 1, 2)
     pairs = []
     for number in range(len(ROUND) * len(DRAFTS)):
-        for problem in instance(Law.IID, shape, number, steps=2, seed=1):
-            p, q = problem.target_law(()), problem.draft_law(())
+        for problem in instance(DraftSampling.IID, shape, number, steps=2, seed=1):
+            p, q = problem.target_dist(()), problem.draft_dist(())
             assert sum(p) == pytest.approx(1, abs=1e-15)
             assert sum(q) == pytest.approx(1, abs=1e-15)
             pairs.append((p, q))
@@ -171,19 +184,24 @@ def test_instances_reach_the_corners() -> None:
     )
 
 
-def test_steps_share_the_target_and_have_their_own_draft_laws() -> None:
-    first, second = instance(Law.IID, Shape(3, 2, 2), 5, steps=2, seed=0)
-    assert first.target_law((1,)) == second.target_law((1,))
-    assert first.draft_law((1,)) != second.draft_law((1,))
+def test_steps_share_the_target_and_have_their_own_draft_distributions() -> None:
+    first, second = instance(DraftSampling.IID, Shape(3, 2, 2), 5, steps=2, seed=0)
+    assert first.target_dist((1,)) == second.target_dist((1,))
+    assert first.draft_dist((1,)) != second.draft_dist((1,))
 
 
-SAMPLED = [("token", Law.IID), ("otbv", Law.IID), ("otbv", Law.GREEDY), ("specinfer", Law.WOR)]
+SAMPLED = [
+    ("token", DraftSampling.IID),
+    ("otbv", DraftSampling.IID),
+    ("otbv", DraftSampling.GREEDY),
+    ("specinfer", DraftSampling.WOR),
+]
 
 
-@pytest.mark.parametrize(("name", "law"), SAMPLED)
-def test_batched_verifiers_pass_by_samples(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), SAMPLED)
+def test_batched_verifiers_pass_by_samples(name: str, draft_sampling: DraftSampling) -> None:
     subject = sampled_subject(make_verifier(name), 2000)
-    result = subject.audit(law, fitting(subject, law))
+    result = subject.audit(draft_sampling, fitting(subject, draft_sampling))
     assert result.passed(0.0)
     assert result.detectable_shift < 0.1
 
@@ -199,7 +217,7 @@ class Gullible(BlockVerifier):
 
 
 def test_a_wrong_batched_verifier_is_rejected() -> None:
-    result = sampled_subject(Gullible(), 500).audit(Law.IID, Sizes(instances=5, paths=1))
+    result = sampled_subject(Gullible(), 500).audit(DraftSampling.IID, Sizes(instances=5, paths=1))
     assert not result.passed(0.0)
 
 
@@ -211,10 +229,10 @@ def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
     name: str, paths: int
 ) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
-    result = sampled_subject(make_stateful_verifier(name), 4000).audit(Law.IID, sizes)
+    result = sampled_subject(make_stateful_verifier(name), 4000).audit(DraftSampling.IID, sizes)
     assert result.passed(0.0)
     assert result.detectable_shift < 0.1
-    exact = package_subjects()[name].audit(Law.IID, sizes)
+    exact = package_subjects()[name].audit(DraftSampling.IID, sizes)
     assert result.block_efficiency == pytest.approx(exact.block_efficiency, abs=0.02)
 
 
@@ -229,37 +247,39 @@ class Forgetful(GreedyBlockVerifier):
 
 
 class Mixed(GreedyBlockVerifier):
-    """Pays every debt by the draft law of the first step."""
+    """Pays every debt by the draft distribution of the first step."""
 
     name = "mixed"
 
     def verify(self, tree, target, uniforms, debts):
-        return super().verify(tree, target, uniforms, replace(debts, laws=FirstLaws(debts.laws)))
+        return super().verify(
+            tree, target, uniforms, replace(debts, draft_samplings=FirstProbs(debts.dists))
+        )
 
 
 @dataclass(frozen=True)
-class FirstLaws:
-    laws: LayerLaws
+class FirstProbs:
+    dists: LayerProbs
 
     def after(self, tokens):
-        own = self.laws.after(tokens)
+        own = self.dists.after(tokens)
         return replace(own, probs=own.probs[:, :1].expand_as(own.probs))
 
 
 @pytest.mark.parametrize("wrong", [Forgetful, Mixed])
 def test_a_wrong_batched_verifier_with_state_is_rejected(wrong: type[StatefulVerifier]) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=1, instances=6, iterations=3, seed=3)
-    assert not sampled_subject(wrong(), 4000).audit(Law.IID, sizes).passed(0.0)
+    assert not sampled_subject(wrong(), 4000).audit(DraftSampling.IID, sizes).passed(0.0)
 
 
 def test_codes_of_texts() -> None:
     assert [prefix_of(code, 3) for code in (1, 3, 5, 9, 14)] == [(), (0,), (2,), (0, 0), (1, 2)]
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_listed_trees_are_sound(law: Law) -> None:
+@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
+def test_listed_trees_are_sound(draft_sampling: DraftSampling) -> None:
     for number in (0, 1, 8):
-        [problem] = instance(law, Shape(3, 2, 2), number, steps=1, seed=2)
+        [problem] = instance(draft_sampling, Shape(3, 2, 2), number, steps=1, seed=2)
         tree, target, masses = batch_of(problem)
         check_tree(tree)
         check_inputs(tree, target)
@@ -274,41 +294,41 @@ def test_too_few_samples_are_refused() -> None:
 
 def test_g_test_accepts_right_samples_and_rejects_others() -> None:
     rng = np.random.default_rng(0)
-    law = rng.dirichlet(np.ones(40))
-    p_values = [g_test(rng.choice(40, size=4000, p=law), law).p_value for _ in range(200)]
+    dist = rng.dirichlet(np.ones(40))
+    p_values = [g_test(rng.choice(40, size=4000, p=dist), dist).p_value for _ in range(200)]
     assert 0.3 < np.mean(p_values) < 0.7
-    moved = law * np.where(np.arange(40) % 2, 1.2, 0.8)
-    assert g_test(rng.choice(40, size=4000, p=moved / moved.sum()), law).p_value < 1e-9
+    moved = dist * np.where(np.arange(40) % 2, 1.2, 0.8)
+    assert g_test(rng.choice(40, size=4000, p=moved / moved.sum()), dist).p_value < 1e-9
 
 
 def test_stated_power_is_met() -> None:
     rng = np.random.default_rng(1)
-    law = np.full(20, 1 / 20)
+    dist = np.full(20, 1 / 20)
     shift = detectable_shift(3000, 20, level=0.01, power_wanted=0.9)
     assert power(3000, 20, shift=shift, level=0.01) == pytest.approx(0.9, abs=1e-3)
-    moved = law * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
-    tests = [g_test(rng.choice(20, size=3000, p=moved), law).p_value < 0.01 for _ in range(400)]
+    moved = dist * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
+    tests = [g_test(rng.choice(20, size=3000, p=moved), dist).p_value < 0.01 for _ in range(400)]
     assert 0.84 < np.mean(tests) < 0.96
     assert detectable_shift(10, 20, level=1e-6, power_wanted=0.9) == 1.0
 
 
 def test_rare_cells_are_merged_and_impossible_ones_reject() -> None:
-    law = np.array([0.5, 0.001, 0.001, 0.49, 0.004, 0.004, 0.0])
+    dist = np.array([0.5, 0.001, 0.001, 0.49, 0.004, 0.004, 0.0])
     observed = [0] * 500 + [3] * 490 + [4] * 5 + [5] * 5
-    result = g_test(observed, law)
+    result = g_test(observed, dist)
     assert result.cells == 3  # the rare ones reach five only together
-    assert g_test([*observed, 6], law).p_value == 0.0
+    assert g_test([*observed, 6], dist).p_value == 0.0
     assert g_test([0] * 10, np.array([1.0])).p_value == 1.0
     assert g_test_texts([(0, 1), (5, 5)], {(0, 1): 1.0}).p_value == 0.0
 
 
-def test_joint_law_multiplies_along_the_text_and_skips_what_cannot_be() -> None:
-    def next_laws(texts: list[list[int]]) -> np.ndarray:
+def test_joint_distribution_multiplies_along_the_text_and_skips_what_cannot_be() -> None:
+    def next_probs(texts: list[list[int]]) -> np.ndarray:
         return np.array([[0.25, 0.75] if text[-1] == 9 else [0.0, 1.0] for text in texts])
 
-    assert joint_law(next_laws, [9], 2) == {(0, 1): 0.25, (1, 1): 0.75}
+    assert joint_probs(next_probs, [9], 2) == {(0, 1): 0.25, (1, 1): 0.75}
     with pytest.raises(InvalidArgument, match="at most 1 possible texts"):
-        joint_law(next_laws, [9], 2, most=1)
+        joint_probs(next_probs, [9], 2, most=1)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +361,9 @@ def test_an_engine_with_debts_passes_on_a_pair(pair: tuple[Path, Path]) -> None:
     assert result.verifier == "spectr_gbv"
 
 
-def test_texts_of_another_law_are_rejected(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_another_distribution_are_rejected(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = llm.generate
 
     def colder(prompts, params, **options):

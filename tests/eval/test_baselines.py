@@ -12,8 +12,8 @@ from transformers.utils import logging
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.baselines import ChatBaseline, Library, baseline
-from eaglegbv.params import SamplingParams
-from eaglegbv.stopwatch import Phase
+from eaglegbv.metrics import Phase
+from eaglegbv.sampling import SamplingParams
 
 ASK = [{"role": "user", "content": "abcabcabcabcabcabc"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

@@ -1,7 +1,6 @@
 """bench batch: what is printed."""
 
-from eaglegbv.eval.batch_table import rate_table
-from eaglegbv.eval.batches import Row
+from eaglegbv.eval.throughput import Row, rate_table
 
 
 def test_the_table_has_a_column_a_batch() -> None:

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.batches import Grid, measure, summarise
-from eaglegbv.eval.prompt_source import PromptSource
-from eaglegbv.eval.timing import Timing
+from eaglegbv.eval.questions import PromptSource
+from eaglegbv.eval.throughput import Grid, Timing, measure, summarise
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 

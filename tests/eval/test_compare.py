@@ -6,11 +6,18 @@ from support.fake_llm import FakeLLM
 from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_settings
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.compare import Comparison, Difference, compare, compare_runs, side, table, unlike
-from eaglegbv.eval.figures import FIGURES
+from eaglegbv.eval.comparison import (
+    Comparison,
+    Difference,
+    compare,
+    compare_runs,
+    side,
+    table,
+    unlike,
+)
 from eaglegbv.eval.records import Record, Results
-from eaglegbv.eval.runner import run
-from eaglegbv.eval.store import RunFolder, load_results, write_results
+from eaglegbv.eval.runner import RunFolder, load_results, run, write_results
+from eaglegbv.eval.statistics import FIGURES
 
 
 def results(*records: Record, **changes: object) -> Results:

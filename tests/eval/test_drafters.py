@@ -8,12 +8,12 @@ from support.cli import run
 from support.saved_pair import save_pair
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.eval.acceptance import Acceptance
 from eaglegbv.eval.drafters import Conversations, category_table, depth_table, measure_drafter
-from eaglegbv.eval.evidence import DrafterResults
 from eaglegbv.eval.questions import Question
+from eaglegbv.eval.results import DrafterResults
+from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.metrics import RequestMetrics
 
 QUESTIONS = tuple(
     Question(id=str(n), category=("maths", "prose")[n % 2], turns=turns, source="test")
@@ -91,7 +91,7 @@ def test_the_command(
     arguments = [
         "bench", "drafters", "--model", str(pair[0]), "--data", str(data), "--paths", "1,2",
         "--depth", "2", "--max-tokens", "6", "--drafter", f"head={pair[1]}", "--drafter", "ngram",
-        "--law", "fixed",
+        "--draft-sampling", "fixed",
     ]  # fmt: skip
     shown = run(capsys, *arguments)
     assert shown.status == 0, shown.err

@@ -1,12 +1,7 @@
 import numpy as np
 import pytest
 
-from eaglegbv.eval.estimates import (
-    Estimate,
-    SideOfOne,
-    bootstrap_ratio,
-    bootstrap_ratio_of_ratios,
-)
+from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio, bootstrap_ratio_of_ratios
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -1,10 +1,10 @@
 import pytest
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument, LawMismatch
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.eval.grid import grid
 from eaglegbv.eval.records import Setting
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 
 
 def names(*args: object, base: Plan | None = None, **more: object) -> list[str]:
@@ -34,7 +34,7 @@ def test_plain_decoding_stands_once_a_temperature() -> None:
 
 
 def test_drafting_options_are_part_of_the_name() -> None:
-    base = Plan(law=Law.FIXED, draft_width=16, draft_temperature=2.0)
+    base = Plan(draft_sampling=DraftSampling.FIXED, draft_width=16, draft_temperature=2.0)
     assert names(["otbv"], [2], [4], [1.0], base=base) == ["otbv K2 L4 fixed W16 D2"]
 
 
@@ -46,11 +46,18 @@ def test_out_of_range_is_refused(paths: int, depth: int) -> None:
 
 def test_settings_with_other_plans_have_other_names() -> None:
     plans = [
-        Plan(verifier=v, paths=k, depth=d, law=law, draft_width=w, draft_temperature=t)
+        Plan(
+            verifier=v,
+            paths=k,
+            depth=d,
+            draft_sampling=draft_sampling,
+            draft_width=w,
+            draft_temperature=t,
+        )
         for v in ("block", "otbv")
         for k in (1, 2)
         for d in (1, 2)
-        for law in (None, Law.IID)
+        for draft_sampling in (None, DraftSampling.IID)
         for w in (8, 64)
         for t in (0.5, 1.0)
     ]
@@ -58,13 +65,13 @@ def test_settings_with_other_plans_have_other_names() -> None:
     assert len(found) == 2 * len(plans)
 
 
-def test_laws_and_draft_temperatures_are_crossed_with_the_rest() -> None:
+def test_distributions_and_draft_temperatures_are_crossed_with_the_rest() -> None:
     found = names(
         ["none", "otbv"],
         [2],
         [3],
         [1.0],
-        laws=[None, Law.IID, Law.FIXED],
+        draft_samplings=[None, DraftSampling.IID, DraftSampling.FIXED],
         draft_temperatures=[1.0, 2.0],
     )
     assert found == [
@@ -85,7 +92,7 @@ def test_what_is_not_lossless_is_left_out_and_named() -> None:
         [3],
         [1.0],
         base=Plan(),
-        laws=[Law.IID, Law.FIXED, Law.HUB],
+        draft_samplings=[DraftSampling.IID, DraftSampling.FIXED, DraftSampling.HUB],
     )
     assert [s.name for s in found.settings] == [
         "block K1 L3 iid",
@@ -108,6 +115,6 @@ def test_what_is_not_lossless_is_left_out_and_named() -> None:
     }
 
 
-def test_a_verifier_without_any_of_the_laws_is_refused() -> None:
-    with pytest.raises(LawMismatch, match="for verifier 'block'"):
-        names(["otbv", "block"], [2], [3], [1.0], laws=[Law.FIXED])
+def test_a_verifier_without_any_of_the_distributions_is_refused() -> None:
+    with pytest.raises(SamplingMismatch, match="for verifier 'block'"):
+        names(["otbv", "block"], [2], [3], [1.0], draft_samplings=[DraftSampling.FIXED])

@@ -1,4 +1,4 @@
-"""Laws harvested from a pair of tables are the tables' own, place by place."""
+"""Distributions harvested from a pair of tables are the tables' own, place by place."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import torch
 
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.harvest import Harvest, Lead, harvest, lead_ratio
-from eaglegbv.eval.node_acceptance import NodeLaws, optimum_iid
-from eaglegbv.eval.same_drafts import Sampling, Text
+from eaglegbv.eval.collect_probs import Harvest, Lead, harvest, lead_ratio
+from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
+from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.solvers import exact, optimal_acceptance
 from eaglegbv.loading import Pair
-from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.models.tabular import TabularTarget
 
 VOCAB = 5
 TOKENS = ((0, 1, 2, 3, 4, 1), (2,), (3, 3, 0, 4))
@@ -31,7 +31,7 @@ def texts() -> list[Text]:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("width", [3, VOCAB])
-def test_the_laws_are_those_at_the_places(temperature: float, width: int) -> None:
+def test_the_distributions_are_those_at_the_places(temperature: float, width: int) -> None:
     target, table = pair()
     found = harvest(
         Pair(target, TabularDrafter(table)),
@@ -51,7 +51,7 @@ def test_the_laws_are_those_at_the_places(temperature: float, width: int) -> Non
         expected[token] = (top.indices, top.values / top.values.sum(), p[top.indices])
     left = list(roots)
     for place, text in enumerate(found.texts.tolist()):
-        ids, q, p = (x[place] for x in (found.laws.ids, found.laws.draft, found.laws.target))
+        ids, q, p = (x[place] for x in (found.dists.ids, found.dists.draft, found.dists.target))
         for root in left:
             wanted = expected[root[1]]
             if root[0] == text and torch.equal(ids, wanted[0]):
@@ -72,17 +72,17 @@ def test_what_cannot_be_harvested_is_refused() -> None:
         harvest(drafting, texts()[1:2], temperature=1.0, **settings)
 
 
-def some_laws() -> Harvest:
+def some_probs() -> Harvest:
     generator = torch.Generator().manual_seed(1)
     q, p = torch.rand((2, 4, VOCAB), generator=generator, dtype=torch.float64)
     ids = torch.arange(VOCAB).expand(4, -1)
     q = q / q.sum(dim=1, keepdim=True)
     p = 0.9 * p / p.sum(dim=1, keepdim=True)
-    return Harvest(NodeLaws.of(ids, q, p), np.array([0, 0, 2, 1]))
+    return Harvest(NodeProbs.of(ids, q, p), np.array([0, 0, 2, 1]))
 
 
 def test_means_and_ratios_are_over_places_and_paired_by_text() -> None:
-    found = some_laws()
+    found = some_probs()
     values = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
     assert found.mean(values).value == pytest.approx(3.0)
     double = found.ratio(2 * values, values)
@@ -91,13 +91,13 @@ def test_means_and_ratios_are_over_places_and_paired_by_text() -> None:
     assert (lead.value, lead.low, lead.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
-def test_solvers_get_the_harvested_laws() -> None:
-    """A truncated law is renormalised, and what it cannot propose is one token at the end."""
-    found = some_laws()
+def test_solvers_get_the_harvested_distributions() -> None:
+    """A truncated distribution is renormalised, and what it cannot propose is one token at the end."""
+    found = some_probs()
     nodes = found.nodes(width=3, drafts=2, count=9, seed=0)
-    laws = found.laws.top(3)
+    dists = found.dists.top(3)
     assert [optimal_acceptance(node) for node in nodes] == pytest.approx(
-        optimum_iid(laws, 2).tolist(), abs=1e-12
+        optimum_iid(dists, 2).tolist(), abs=1e-12
     )
     for node in nodes:
         assert node.target.sum() == pytest.approx(1.0)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.journal import Journal
+from eaglegbv.eval.records import Journal
+from eaglegbv.eval.statistics import Estimate
 
 ENTRIES = [Estimate(2.0, 1.0, 3.0), Estimate(5.0, 4.0, 6.0)]
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.json_files import read_json
+from eaglegbv.eval.records import read_json
+from eaglegbv.eval.statistics import Estimate
 
 
 def test_content_is_read_or_refused_by_the_name_a_user_gave(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from eaglegbv.eval.latin_hypercube import latin_hypercube
+from eaglegbv.eval.audit_sampled import latin_hypercube
 from eaglegbv.verifiers.base import VerifyUniforms
 
 BATCH, LENGTH, PATHS = 3, 40, 5

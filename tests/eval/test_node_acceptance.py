@@ -8,17 +8,12 @@ import pytest
 import torch
 from support.tables import KINDS, Model, Shape, problem
 
-from eaglegbv.eval.node_acceptance import RULES, NodeLaws, optimum_wor, rejection_wor
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.enumeration import Problem, acceptance_length, iterate
-from eaglegbv.verifiers.reference.oracles import (
-    alpha_greedy,
-    alpha_iid,
-    alpha_wor,
-    inside_wor_race,
-)
-from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.reference.transport import ranked
+from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_wor, rejection_wor
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.proof.enumeration import Problem, acceptance_length, iterate
+from eaglegbv.verifiers.proof.lp import alpha_greedy, alpha_iid, alpha_wor, inside_wor_race
+from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.transport import ranked
 
 TABLE = [
     # p, q, n, optimum, RRS, K-SEQ, optimum w/o, RRS w/o, greedy: exact values
@@ -33,9 +28,9 @@ TABLE = [
 ]
 
 
-def laws_of(p: Sequence[float], q: Sequence[float]) -> NodeLaws:
+def probs_of(p: Sequence[float], q: Sequence[float]) -> NodeProbs:
     ids = [x for x in range(len(q)) if q[x] > 0]
-    return NodeLaws.of(
+    return NodeProbs.of(
         torch.tensor([ids]),
         torch.tensor([[float(q[x]) for x in ids]], dtype=torch.float64),
         torch.tensor([[float(p[x]) for x in ids]], dtype=torch.float64),
@@ -44,16 +39,16 @@ def laws_of(p: Sequence[float], q: Sequence[float]) -> NodeLaws:
 
 def exact_length(name: str, case: Problem) -> float:
     """The chance that a draft of one level is accepted, over all drafts and decisions."""
-    law: dict = {}
+    dist: dict = {}
     for state, mass in iterate(REFERENCES[name].verify, [case], 2).items():
-        law[state.context] = law.get(state.context, 0) + mass
-    return float(acceptance_length(law))
+        dist[state.context] = dist.get(state.context, 0) + mass
+    return float(acceptance_length(dist))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=["two-2", "three-2", "three-3", "four-3"])
 def test_tabled_values(row) -> None:
     p, q, n, optimum, rrs, k_seq, optimum_without, rrs_without, greedy = row
-    laws = laws_of(p, q)
+    dists = probs_of(p, q)
     expected = {
         "RRS": rrs,
         "K-SEQ": k_seq,
@@ -62,8 +57,8 @@ def test_tabled_values(row) -> None:
         "greedy": greedy,
     }
     for name, value in expected.items():
-        assert RULES[name](laws, n).item() == pytest.approx(value, abs=1e-9), name
-    assert rejection_wor(laws, n, chains=20_000).item() == pytest.approx(rrs_without, abs=5e-3)
+        assert RULES[name](dists, n).item() == pytest.approx(value, abs=1e-9), name
+    assert rejection_wor(dists, n, chains=20_000).item() == pytest.approx(rrs_without, abs=5e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,16 +69,19 @@ def test_rules_against_enumeration(kind: str, n: int) -> None:
     for seed in range(4):
         model = Model(4, kind, seed)
         p, q = model.p(()), model.q(())
-        laws = laws_of([float(x) for x in p], [float(x) for x in q])
-        found = {name: rule(laws, n).item() for name, rule in RULES.items()}
-        iid, wor = problem(Law.IID, model, shape), problem(Law.WOR, model, shape)
+        dists = probs_of([float(x) for x in p], [float(x) for x in q])
+        found = {name: rule(dists, n).item() for name, rule in RULES.items()}
+        iid, wor = (
+            problem(DraftSampling.IID, model, shape),
+            problem(DraftSampling.WOR, model, shape),
+        )
         assert found["one draft"] == pytest.approx(float(alpha_iid(p, q, 1)), abs=1e-12)
         assert found["RRS"] == pytest.approx(exact_length("specinfer", iid), abs=1e-9)
         assert found["K-SEQ"] == pytest.approx(exact_length("spectr", iid), abs=1e-9)
         assert found["optimum"] == pytest.approx(float(alpha_iid(p, q, n)), abs=1e-12)
         assert found["optimum w/o"] == pytest.approx(float(alpha_wor(p, q, n)), abs=1e-12)
         assert found["greedy"] == pytest.approx(float(alpha_greedy(p, q, n)), abs=1e-12)
-        many = rejection_wor(laws, n, chains=20_000).item()
+        many = rejection_wor(dists, n, chains=20_000).item()
         assert many == pytest.approx(exact_length("specinfer", wor), abs=5e-3)
 
 
@@ -100,7 +98,7 @@ def test_the_optimum_without_replacement_at_many_tokens(n: int, sharpness: float
         p[list(order[:size])].sum() - inside_wor_race(tuple(q.tolist()), order[:size], n)
         for size in range(1, 40)
     )
-    found = optimum_wor(laws_of(p.tolist(), q.tolist()), n).item()
+    found = optimum_wor(probs_of(p.tolist(), q.tolist()), n).item()
     assert found == pytest.approx(1 + min(0.0, least), abs=1e-9)
 
 
@@ -110,7 +108,7 @@ def test_the_optimum_without_replacement_of_rare_tokens(n: int) -> None:
     rare = (1e-14, 3e-14, 2e-9, 1e-3)
     q = (1 - sum(rare), *rare)
     p = (0.3, 0.4, 0.05, 0.2, 0.05)
-    found = optimum_wor(laws_of(p, q), n).item()
+    found = optimum_wor(probs_of(p, q), n).item()
     assert found == pytest.approx(
         float(alpha_wor(tuple(map(Fraction, p)), tuple(map(Fraction, q)), n)), abs=1e-12
     )
@@ -118,10 +116,10 @@ def test_the_optimum_without_replacement_of_rare_tokens(n: int) -> None:
 
 def test_nodes_of_different_supports_stand_side_by_side() -> None:
     """Padding changes nothing, nor do neighbours of smaller rates."""
-    wide = laws_of((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4))
-    narrow = laws_of((0.9, 0.1), (1 - 1e-9, 1e-9))
+    wide = probs_of((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4))
+    narrow = probs_of((0.9, 0.1), (1 - 1e-9, 1e-9))
     pad = torch.nn.functional.pad
-    both = NodeLaws(
+    both = NodeProbs(
         torch.cat([wide.ids, pad(narrow.ids, (0, 2), value=3)]),
         torch.cat([wide.draft, pad(narrow.draft, (0, 2))]),
         torch.cat([wide.target, pad(narrow.target, (0, 2))]),
@@ -133,8 +131,8 @@ def test_nodes_of_different_supports_stand_side_by_side() -> None:
         torch.testing.assert_close(rule(both, 2), apart, rtol=0, atol=1e-12)
 
 
-def test_top_keeps_the_most_likely_tokens_as_a_law() -> None:
-    laws = laws_of((0.1, 0.5, 0.4), (0.5, 0.1, 0.4)).top(2)
-    assert laws.ids.tolist() == [[0, 2]]
-    assert laws.draft.tolist() == [[pytest.approx(5 / 9), pytest.approx(4 / 9)]]
-    assert laws.target.tolist() == [[0.1, 0.4]]
+def test_top_keeps_the_most_likely_tokens_as_a_distribution() -> None:
+    dists = probs_of((0.1, 0.5, 0.4), (0.5, 0.1, 0.4)).top(2)
+    assert dists.ids.tolist() == [[0, 2]]
+    assert dists.draft.tolist() == [[pytest.approx(5 / 9), pytest.approx(4 / 9)]]
+    assert dists.target.tolist() == [[0.1, 0.4]]

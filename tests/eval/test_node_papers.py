@@ -1,4 +1,4 @@
-"""Papers on one node: solvers and draft laws on laws harvested from a pair of tables."""
+"""Papers on one node: solvers and draft distributions on distributions harvested from a pair of tables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ import torch
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.harvest import Harvest
-from eaglegbv.eval.node_acceptance import NodeLaws
+from eaglegbv.eval.collect_probs import Harvest
+from eaglegbv.eval.node_acceptance import NodeProbs
+from eaglegbv.eval.paired_comparison import Text
 from eaglegbv.eval.papers import cells, global_resolution, mdsd
 from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Finding, Options, Site
 from eaglegbv.eval.papers.global_resolution import (
@@ -39,12 +39,12 @@ from eaglegbv.eval.papers.mdsd import (
 from eaglegbv.eval.papers.registry import paper_named
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.same_drafts import Text
 from eaglegbv.eval.solvers import Answer, Row
+from eaglegbv.eval.statistics import Estimate
 from eaglegbv.loading import Pair
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.global_resolution import Solver
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.global_resolution import Solver
 
 VOCAB = 8
 QUESTIONS = QuestionSet(
@@ -126,7 +126,7 @@ def test_the_solvers_paper_end_to_end(site: Site) -> None:
         assert row.acceptance == pytest.approx(row.optimum, abs=1e-3)
     times, within, optima = report.tables
     assert len(times.rows) == 1 + 2 * len(Solver)
-    # All are in time, so each takes the size it accepts most at: the whole law, three drafts.
+    # All are in time, so each takes the size it accepts most at: the whole distribution, three drafts.
     assert {line[3] for line in within.rows[1:]} == {f"k = {VOCAB}, n = 3"}
     assert len(optima.rows) == 1 + 2 * 2
     [wider] = [f for f in report.findings if f"k = {VOCAB} at least" in f.statement]
@@ -197,8 +197,8 @@ def some_places(vocab: int = 1000) -> Harvest:
     generator = torch.Generator().manual_seed(1)
     q, p = torch.rand((2, 12, vocab), generator=generator, dtype=torch.float64) ** 3
     q, p = q / q.sum(dim=1, keepdim=True), p / p.sum(dim=1, keepdim=True)
-    laws = NodeLaws.of(torch.arange(vocab).expand(12, -1), q, p)
-    return Harvest(laws, np.arange(12))
+    dists = NodeProbs.of(torch.arange(vocab).expand(12, -1), q, p)
+    return Harvest(dists, np.arange(12))
 
 
 def test_the_paper_s_figures_stand_beside_ours_where_they_were_read() -> None:
@@ -224,14 +224,16 @@ SMALL = NodePaper(
     width=VOCAB,
     trees=(
         Setting(
-            plan=Plan(verifier="greedy_draft", law=Law.GREEDY, paths=2, depth=2),
+            plan=Plan(
+                verifier="greedy_draft", draft_sampling=DraftSampling.GREEDY, paths=2, depth=2
+            ),
             temperature=mdsd.USUAL_TEMPERATURE,
         ),
     ),
 )
 
 
-def test_the_draft_laws_paper_end_to_end(site: Site) -> None:
+def test_the_draft_distributions_paper_end_to_end(site: Site) -> None:
     report = SMALL.measure(site)
     nodes = msgspec.json.decode((site.folder / "nodes.json").read_bytes(), type=NodeCells)
     assert nodes.places == {"0.4": 24, "0.7": 24}

@@ -2,7 +2,7 @@
 
 import torch
 
-from eaglegbv.eval.operation_counter import OperationCounter
+from eaglegbv.eval.step_bench import OperationCounter
 
 
 def test_operations_are_counted() -> None:

@@ -9,25 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from eaglegbv.completion import Completion
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.eval.paired_comparison import Sampling, Tally, Text
 from eaglegbv.eval.papers import cells as module
 from eaglegbv.eval.papers.base import Options, Site
-from eaglegbv.eval.papers.cells import (
-    CellStore,
-    Way,
-    load_measured,
-    measure_cells,
-    measured_so_far,
-)
+from eaglegbv.eval.papers.cells import CellStore, Way, load_measured, measure_cells, measured_so_far
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.same_drafts import Sampling, Tally, Text
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.request import FinishReason
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 
 QUESTIONS = QuestionSet(
     "test",

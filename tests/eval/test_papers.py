@@ -6,7 +6,6 @@ import pytest
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
 from eaglegbv.eval.papers.base import (
     AGAINST,
     AGREES,
@@ -32,7 +31,8 @@ from eaglegbv.eval.papers.sheets import (
     sheet_tables,
 )
 from eaglegbv.eval.records import Setting
-from eaglegbv.stopwatch import Phase
+from eaglegbv.eval.statistics import Estimate
+from eaglegbv.metrics import Phase
 
 QUESTIONS = 8
 RUN = Run(

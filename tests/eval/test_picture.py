@@ -1,5 +1,5 @@
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.picture import whiskers
+from eaglegbv.eval.plots import whiskers
+from eaglegbv.eval.statistics import Estimate
 
 
 def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:

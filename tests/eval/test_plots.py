@@ -6,7 +6,7 @@ from support.runs import ENVIRONMENT, NONE, record, run_settings
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
-from eaglegbv.eval import picture
+from eaglegbv.eval import plots as picture
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
     acceptance_by_depth,
@@ -18,8 +18,8 @@ from eaglegbv.eval.plots import (
     tokens_per_second,
 )
 from eaglegbv.eval.records import Results, Setting
-from eaglegbv.eval.summary import OTHER
-from eaglegbv.stopwatch import Phase
+from eaglegbv.eval.statistics import OTHER
+from eaglegbv.metrics import Phase
 
 pytest.importorskip("matplotlib")
 

@@ -1,6 +1,6 @@
 """Prompts have the lengths asked for, and are spread over the questions."""
 
-from eaglegbv.eval.prompt_source import PromptSource
+from eaglegbv.eval.questions import PromptSource
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 

@@ -8,8 +8,10 @@ from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.evidence import (
+from eaglegbv.eval.papers.base import Finding, Report, Table
+from eaglegbv.eval.records import Results, Setting
+from eaglegbv.eval.results import (
+    EXPECTED,
     BatchResults,
     PaperResults,
     add_evidence,
@@ -17,16 +19,20 @@ from eaglegbv.eval.evidence import (
     kind_among,
     kind_of,
     other_files,
+    page,
     read_evidence,
 )
-from eaglegbv.eval.figures import BLOCK_EFFICIENCY, TOKENS_PER_SECOND
-from eaglegbv.eval.papers.base import Finding, Report, Table
-from eaglegbv.eval.ranking import over_plain, rank_settings, rank_ways
-from eaglegbv.eval.records import Results, Setting
-from eaglegbv.eval.results_page import EXPECTED, page
-from eaglegbv.eval.store import RunFolder, write_results
-from eaglegbv.eval.summary import summarise
-from eaglegbv.eval.timing import Timing
+from eaglegbv.eval.runner import RunFolder, write_results
+from eaglegbv.eval.statistics import (
+    BLOCK_EFFICIENCY,
+    TOKENS_PER_SECOND,
+    Estimate,
+    over_plain,
+    rank_settings,
+    rank_ways,
+    summarise,
+)
+from eaglegbv.eval.throughput import Timing
 
 GBV = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=PLAIN, baseline="lookup:3")
@@ -221,7 +227,7 @@ def test_what_is_committed_gives_the_committed_page() -> None:
     folder = docs / "results"
     if not (docs / "results.md").is_file():
         pytest.skip("no results are kept with this checkout")
-    from eaglegbv.eval.results_pictures import picture_names
+    from eaglegbv.eval.results import picture_names
 
     evidence = read_evidence(folder)
     links = {

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.drafters.rotary import RotaryEmbedding
+from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, RotaryEmbedding
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.eval.rig import build_rig, random_head
-from eaglegbv.eval.shapes import Shape
-from eaglegbv.eval.step_setting import StepSetting
+from eaglegbv.eval.random_models import Shape, StepSetting, build_rig, random_head
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
@@ -38,7 +35,9 @@ def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
     )
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=1)
     assert build_rig(deep, setting, dtype=torch.bfloat16, device=CPU).target.vocab_size == 8000
-    monkeypatch.setattr("eaglegbv.eval.rig._GAIN", 0.02 * sqrt(4096))  # as transformers has it
+    monkeypatch.setattr(
+        "eaglegbv.eval.random_models._GAIN", 0.02 * sqrt(4096)
+    )  # as transformers has it
     with pytest.raises(ModelNotSupported, match="of the plain model within"):
         build_rig(deep, setting, dtype=torch.bfloat16, device=CPU)
 

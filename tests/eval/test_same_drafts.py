@@ -12,28 +12,22 @@ import torch
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.eval.grid import grid
+from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, collect, same_drafts
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.same_drafts import Sampling, Tally, Text, collect, same_drafts
+from eaglegbv.eval.statistics import Estimate
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
-from eaglegbv.params import SamplingParams
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
-from eaglegbv.verifiers.reference.enumeration import (
-    Problem,
-    Shape,
-    iterate,
-)
-from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.registry import VERIFIERS
+from eaglegbv.verifiers.proof.enumeration import Problem, Shape, iterate
+from eaglegbv.verifiers.registry import REFERENCES, VERIFIERS
 from eaglegbv.verifiers.traversal import TraversalVerifier
 
 VOCAB, LENGTH = 3, 2
@@ -75,7 +69,7 @@ def moments(name: str, problem: Problem) -> tuple[float, float]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_means_agree_with_exact_expectations(temperature: float) -> None:
-    """The yardstick is each place's exact law of tokens a step: all drafts, all decisions.
+    """The yardstick is each place's exact distribution of tokens a step: all drafts, all decisions.
 
     Given the places, numbers at different ones are independent, with exactly known means and
     variances (judging a tree three times never raises the latter): the pooled mean strays by 5
@@ -99,7 +93,7 @@ def test_means_agree_with_exact_expectations(temperature: float) -> None:
         return moments(
             name,
             Problem(
-                Law.IID,
+                DraftSampling.IID,
                 lambda after: softmax(target.logits_after([last, *after]), temperature),
                 lambda after: softmax(table.logits([table.state([last, *after])])[0], temperature),
                 Shape(VOCAB, length, paths),
@@ -122,7 +116,7 @@ def test_means_agree_with_exact_expectations(temperature: float) -> None:
 
 
 def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, DraftTree, TargetLaw, VerifyUniforms]] = []
+    seen: list[tuple[str, DraftTree, TargetProbs, VerifyUniforms]] = []
     for rule in (OtbvVerifier, TraversalVerifier, BlockVerifier):
         _watch(monkeypatch, rule, seen)
     target, table = tables()
@@ -130,7 +124,7 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     texts = texts_of(target, count=2, length=6)
     pair = Pair(target, TabularDrafter(table))
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
-    by_size: dict[tuple[int, int], list[tuple[str, DraftTree, TargetLaw, VerifyUniforms]]] = {}
+    by_size: dict[tuple[int, int], list[tuple[str, DraftTree, TargetProbs, VerifyUniforms]]] = {}
     for one in seen:
         by_size.setdefault((one[1].paths, one[1].length), []).append(one)
     assert {size: len(judged) for size, judged in by_size.items()} == {
@@ -140,8 +134,8 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
         (3, 4): 4,
     }
     for judged in by_size.values():
-        trees, laws = {id(j[1]) for j in judged}, {id(j[2]) for j in judged}
-        assert len(trees) == len(laws) == 1
+        trees, dists = {id(j[1]) for j in judged}, {id(j[2]) for j in judged}
+        assert len(trees) == len(dists) == 1
         # Every judgement has numbers of its own, which the verifiers share: of the two that decide
         # one thing, one lies in each half.
         first, second = {id(j[3]): j[3] for j in judged}.values()
@@ -162,7 +156,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, rule: type[Verifier], seen: list[Any
     judge = rule.judge
 
     def watched(
-        self: Verifier, tree: DraftTree, target: TargetLaw, uniforms: VerifyUniforms
+        self: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
     ) -> Verdict:
         seen.append((rule.name, tree, target, uniforms))
         return judge(self, tree, target, uniforms)
@@ -187,13 +181,13 @@ def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> Non
     assert target.allocator.num_free == target.allocator.num_slots
 
 
-def test_other_laws_and_temperature_zero() -> None:
+def test_other_distributions_and_temperature_zero() -> None:
     target, table = tables()
     pair = Pair(target, TabularDrafter(table))
     texts = texts_of(target, count=3, length=9)
-    laws = (Law.FIXED, Law.WOR, Law.GREEDY)
+    draft_samplings = (DraftSampling.FIXED, DraftSampling.WOR, DraftSampling.GREEDY)
     settings = [
-        *(s for law in laws for s in _of_law(law, 1.0)),
+        *(s for draft_sampling in draft_samplings for s in _of_probs(draft_sampling, 1.0)),
         *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
     ]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
@@ -203,9 +197,11 @@ def test_other_laws_and_temperature_zero() -> None:
     assert all(count == int(count) for count in tallies[-1].tokens)
 
 
-def _of_law(law: Law, temperature: float) -> tuple[Setting, ...]:
-    verifiers = [name for name, rule in VERIFIERS.items() if law in rule.laws]
-    return grid(verifiers, (2,), (3,), (temperature,), base=Plan(law=law)).settings
+def _of_probs(draft_sampling: DraftSampling, temperature: float) -> tuple[Setting, ...]:
+    verifiers = [name for name, rule in VERIFIERS.items() if draft_sampling in rule.draft_samplings]
+    return grid(
+        verifiers, (2,), (3,), (temperature,), base=Plan(draft_sampling=draft_sampling)
+    ).settings
 
 
 def test_the_ratio_is_paired_by_text() -> None:
@@ -230,8 +226,10 @@ def test_what_cannot_be_measured_is_refused() -> None:
         same_drafts(Pair(target, None), texts, [Setting(plan=Plan())])
     with pytest.raises(InvalidArgument, match="texts"):
         same_drafts(pair, [text_of(0, (1,))], [Setting(plan=Plan())])
-    with pytest.raises(LawMismatch, match="law"):
-        same_drafts(pair, texts, [Setting(plan=Plan(verifier="gbv", law=Law.FIXED))])
+    with pytest.raises(SamplingMismatch, match="draft_sampling"):
+        same_drafts(
+            pair, texts, [Setting(plan=Plan(verifier="gbv", draft_sampling=DraftSampling.FIXED))]
+        )
     with pytest.raises(InvalidArgument, match="places"):
         Sampling(places=0)
 

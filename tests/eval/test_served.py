@@ -10,8 +10,8 @@ from eaglegbv.errors import StepFailed
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Record, RunSettings, Setting
 from eaglegbv.eval.served import HEADINGS, accepted, hold_at_once
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.sampling import SamplingParams
 
 QUESTIONS = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
 SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.shapes import SHAPES, Shape
+from eaglegbv.eval.random_models import SHAPES, Shape
 
 SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
 

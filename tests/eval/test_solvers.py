@@ -1,4 +1,4 @@
-"""The comparison of solvers says what they do: laws, bounds, refusals and fall-backs."""
+"""The comparison of solvers says what they do: distributions, bounds, refusals and fall-backs."""
 
 import itertools
 
@@ -16,12 +16,16 @@ from eaglegbv.eval.solvers import (
     planned,
     settings_of,
 )
-from eaglegbv.verifiers.reference import convex_selection as convex
-from eaglegbv.verifiers.reference import race_selection as race
-from eaglegbv.verifiers.reference.convex_selection import convex_selection
-from eaglegbv.verifiers.reference.global_resolution import MOST_SETS, Solver, count_draft_sets
-from eaglegbv.verifiers.reference.oracles import alpha_iid, draft_sets_iid
-from eaglegbv.verifiers.reference.race_selection import race_selection
+from eaglegbv.verifiers import global_resolution as convex
+from eaglegbv.verifiers import global_resolution as race
+from eaglegbv.verifiers.global_resolution import (
+    MOST_SETS,
+    Solver,
+    convex_selection,
+    count_draft_sets,
+    race_selection,
+)
+from eaglegbv.verifiers.proof.lp import alpha_iid, draft_sets_iid
 
 TINY = Setting(vocab=4, drafts=3, width=4)
 SIZES = [s for s in settings_of() if s.vocab <= 1000 or s.width <= 64]
@@ -44,10 +48,10 @@ def test_exact_takes_about_a_millisecond_with_a_thousand_tokens() -> None:
 
 
 def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: drafts are relabelled by another rule than the law b belongs to."""
+    """Planted: drafts are relabelled by another rule than the distribution b belongs to."""
     node = next(nodes(Setting(vocab=10, drafts=3, width=10), 1, 0))
     assert exact(node).deviation(node) < 1e-12
-    monkeypatch.setattr(solvers, "_law_by_labels", lambda ranked, plan, n: plan.highest.ravel())
+    monkeypatch.setattr(solvers, "_probs_by_labels", lambda ranked, plan, n: plan.highest.ravel())
     assert exact(node).deviation(node) > 1e-3
 
 
@@ -64,7 +68,7 @@ def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) ->
 
 
 @pytest.mark.parametrize(("width", "drafts", "limit"), [(4, 3, 12), (6, 2, 8), (5, 3, 10**6)])
-def test_a_convex_selection_has_the_law_it_says(
+def test_a_convex_selection_has_the_distribution_it_says(
     monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, limit: int
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
@@ -72,25 +76,25 @@ def test_a_convex_selection_has_the_law_it_says(
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
         found = convex_selection(node.wanted, node.draft, drafts)
         assert found.kept.all() == (limit == 10**6)
-        law = np.zeros(width)
+        dist = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
             mass = node.draft[list(drawn)].prod()
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                law[x] += mass * chance
-        np.testing.assert_allclose(found.law, law, atol=1e-14)
-        lost = optimal_acceptance(node) - np.minimum(node.wanted, law).sum()
+                dist[x] += mass * chance
+        np.testing.assert_allclose(found.dist, dist, atol=1e-14)
+        lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
         gradient = convex.GRADIENT_TOLERANCE * width
         if found.truncated == 0:
             assert found.shortfall <= gradient
-        kept_violations = np.where(found.low, node.wanted - law, law - node.wanted)[found.kept]
+        kept_violations = np.where(found.low, node.wanted - dist, dist - node.wanted)[found.kept]
         assert found.shortfall <= np.maximum(kept_violations, 0).sum() + found.truncated + 1e-13
 
 
 @pytest.mark.parametrize(
     ("width", "drafts", "truncated"), [(4, 3, 0.6), (6, 2, 0.5), (5, 3, 0.0), (3, 5, 0.0)]
 )
-def test_a_race_has_the_law_it_says(
+def test_a_race_has_the_distribution_it_says(
     monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, truncated: float
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
@@ -99,13 +103,13 @@ def test_a_race_has_the_law_it_says(
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
         found = race_selection(node.wanted, node.draft, drafts)
         cut += found.truncated > 0
-        law = np.zeros(width)
+        dist = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
             mass = node.draft[list(drawn)].prod()
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                law[x] += mass * chance
-        np.testing.assert_allclose(found.law, law, atol=1e-14)
-        lost = optimal_acceptance(node) - np.minimum(node.wanted, law).sum()
+                dist[x] += mass * chance
+        np.testing.assert_allclose(found.dist, dist, atol=1e-14)
+        lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
         gradient = race.GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
         assert found.shortfall <= 1.5 * gradient + found.truncated
@@ -123,7 +127,7 @@ def test_a_race_takes_supports_of_thousands_of_tokens(drafts: int) -> None:
 
 
 def test_weights_of_a_race_with_tokens_at_its_edges() -> None:
-    """No mass of p, hardly any of q, laws that coincide, and one token alone."""
+    """No mass of p, hardly any of q, distributions that coincide, and one token alone."""
     cases = [
         ([0.0, 1.0], [0.5, 0.5]),
         ([0.5, 0.5], [1e-300, 1.0]),
@@ -133,7 +137,7 @@ def test_weights_of_a_race_with_tokens_at_its_edges() -> None:
     ]
     for p, q in cases:
         found = race_selection(np.array(p), np.array(q), 3)
-        assert found.law.sum() == pytest.approx(1, abs=1e-14)
+        assert found.dist.sum() == pytest.approx(1, abs=1e-14)
         assert found.shortfall < 1e-5
 
 

@@ -9,13 +9,11 @@ import torch
 from torch._dynamo.config import patch
 
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.machine import Machine
-from eaglegbv.eval.rig import build_rig
-from eaglegbv.eval.shapes import Shape
-from eaglegbv.eval.step_setting import StepSetting
-from eaglegbv.eval.steps import StepReport, step_table, time_steps
-from eaglegbv.graphs import GraphMode
+from eaglegbv.eval.random_models import Shape, StepSetting, build_rig
+from eaglegbv.eval.step_bench import StepReport, step_table, time_steps
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
@@ -64,7 +62,9 @@ def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
 ) -> None:
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     assert report(setting).overlapping is None
-    monkeypatch.setattr("eaglegbv.eval.rig.barrier_of", lambda _: partial(time.sleep, 0.02))
+    monkeypatch.setattr(
+        "eaglegbv.eval.random_models.barrier_of", lambda _: partial(time.sleep, 0.02)
+    )
     found = report(setting)
     assert found.overlapping is not None
     step = found.phases[-1]

@@ -7,9 +7,8 @@ from support.runs import ENVIRONMENT, NONE, QUESTIONS, record, run_settings
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Record, Setting
-from eaglegbv.eval.runner import run
-from eaglegbv.eval.store import RunFolder, load_results, read_results, write_results
-from eaglegbv.eval.summary import summarise
+from eaglegbv.eval.runner import RunFolder, load_results, read_results, run, write_results
+from eaglegbv.eval.statistics import summarise
 
 
 class Killed(Exception):

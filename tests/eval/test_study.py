@@ -9,13 +9,20 @@ import torch
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.estimates import Estimate
+from eaglegbv.eval.paired_comparison import Tally, Text
 from eaglegbv.eval.records import Setting, describe_environment
-from eaglegbv.eval.same_drafts import Tally, Text
-from eaglegbv.eval.study import SampledCell, Study, StudySettings, of_size, study_cells
-from eaglegbv.eval.study_report import findings, study_table
+from eaglegbv.eval.statistics import Estimate
+from eaglegbv.eval.study import (
+    SampledCell,
+    Study,
+    StudySettings,
+    findings,
+    of_size,
+    study_cells,
+    study_table,
+)
 from eaglegbv.loading import Pair
-from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.models.tabular import TabularTarget
 
 VOCAB = 6
 SMALL = StudySettings(

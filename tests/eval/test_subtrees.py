@@ -6,18 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaglegbv.drafters.sampled_trees import IidTree
-from eaglegbv.drafters.tree_builder import stack_trees
-from eaglegbv.errors import LawMismatch
-from eaglegbv.eval.subtrees import Offer
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.drafters.tree_growth import IidTree, stack_trees
+from eaglegbv.errors import SamplingMismatch
+from eaglegbv.eval.paired_comparison import Offer
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
 
 VOCAB = 3
 
 
-def laws_after(tokens: list[int]) -> np.ndarray:
-    """A draft law for every prefix."""
+def probs_after(tokens: list[int]) -> np.ndarray:
+    """A draft distribution for every prefix."""
     weights = np.random.default_rng([7, *tokens]).random(VOCAB)
     return weights / weights.sum()
 
@@ -28,9 +26,9 @@ def grown(uniforms: np.ndarray, min_confidence: float) -> IidTree:
     for _ in range(uniforms.shape[1]):
         if not frontier:
             break
-        laws = np.stack([laws_after(tree.tokens_to(node)) for node in frontier])
+        dists = np.stack([probs_after(tree.tokens_to(node)) for node in frontier])
         ids = np.tile(np.arange(VOCAB), (len(frontier), 1))
-        frontier = tree.grow(frontier, ids, laws)
+        frontier = tree.grow(frontier, ids, dists)
     return tree
 
 
@@ -38,11 +36,11 @@ def drafted(uniforms: np.ndarray, min_confidence: float = 0.0) -> DraftTree:
     """Trees of numbers ``[batch, paths, length]``."""
     _, paths, length = uniforms.shape
     trees = [grown(numbers, min_confidence).finish() for numbers in uniforms]
-    return stack_trees(trees, Law.IID, paths=paths, length=length)
+    return stack_trees(trees, DraftSampling.IID, paths=paths, length=length)
 
 
 def offer_of(tree: DraftTree) -> Offer:
-    """The target's law at a node is drawn from the node's own text."""
+    """The target's distribution at a node is drawn from the node's own text."""
     probs = torch.zeros((tree.batch, tree.nodes, VOCAB), dtype=torch.float64)
     for b in range(tree.batch):
         texts: list[list[int]] = [[]]
@@ -52,7 +50,7 @@ def offer_of(tree: DraftTree) -> Offer:
         for node, text in enumerate(texts):
             weights = np.random.default_rng([11, *text]).random(VOCAB)
             probs[b, node] = torch.from_numpy(weights / weights.sum())
-    return Offer(tree, TargetLaw.of_probs(probs))
+    return Offer(tree, TargetProbs.of_probs(probs))
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,10 +71,10 @@ def test_a_part_is_the_tree_that_fewer_and_shorter_paths_make(
     part = whole.part(few, short)
     check_tree(part.tree)
     direct = drafted(uniforms[:, :few, :short], min_confidence)
-    assert part.tree.law is direct.law
+    assert part.tree.draft_sampling is direct.draft_sampling
     for name, theirs in direct.tensors.items():
         if name in {"draft_ids", "draft_probs"}:
-            _assert_equal_laws(part.tree, direct)
+            _assert_equal_probs(part.tree, direct)
         else:
             assert torch.equal(part.tree.tensors[name], theirs), name
     expected = offer_of(direct).target
@@ -86,8 +84,8 @@ def test_a_part_is_the_tree_that_fewer_and_shorter_paths_make(
         assert torch.equal(part.target.logits[rows], expected.logits[wanted])
 
 
-def _assert_equal_laws(mine: DraftTree, theirs: DraftTree) -> None:
-    """Below the last level nothing is drawn: no law is compared, none is left."""
+def _assert_equal_probs(mine: DraftTree, theirs: DraftTree) -> None:
+    """Below the last level nothing is drawn: no distribution is compared, none is left."""
     for b in range(mine.batch):
         for node in range(int(mine.num_nodes[b])):
             inner = bool((theirs.parents[b, 1:] == node).any())
@@ -98,10 +96,10 @@ def _assert_equal_laws(mine: DraftTree, theirs: DraftTree) -> None:
                 assert not mine.draft_probs[b, node].any()
 
 
-def test_the_whole_is_a_part_and_other_laws_have_none() -> None:
+def test_the_whole_is_a_part_and_other_distributions_have_none() -> None:
     offer = offer_of(drafted(np.full((1, 2, 2), 0.5)))
     assert offer.part(2, 2) is offer
     tree = offer.tree
-    other = replace(tree, law=Law.WOR)
-    with pytest.raises(LawMismatch, match="iid"):
+    other = replace(tree, draft_sampling=DraftSampling.WOR)
+    with pytest.raises(SamplingMismatch, match="iid"):
         Offer(other, offer.target).part(1, 2)

@@ -4,9 +4,8 @@ from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_setting
 from eaglegbv.config import PLAIN
 from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.eval.report import markdown, plain_text, table
-from eaglegbv.eval.summary import summarise
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.eval.statistics import summarise
+from eaglegbv.metrics import Phase, RequestMetrics
 
 
 def results(*records: Record, **changes: object) -> Results:

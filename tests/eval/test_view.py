@@ -13,8 +13,8 @@ from support.tree_traces import LONG, NASTY, bush, step, write_trace
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Results
-from eaglegbv.eval.store import write_results
-from eaglegbv.eval.summary import summarise
+from eaglegbv.eval.runner import write_results
+from eaglegbv.eval.statistics import summarise
 from eaglegbv.eval.view import content_of, page, results_content, view
 from eaglegbv.trace import Tracer
 
@@ -315,7 +315,7 @@ def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Pa
         "w, weight of the prefix": "0.25",
         "h, chance of its test": "0.25",
         "depth": "2",
-        "law": "iid",
+        "draft_sampling": "iid",
         "paths": "drawn by 2 of 3",
     }
     assert drawn(view(trees), tmp_path)["tip"]["hidden"]

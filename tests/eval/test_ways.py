@@ -4,14 +4,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
-from eaglegbv.auto_plan import AUTO
-from eaglegbv.engine_metrics import EngineMetrics
-from eaglegbv.eval.batch_table import choice_lines
-from eaglegbv.eval.batches import Grid, measure
-from eaglegbv.eval.timing import Cell
-from eaglegbv.eval.ways import EngineWay, WatchedWay
+from eaglegbv.config import AUTO
+from eaglegbv.eval.throughput import Cell, EngineWay, Grid, WatchedWay, choice_lines, measure
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import FORWARDS, REASONS
+from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 
 
 class Counting:

@@ -24,13 +24,13 @@ import torch
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.params import SamplingParams
+from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.request import Request
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.tree import Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -56,7 +56,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )
 
 # Cases beside those of the registry: what the plans of a case have in common.
-FIXED = {"verifier": "otbv", "law": Law.FIXED}
+FIXED = {"verifier": "otbv", "draft_sampling": DraftSampling.FIXED}
 OTHERS: Mapping[str, dict[str, Any]] = {
     "none": {"verifier": "none"},
     "otbv/fixed, static": {**FIXED, "shape": EAGLE1_SHAPE, "depth": 5},
@@ -66,9 +66,9 @@ OTHERS: Mapping[str, dict[str, Any]] = {
 }
 CASES: Mapping[str, dict[str, Any]] = {
     **{
-        f"{name}/{sampling}": {"verifier": name, "law": sampling}
+        f"{name}/{sampling}": {"verifier": name, "draft_sampling": sampling}
         for name, rule in RULES.items()
-        for sampling in sorted(rule.laws)
+        for sampling in sorted(rule.draft_samplings)
     },
     **OTHERS,
 }

@@ -4,11 +4,11 @@ import torch
 
 from eaglegbv.attention.base import pack
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Forward, Group, by_plan
-from eaglegbv.tree import DraftTree, Law, check_tree
-from eaglegbv.uniforms import Stream
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
 
 OTBV, GBV = Plan(verifier="otbv", paths=2, depth=2), Plan(verifier="gbv", paths=2, depth=2)
 
@@ -19,7 +19,7 @@ def request(number, prompt, *, generated=(), slots=(), plan=OTBV, temperature=1.
         prompt_ids=tuple(prompt),
         params=SamplingParams(temperature=temperature),
         plan=plan,
-        stream=Stream(number),
+        stream=RequestRng(number),
         max_tokens=50,
     )
     r.token_ids = list(generated)
@@ -30,7 +30,7 @@ def request(number, prompt, *, generated=(), slots=(), plan=OTBV, temperature=1.
 def trees():
     """A fork of four nodes, and a chain of two padded to four."""
     tree = DraftTree(
-        law=Law.FIXED,
+        draft_sampling=DraftSampling.FIXED,
         token_ids=torch.tensor([[9, 3, 4, 5], [8, 6, 0, 0]]),
         parents=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]),
         depth=torch.tensor([[0, 1, 2, 2], [0, 1, 0, 0]]),
@@ -139,7 +139,9 @@ def test_requests_are_grouped_by_plan_and_by_greedy_or_sampled_in_order():
         request(6, [1], plan=Plan(verifier="otbv", paths=2, depth=2)),  # equal, another object
         request(7, [1], plan=Plan(verifier="otbv", paths=2, depth=3)),
         request(8, [1], plan=Plan(verifier="otbv", paths=2, depth=2, draft_temperature=1.5)),
-        request(9, [1], plan=Plan(verifier="otbv", paths=2, depth=2, law=Law.IID)),
+        request(
+            9, [1], plan=Plan(verifier="otbv", paths=2, depth=2, draft_sampling=DraftSampling.IID)
+        ),
     ]
     groups = [[r.number for r in group] for group in by_plan(requests)]
     assert groups == [[0, 3, 6], [1, 5], [2], [4], [7], [8], [9]]

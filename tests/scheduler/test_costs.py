@@ -1,4 +1,4 @@
-"""Costs are learned from steps: exactly where the law holds, by corrections where it does not."""
+"""Costs are learned from steps: exactly where the distribution holds, by corrections where it does not."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_a_linear_machine_is_known_also_where_it_was_not_tried() -> None:
         assert costs.seconds(step) == pytest.approx(linear_seconds(step), rel=0.03)
 
 
-def test_a_plan_dearer_than_the_law_says_is_corrected_alone() -> None:
+def test_a_plan_dearer_than_the_distribution_says_is_corrected_alone() -> None:
     costs = StepCosts()
 
     def seconds(step: StepShape) -> float:
@@ -142,7 +142,7 @@ def test_steps_are_counted_by_cell() -> None:
     assert costs.steps_in(Cell(2, 0, 0)) == 0
 
 
-def test_a_size_far_from_what_the_law_says_is_known_after_a_few_steps() -> None:
+def test_a_size_far_from_what_the_distribution_says_is_known_after_a_few_steps() -> None:
     costs = StepCosts()
     for _ in range(60):
         costs.observe(shape(1, 3, 4), 0.010)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eaglegbv.auto_plan import AUTO
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import AUTO, PLAIN, Plan
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.choice import Choice
 from eaglegbv.scheduler.costs import StepCosts, StepShape

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.simulated_engine import Simulation, World, make_request
 
-from eaglegbv.auto_plan import AUTO, AutoPlan, plan_name
-from eaglegbv.config import PLAIN, Plan, Source
+from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.planner import Planner
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import BLOCK, PrefixCache, idle_slots
-from eaglegbv.uniforms import Stream
 
 TEXT = tuple(range(100))
 
@@ -21,7 +21,7 @@ class Shop:
     def __init__(self, slots: int = 256, *, enabled: bool = True) -> None:
         self.allocator = SlotAllocator(slots)
         self.cache = PrefixCache(self.allocator, enabled=enabled)
-        self.holdings = Holdings(self.allocator, self.cache)
+        self.holdings = KVSlots(self.allocator, self.cache)
         self.open: list[Request] = []
 
     def read(
@@ -33,7 +33,7 @@ class Shop:
             prompt_ids=prompt,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=Stream(0),
+            stream=RequestRng(0),
             max_tokens=50,
             drafted=drafted,
             skips=skips,

@@ -5,15 +5,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.scheduler.holdings import Holdings
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import GROWTH, Scheduler, StepBatch
-from eaglegbv.uniforms import Stream
 
 
 class Pool:
@@ -24,7 +24,7 @@ class Pool:
     ) -> None:
         self.allocator = SlotAllocator(slots)
         self.cache = PrefixCache(self.allocator, enabled=share)
-        self.holdings = Holdings(self.allocator, self.cache)
+        self.holdings = KVSlots(self.allocator, self.cache)
         self.scheduler = Scheduler(
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
@@ -73,7 +73,7 @@ def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
         prompt_ids=(0,) * prompt,
         params=SamplingParams(max_tokens=max_tokens),
         plan=PLAIN,
-        stream=Stream(number),
+        stream=RequestRng(number),
         max_tokens=max_tokens,
         step_slots=step_slots,
         priority=priority,

@@ -3,12 +3,12 @@
 import pytest
 
 from eaglegbv.config import PLAIN
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
-from eaglegbv.scheduler.scheduler import Portion, StepBatch
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.scheduler import PrefillChunk, StepBatch
 from eaglegbv.scheduler.time_shares import share_seconds
-from eaglegbv.stopwatch import Phase
-from eaglegbv.uniforms import Stream
 
 SECONDS = {
     Phase.DRAFT: 0.1,
@@ -25,14 +25,14 @@ def request(number):
         prompt_ids=(0,),
         params=SamplingParams(),
         plan=PLAIN,
-        stream=Stream(number),
+        stream=RequestRng(number),
         max_tokens=9,
     )
 
 
 def test_a_mixed_forward_is_prefill_for_those_who_read_and_forward_for_those_who_decode():
     decoding, reading = [request(0), request(1)], [request(2), request(3)]
-    portions = [Portion(r, count) for r, count in zip(reading, (60, 20), strict=True)]
+    portions = [PrefillChunk(r, count) for r, count in zip(reading, (60, 20), strict=True)]
     # 80 rows are read, 20 are those of two trees.
     share_seconds(StepBatch(decoding, portions), SECONDS, 100)
     for r in decoding:
@@ -58,7 +58,7 @@ def test_without_prompts_all_time_is_shared_equally():
 
 def test_a_step_that_only_reads_is_prefill_by_tokens():
     reading = [request(0), request(1)]
-    portions = [Portion(r, count) for r, count in zip(reading, (30, 10), strict=True)]
+    portions = [PrefillChunk(r, count) for r, count in zip(reading, (30, 10), strict=True)]
     share_seconds(StepBatch([], portions), {Phase.PREFILL: 1.0, Phase.VERIFY: 0.2}, 40)
     assert reading[0].metrics.seconds == pytest.approx({Phase.PREFILL: 0.9})
     assert reading[1].metrics.seconds == pytest.approx({Phase.PREFILL: 0.3})

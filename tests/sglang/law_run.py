@@ -1,4 +1,4 @@
-"""Long runs of the law tests: ``python law_run.py FOLDER VERIFIER HEAD K L SAMPLES``.
+"""Long runs of the distribution tests: ``python law_run.py FOLDER VERIFIER HEAD K L SAMPLES``.
 
 Each batch of SGLang's engine holds requests at temperature 1, at 0.7 with top_p 0.9, and greedy
 ones, all of one prompt. FOLDER gets the models and, batch by batch, the counts of the texts in
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.sglang_engine import PROMPT, pair_arguments, sglang_engine, token_ids
 from support.sglang_pair import VOCAB, SGLangPair, save_sglang_pair
 
@@ -106,10 +106,10 @@ def cell(text: list[int]) -> int:
     return int(np.ravel_multi_index(text, (VOCAB,) * TOKENS))
 
 
-def marginal(law: NDArray[np.float64], first: int) -> NDArray[np.float64]:
-    """Return the law ``[VOCAB ** LAW]`` of the tokens from ``first`` on."""
+def marginal(dist: NDArray[np.float64], first: int) -> NDArray[np.float64]:
+    """Return the distribution ``[VOCAB ** LAW]`` of the tokens from ``first`` on."""
     others = tuple(i for i in range(TOKENS) if not first <= i < first + LAW)
-    return law.reshape((VOCAB,) * TOKENS).sum(axis=others).reshape(-1)
+    return dist.reshape((VOCAB,) * TOKENS).sum(axis=others).reshape(-1)
 
 
 def observed(counts: Counter[int], first: int) -> NDArray[np.int64]:
@@ -118,15 +118,15 @@ def observed(counts: Counter[int], first: int) -> NDArray[np.int64]:
     return cells // VOCAB ** (TOKENS - LAW - first) % VOCAB**LAW
 
 
-def simulated_p(statistic: float, law: NDArray[np.float64], samples: int) -> float:
-    """Return how often texts that do follow the law have a statistic at least as large.
+def simulated_p(statistic: float, dist: NDArray[np.float64], samples: int) -> float:
+    """Return how often texts that do follow the distribution have a statistic at least as large.
 
-    The chi-square law takes G of cells expected about five times for somewhat too large.
+    The chi-square distribution takes G of cells expected about five times for somewhat too large.
     """
     numbers = np.random.default_rng(0)
-    cells = np.arange(len(law))
+    cells = np.arange(len(dist))
     larger = sum(
-        g_test(np.repeat(cells, numbers.multinomial(samples, law)), law).statistic >= statistic
+        g_test(np.repeat(cells, numbers.multinomial(samples, dist)), dist).statistic >= statistic
         for _ in range(SIMULATIONS)
     )
     return (larger + 1) / (SIMULATIONS + 1)
@@ -183,11 +183,11 @@ def report(pair: SGLangPair, file: Path) -> None:
         own = [batch for batch in found if batch.configuration == configuration]
         for i, params in enumerate(SETTINGS):
             temperature, top_p = params["temperature"], params.get("top_p", 1.0)
-            law = joint_law(pair.next_laws(temperature, top_p), PROMPT, TOKENS)
+            dist = joint_probs(pair.next_probs(temperature, top_p), PROMPT, TOKENS)
             counts: Counter[int] = sum((Counter(batch.counts[i]) for batch in own), Counter())
             efficiency = 1 + sum(b.accepted[i] for b in own) / sum(b.forwards[i] for b in own)
             for first in range(TOKENS - LAW + 1):
-                expected = marginal(law, first) / law.sum()
+                expected = marginal(dist, first) / dist.sum()
                 test = g_test(observed(counts, first), expected)
                 simulated = simulated_p(test.statistic, expected, test.samples)
                 print(

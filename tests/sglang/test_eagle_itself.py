@@ -1,9 +1,9 @@
-"""SGLang's own EAGLE with the stand-in kernel: what ours is compared with samples the same law."""
+"""SGLang's own EAGLE with the stand-in kernel: what ours is compared with samples the same distribution."""
 
 from pathlib import Path
 
 import pytest
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
     PROMPT,
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-def test_law_of_three_tokens(tmp_path: Path) -> None:
+def test_distribution_of_three_tokens(tmp_path: Path) -> None:
     pair = save_sglang_pair(tmp_path)
     plain_greedy = plain_greedy_texts(pair)
     own = pair_arguments(pair, "eagle1", 3, 3)
@@ -32,7 +32,7 @@ def test_law_of_three_tokens(tmp_path: Path) -> None:
     with sglang_engine({"EAGLE_SAMPLES": "1"}, **own) as engine:
         assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
         texts = token_ids(engine.generate(input_ids=[PROMPT] * 960, sampling_params=params))
-    law = joint_law(pair.next_laws(1.0, 1.0), PROMPT, 3)
-    outcome = g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], law)
+    dist = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 3)
+    outcome = g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], dist)
     assert outcome.p_value > 1e-5, outcome
     assert len({tuple(text) for text in texts}) > 500

@@ -17,7 +17,7 @@ from eaglegbv.backends.sglang.server import ServerFailed, running
 from eaglegbv.backends.sglang.serving import Launch
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 SHAPE = Plan(paths=2, depth=3)
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
     PROMPT,
@@ -89,15 +89,17 @@ def test_a_seed_fixes_the_answer_in_any_company(engine: Any) -> None:
     assert crowd[3] != alone
 
 
-def test_law_of_three_tokens(engine: Any, pair: SGLangPair) -> None:
+def test_distribution_of_three_tokens(engine: Any, pair: SGLangPair) -> None:
     for params in ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}):
         texts: list[list[int]] = []
         own = params | {"max_new_tokens": 5, "ignore_eos": True}
         while len(texts) < LAW_SAMPLES:
             texts += token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=own))
-        law = joint_law(pair.next_laws(params["temperature"], params.get("top_p", 1.0)), PROMPT, 3)
+        dist = joint_probs(
+            pair.next_probs(params["temperature"], params.get("top_p", 1.0)), PROMPT, 3
+        )
         cells = [(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts]
-        outcome = g_test(cells, law)
+        outcome = g_test(cells, dist)
         assert outcome.p_value > 1e-5, outcome
 
 
@@ -145,8 +147,8 @@ def test_texts_end_where_they_should(engine: Any) -> None:
 def test_logprobs_are_those_of_the_tokens(engine: Any, pair: SGLangPair) -> None:
     params = SAMPLED | {"max_new_tokens": 10}
     [answer] = engine.generate(input_ids=[PROMPT], sampling_params=[params], return_logprob=True)
-    laws, text = pair.next_laws(1.0, 1.0), list(PROMPT)
+    dists, text = pair.next_probs(1.0, 1.0), list(PROMPT)
     for logprob, token, _ in answer["meta_info"]["output_token_logprobs"]:
-        assert logprob == pytest.approx(np.log(laws([text])[0, token]), abs=1e-4)
+        assert logprob == pytest.approx(np.log(dists([text])[0, token]), abs=1e-4)
         text.append(token)
     assert text[len(PROMPT) :] == answer["output_ids"]

@@ -1,8 +1,8 @@
-"""The law of the text with SGLang's compiled kernels and CUDA graphs."""
+"""The distribution of the text with SGLang's compiled kernels and CUDA graphs."""
 
 import pytest
 import torch
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.sglang_engine import PROMPT, missing_sglang, pair_arguments, token_ids
 from support.sglang_pair import VOCAB, SGLangPair, save_sglang_pair
 
@@ -31,7 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SGLangPair:
         ("spectr_gbv", "eagle1", 2, 3),
     ],
 )
-def test_law_of_three_tokens(verifier: str, head: str, K: int, L: int, pair: SGLangPair) -> None:
+def test_distribution_of_three_tokens(
+    verifier: str, head: str, K: int, L: int, pair: SGLangPair
+) -> None:
     from eaglegbv.backends.sglang import Settings, engine
 
     own = pair_arguments(pair, head, K, L)
@@ -53,9 +55,9 @@ def test_law_of_three_tokens(verifier: str, head: str, K: int, L: int, pair: SGL
                         input_ids=[PROMPT] * 1000, sampling_params=params | {"ignore_eos": True}
                     )
                 )
-            law = joint_law(pair.next_laws(temperature, top_p), PROMPT, 3)
+            dist = joint_probs(pair.next_probs(temperature, top_p), PROMPT, 3)
             cells = [(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts]
-            outcome = g_test(cells, law)
+            outcome = g_test(cells, dist)
             assert outcome.p_value > 1e-4, outcome
     finally:
         started.shutdown()

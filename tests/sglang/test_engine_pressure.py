@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
     PROMPT,
@@ -53,10 +53,10 @@ def test_retracted_chunked_and_aborted_requests(
         many = [PROMPT, [4] * 30] * 20
         answers = engine.generate(input_ids=many, sampling_params=SAMPLED)
         assert [len(ids) for ids in token_ids(answers)] == [24] * 40
-        # Tokens after re-read texts follow the law too, whatever is owed then.
-        law = joint_law(pair.next_laws(1.0, 1.0), PROMPT, 3)
+        # Tokens after re-read texts follow the distribution too, whatever is owed then.
+        dist = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 3)
         texts = token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=SAMPLED))
-        assert g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], law).p_value > 1e-5
+        assert g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], dist).p_value > 1e-5
         assert len({tuple(ids) for ids in token_ids(answers)}) > 30
 
         async def leave_early() -> None:

@@ -8,8 +8,8 @@ import torch
 from support.g_test import g_test
 from torch import Tensor
 
-from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_law, walk_greedily
-from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_dist, walk_greedily
+from eaglegbv.backends.sglang.short_probs import ShortProbs
 from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
@@ -21,7 +21,7 @@ V, LAST = 5, 0
 class Round:
     """Rounds of requests that differ in their random numbers only.
 
-    ``target`` and ``draft`` are ``[vocab, vocab]``: the law after each token.
+    ``target`` and ``draft`` are ``[vocab, vocab]``: the distribution after each token.
     """
 
     target: Tensor
@@ -49,19 +49,19 @@ def draw_round(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
     def numbers(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    def after(tokens: Tensor) -> ShortLaws:
+    def after(tokens: Tensor) -> ShortProbs:
         rows = draft.log().float()[tokens.flatten()]
-        return ShortLaws.of_logits(rows, torch.ones(len(rows), 1), width=width, target_ids=None)
+        return ShortProbs.of_logits(rows, torch.ones(len(rows), 1), width=width, target_ids=None)
 
     root = after(torch.full((batch,), LAST))
-    each = ShortLaws(*(t.unsqueeze(1).expand(-1, K, -1) for t in (root.ids, root.probs)))
+    each = ShortProbs(*(t.unsqueeze(1).expand(-1, K, -1) for t in (root.ids, root.probs)))
     paths, packed = GrowingPaths(each.pick(numbers(batch, K))), []
     for _ in range(L - 1):
-        laws = after(paths.tokens[-1]).of_branches(paths.standing[-1])
-        packed.append(laws.pack())
-        paths.grow(laws.pick(numbers(batch, K)))
+        dists = after(paths.tokens[-1]).of_branches(paths.standing[-1])
+        packed.append(dists.pack())
+        paths.grow(dists.pick(numbers(batch, K)))
     none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64)
-    inner = ShortLaws.unpack(torch.stack(packed, dim=1) if packed else none)
+    inner = ShortProbs.unpack(torch.stack(packed, dim=1) if packed else none)
     tokens = torch.stack(paths.tokens, dim=1)
     tree = draft_tree(torch.full((batch,), LAST), tokens, root, inner)
     uniforms = VerifyUniforms(
@@ -71,15 +71,15 @@ def draw_round(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
 
 
 def judge(own: Round, verifier: str, greedy: Tensor | None = None) -> Acceptance:
-    law = target_law(own.target[own.node_tokens].float(), own.numbered)
-    verdict = make_verifier(verifier).verify(own.numbered.tree, law, own.uniforms)
+    dist = target_dist(own.target[own.node_tokens].float(), own.numbered)
+    verdict = make_verifier(verifier).verify(own.numbered.tree, dist, own.uniforms)
     if greedy is not None:
-        verdict = walk_greedily(own.numbered, law, verdict, greedy)
+        verdict = walk_greedily(own.numbered, dist, verdict, greedy)
     return acceptance(verdict, own.numbered)
 
 
 def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
-    """Return cells: the first ``tokens`` tokens of each round, gone on by the target's law."""
+    """Return cells: the first ``tokens`` tokens of each round, gone on by the target's distribution."""
     generator = torch.Generator().manual_seed(9)
     batch, nodes = own.node_tokens.shape
     following = outcome.tokens.view(batch, nodes)
@@ -112,20 +112,20 @@ def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
 def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
     own = draw_round(50_000, K, L)
     first = own.target[LAST]
-    law = torch.einsum("a,ab,bc->abc", first, own.target, own.target).flatten().numpy()
-    outcome = g_test(committed(own, judge(own, verifier), 3), law)
+    dist = torch.einsum("a,ab,bc->abc", first, own.target, own.target).flatten().numpy()
+    outcome = g_test(committed(own, judge(own, verifier), 3), dist)
     assert outcome.p_value > 1e-4, outcome
     assert outcome.power > 0.99, outcome
 
 
-def test_a_wrong_draft_law_is_seen() -> None:
-    """The test above can fail: the same rounds, with laws that nothing was drawn from."""
+def test_a_wrong_draft_distribution_is_seen() -> None:
+    """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
     own = draw_round(50_000, 2, 2)
     tree = own.numbered.tree
     flat = torch.where(tree.draft_probs > 0, 1 / 3, 0.0)
     object.__setattr__(tree, "draft_probs", flat)
-    law = torch.einsum("a,ab,bc->abc", own.target[LAST], own.target, own.target).flatten().numpy()
-    assert g_test(committed(own, judge(own, "otbv"), 3), law).p_value < 1e-6
+    dist = torch.einsum("a,ab,bc->abc", own.target[LAST], own.target, own.target).flatten().numpy()
+    assert g_test(committed(own, judge(own, "otbv"), 3), dist).p_value < 1e-6
 
 
 def test_what_is_reported_is_a_path_and_its_tokens() -> None:

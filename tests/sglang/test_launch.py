@@ -9,7 +9,7 @@ from support.sglang_pair import SGLangPair, save_sglang_pair
 
 from eaglegbv.backends.sglang.launch import NotServed, settle_arguments
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.errors import EagleGBVError, InvalidArgument, LawMismatch
+from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
         ("lora_paths", ["a"], "base model only"),
         ("speculative_use_rejection_sampling", True, "EAGLEGBV_VERIFIER"),
         ("speculative_use_block_verification", True, "EAGLEGBV_VERIFIER=block"),
-        ("speculative_accept_threshold_acc", 0.9, "changes the law"),
+        ("speculative_accept_threshold_acc", 0.9, "changes the distribution"),
         ("enable_custom_logit_processor", True, "does not apply custom processors"),
         ("enable_watermark", True, "forced tokens"),
         ("enable_attn_tp_input_scattered", True, "features whole"),
@@ -180,9 +180,9 @@ def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> N
 
 def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:
     settle(arguments(pair, speculative_eagle_topk=1), "block")
-    with pytest.raises(LawMismatch, match="at most 1 for 'block'"):
+    with pytest.raises(SamplingMismatch, match="at most 1 for 'block'"):
         settle(arguments(pair), "block")
-    with pytest.raises(LawMismatch, match="spechub"):
+    with pytest.raises(SamplingMismatch, match="spechub"):
         settle(arguments(pair), "spechub")
     with pytest.raises(InvalidArgument, match="nosuch"):
         settle(arguments(pair), "nosuch")

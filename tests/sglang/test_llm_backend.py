@@ -72,12 +72,12 @@ def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) ->
 def test_plans_that_sglang_cannot_draw_are_refused() -> None:
     from eaglegbv import LLM, InvalidArgument, Plan
     from eaglegbv.config import Source
-    from eaglegbv.tree import Law
+    from eaglegbv.tree import DraftSampling
 
     with pytest.raises(InvalidArgument, match=r"^source='lookup': expected 'drafter'"):
         LLM(backend="sglang", plan=Plan(paths=1, depth=4, source=Source.LOOKUP))
-    with pytest.raises(InvalidArgument, match=r"^law='wor': expected 'iid'"):
-        LLM(backend="sglang", plan=Plan(law=Law.WOR))
+    with pytest.raises(InvalidArgument, match=r"^distribution='wor': expected 'iid'"):
+        LLM(backend="sglang", plan=Plan(draft_sampling=DraftSampling.WOR))
     with pytest.raises(InvalidArgument, match=r"^whole_vocab=4096: expected 0"):
         LLM(backend="sglang", plan=Plan(paths=1, whole_vocab=4096))
     with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0"):
@@ -184,12 +184,12 @@ def test_a_head_of_another_target_and_a_verifier_of_one_path_are_refused_at_star
     import sglang.srt.server_args as sglang_arguments
     from sglang.srt.plugins import load_plugins
 
-    from eaglegbv.errors import DrafterMismatch, LawMismatch
+    from eaglegbv.errors import DrafterMismatch, SamplingMismatch
 
     load_plugins()
     own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
     with environment(cpu_environment()), pytest.raises(DrafterMismatch, match="vocab_size=16"):
         sglang_arguments.ServerArgs(**(own | {"model_path": str(target)})).resolve_once()
     block = cpu_environment({"EAGLEGBV_VERIFIER": "block"})
-    with environment(block), pytest.raises(LawMismatch, match="paths=3: expected at most 1"):
+    with environment(block), pytest.raises(SamplingMismatch, match="paths=3: expected at most 1"):
         sglang_arguments.ServerArgs(**own).resolve_once()

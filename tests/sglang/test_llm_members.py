@@ -8,7 +8,7 @@ import pytest
 
 from eaglegbv import LLM, EngineConfig, InvalidArgument
 from eaglegbv.backends.sglang import llm as sglang_llm
-from eaglegbv.text_generator import TextGenerator
+from eaglegbv.llm import TextGenerator
 
 
 class Engine:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from eaglegbv.backends.sglang.renormalisation import keep_min_p, keep_top_k, keep_top_p
-from eaglegbv.params import SamplingParams
-from eaglegbv.warp import WarpSettings, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 
 ROWS = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)) * 2
 

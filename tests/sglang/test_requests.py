@@ -7,7 +7,7 @@ import torch
 
 from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.config import Plan
-from eaglegbv.uniforms import Purpose, Stream, request_seed
+from eaglegbv.rng import Purpose, RequestRng, request_seed
 
 PLAN = Plan(paths=2, depth=3)
 
@@ -31,7 +31,7 @@ def test_a_seed_fixes_the_numbers_in_any_company() -> None:
 
 def test_signed_seeds_are_the_same_64_bits() -> None:
     [own] = RequestBook(PLAN, 0).of([Req(-5)])
-    assert own.stream == Stream(2**64 - 5)
+    assert own.stream == RequestRng(2**64 - 5)
 
 
 def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
@@ -58,7 +58,7 @@ def test_no_number_is_used_twice() -> None:
     book.advance([request])
     after = book.draft_uniforms([request]).flatten()
     assert not set(after.tolist()) & set(before.flatten().tolist())
-    expected = Stream(4).draw(1, Purpose.DRAFT, 6)
+    expected = RequestRng(4).draw(1, Purpose.DRAFT, 6)
     assert after.tolist() == expected.tolist()
 
 

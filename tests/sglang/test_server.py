@@ -15,7 +15,7 @@ from eaglegbv.backends.sglang.endpoint import Endpoint
 from eaglegbv.backends.sglang.server import ServerFailed, running
 from eaglegbv.backends.sglang.serving import Launch
 from eaglegbv.config import Plan
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 pytestmark = [
     pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),

@@ -12,7 +12,7 @@ from support.sglang_pair import save_sglang_pair
 from eaglegbv.backends.sglang.serving import launch, launch_eagle, server_arguments
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.targets.hf import load_config
+from eaglegbv.models.hf import load_config
 
 
 def test_flags_and_environment(tmp_path: Path) -> None:

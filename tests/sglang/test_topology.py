@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.backends.sglang.short_probs import ShortProbs
 from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree, sglang_tree
 from eaglegbv.tree import check_tree
 
@@ -24,12 +24,12 @@ def drawn_paths(draw: st.DrawFn) -> Tensor:
 
 
 def numbered(tokens: Tensor) -> NumberedTree:
-    """The tree of paths whose laws say who they belong to: path k at depth d has 0.1 + d + k."""
+    """The tree of paths whose distributions say who they belong to: path k at depth d has 0.1 + d + k."""
     batch, L, K = tokens.shape
     ids = torch.arange(WIDTH).expand(batch, L - 1, K, WIDTH)
     marks = torch.arange(L - 1).view(-1, 1, 1) * 10 + torch.arange(K).view(-1, 1) + 1.1
-    inner = ShortLaws(ids, marks.double().expand(batch, L - 1, K, WIDTH))
-    roots = ShortLaws(
+    inner = ShortProbs(ids, marks.double().expand(batch, L - 1, K, WIDTH))
+    roots = ShortProbs(
         torch.arange(WIDTH).expand(batch, -1), torch.full((batch, WIDTH), 0.25).double()
     )
     return draft_tree(torch.full((batch,), 9), tokens, roots, inner)
@@ -51,7 +51,7 @@ def test_tree_is_the_trie_of_the_paths(tokens: Tensor) -> None:
 
 @given(drawn_paths())
 @settings(max_examples=60)
-def test_a_node_has_the_law_of_the_first_path_through_it(tokens: Tensor) -> None:
+def test_a_node_has_the_distribution_of_the_first_path_through_it(tokens: Tensor) -> None:
     tree = numbered(tokens).tree
     _, L, K = tokens.shape
     for b in range(tokens.shape[0]):

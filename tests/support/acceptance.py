@@ -6,29 +6,29 @@ from functools import cache
 
 import numpy as np
 
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.gbv import skewed_laws
-from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, support
-from eaglegbv.verifiers.reference.race_selection import race_selection
-from eaglegbv.verifiers.reference.transport import multiplicity_law, transport
-from eaglegbv.verifiers.reference.tree import ReferenceTree
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.gbv import skewed_probs
+from eaglegbv.verifiers.global_resolution import race_selection
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, ProbsAt, support
+from eaglegbv.verifiers.proof.tree import ReferenceTree
+from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs
 
 
-def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """E[tau] = sum of Pr(the selected path starts with x^i) w_i over all prefixes."""
 
     def below(prefix: Prefix, drafts: int, w: Number) -> Number:
         if len(prefix) == length:
             return 0
-        node = transport(p(prefix), q(prefix), drafts)
+        node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.law[x]
+            b = node.dist[x]
             if b > 0:
                 v = min(1, w * p(prefix)[x] / b)
                 inner = sum(
                     share * below((*prefix, x), m, v)
-                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
                     if share > 0
                 )
                 total += b * (v + inner)
@@ -37,20 +37,20 @@ def otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), paths, 1)
 
 
-def global_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def global_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """E[tau] of exact transport node by node, each token accepted for itself with min(1, p/b)."""
 
     def below(prefix: Prefix, drafts: int) -> Number:
         if len(prefix) == length:
             return 0
-        node = transport(p(prefix), q(prefix), drafts)
+        node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            accepted = min(p(prefix)[x], node.law[x])
+            accepted = min(p(prefix)[x], node.dist[x])
             if accepted > 0:
                 inner = sum(
                     share * below((*prefix, x), m)
-                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
                     if share > 0
                 )
                 total += accepted * (1 + inner)
@@ -59,7 +59,7 @@ def global_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Num
     return below((), paths)
 
 
-def race_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def race_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """The same with the selection by a race."""
 
     @cache
@@ -71,7 +71,7 @@ def race_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Numbe
         for drawn in itertools.product(support(q(prefix)), repeat=drafts):
             mass = math.prod(q(prefix)[x] for x in drawn)
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                accepted = min(1, p(prefix)[x] / found.law[x]) if chance > 0 else 0
+                accepted = min(1, p(prefix)[x] / found.dist[x]) if chance > 0 else 0
                 if accepted > 0:
                     inner = below((*prefix, x), drawn.count(x))
                     total += mass * chance * accepted * (1 + inner)
@@ -80,22 +80,22 @@ def race_resolution_length(p: LawAt, q: LawAt, paths: int, length: int) -> Numbe
     return below((), paths)
 
 
-def weighted_otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def weighted_otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """The same where a node entered with weight w is given the transport for w p in place of p."""
 
     def below(prefix: Prefix, drafts: int, w: Number) -> Number:
         if len(prefix) == length:
             return 0
         wanted = tuple(w * px for px in p(prefix))
-        node = transport(wanted, q(prefix), drafts)
+        node = exact_transport(wanted, q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.law[x]
+            b = node.dist[x]
             if b > 0:
                 v = min(1, wanted[x] / b)
                 inner = sum(
                     share * below((*prefix, x), m, v)
-                    for m, share in enumerate(multiplicity_law(node, x), start=1)
+                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
                     if share > 0
                 )
                 total += b * (v + inner)
@@ -104,17 +104,17 @@ def weighted_otbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), paths, 1)
 
 
-def spectr_gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def spectr_gbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """E[tau] of one step: the sum of min(p, b) over sequences of symbols (token, drafts left)."""
 
     def below(prefix: Prefix, drafts: int, joint_p: Number, joint_b: Number) -> Number:
         if len(prefix) == length:
             return 0
-        node = transport(p(prefix), q(prefix), drafts)
+        node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.law[x]
-            for m, share in enumerate(multiplicity_law(node, x) if b > 0 else (), start=1):
+            b = node.dist[x]
+            for m, share in enumerate(multiplicity_probs(node, x) if b > 0 else (), start=1):
                 symbol_p, symbol_b = joint_p * p(prefix)[x] * share, joint_b * b * share
                 if symbol_b > 0:
                     total += min(symbol_p, symbol_b) + below((*prefix, x), m, symbol_p, symbol_b)
@@ -123,8 +123,8 @@ def spectr_gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), paths, 1, 1)
 
 
-def gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
-    """The same with the skewed laws of the best-ranked path."""
+def gbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
+    """The same with the skewed distributions of the best-ranked path."""
 
     def below(prefix: Prefix, w: Number) -> Number:
         if len(prefix) == length:
@@ -133,8 +133,8 @@ def gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
         for x, mass in enumerate(q(prefix)):
             if mass > 0:
                 path = (*prefix, x)
-                tree = ReferenceTree(Law.IID, (path,) * paths, p, q)
-                b = skewed_laws(tree, path)[-1][x]
+                tree = ReferenceTree(DraftSampling.IID, (path,) * paths, p, q)
+                b = skewed_probs(tree, path)[-1][x]
                 if b > 0:
                     v = min(1, w * p(prefix)[x] / b)
                     total += b * (v + below(path, v))
@@ -143,7 +143,7 @@ def gbv_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
     return below((), 1)
 
 
-def prefixes(p: LawAt, q: LawAt, length: int):
+def prefixes(p: ProbsAt, q: ProbsAt, length: int):
     """Joint (p, q) of every prefix of length 1 ... ``length``."""
     todo: list[tuple[Prefix, Number, Number]] = [((), 1, 1)]
     while todo:
@@ -155,11 +155,11 @@ def prefixes(p: LawAt, q: LawAt, length: int):
                 todo.append(below)
 
 
-def ideal_length(p: LawAt, q: LawAt, length: int) -> Number:
+def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
     """What one path can reach within one step: the sum of min(p, q) over prefixes."""
     return sum(min(a, b) for a, b in prefixes(p, q, length))
 
 
-def claimed_length(p: LawAt, q: LawAt, paths: int, length: int) -> Number:
+def claimed_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """SpecTr-GBV's Theorem 5.3: sum of p [1 - (1 - min(1, q/p))^K] over prefixes."""
     return sum(a * (1 - (1 - min(1, b / a)) ** paths) for a, b in prefixes(p, q, length) if a > 0)

@@ -6,36 +6,47 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.iid_selection import PathSteps
-from eaglegbv.verifiers.reference.chooser import Chooser, GeneratorChooser, UniformChooser
-from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, from_draft_tree
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    GeneratorChooser,
+    Prefix,
+    Probs,
+    ProbsAt,
+    UniformChooser,
+)
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
+from eaglegbv.verifiers.selection import PathSteps
 from support.tables import KINDS, Model, Shape, draft
 
 
 @dataclass(frozen=True)
 class Request:
-    """The paths drafted for one request and the laws at every prefix."""
+    """The paths drafted for one request and the distributions at every prefix."""
 
     paths: tuple[Prefix, ...]
-    p: LawAt
-    q: LawAt
+    p: ProbsAt
+    q: ProbsAt
 
 
 @dataclass(frozen=True)
 class Batch:
     tree: DraftTree
-    target: TargetLaw
+    target: TargetProbs
     uniforms: VerifyUniforms
 
 
 def random_requests(
-    law: Law, rng: np.random.Generator, count: int, *, paths: int, length: int, vocab: int
+    draft_sampling: DraftSampling,
+    rng: np.random.Generator,
+    count: int,
+    *,
+    paths: int,
+    length: int,
+    vocab: int,
 ) -> list[Request]:
-    """Requests of all kinds of laws; a third end their paths at a token of their own."""
+    """Requests of all kinds of distributions; a third end their paths at a token of their own."""
     requests = []
     for _ in range(count):
         kind = KINDS[rng.integers(len(KINDS))]
@@ -47,13 +58,13 @@ def random_requests(
             return prefix[-1:] == (end,)
 
         shape = Shape(vocab, length, paths)
-        drawn = draft(law, model.q, shape, GeneratorChooser(rng), stop)
+        drawn = draft(draft_sampling, model.q, shape, GeneratorChooser(rng), stop)
         requests.append(Request(drawn, model.p, model.q))
     return requests
 
 
 def build_batch(
-    law: Law,
+    draft_sampling: DraftSampling,
     requests: Sequence[Request],
     vocab: int,
     rng: np.random.Generator,
@@ -89,7 +100,7 @@ def build_batch(
             if prefix:
                 token_ids[b, node] = prefix[-1]
                 parents[b, node] = tree.numbers[prefix[:-1]]
-            if prefix not in inner and b % 2:  # leaves need no law, and may have none
+            if prefix not in inner and b % 2:  # leaves need no distribution, and may have none
                 continue
             q = tree.request.q(prefix)
             support = rng.permutation([x for x in range(vocab) if q[x] > 0])
@@ -101,7 +112,7 @@ def build_batch(
             path_lengths[b, k] = len(path)
     as_tensor = torch.from_numpy
     tree = DraftTree(
-        law=law,
+        draft_sampling=draft_sampling,
         token_ids=as_tensor(token_ids),
         parents=as_tensor(parents),
         depth=as_tensor(depth),
@@ -113,7 +124,7 @@ def build_batch(
     )
     check_tree(tree)
     probs = torch.tensor(packed, dtype=torch.float64)
-    target = TargetLaw(probs.log(), probs.new_zeros(len(packed)), as_tensor(rows))
+    target = TargetProbs(probs.log(), probs.new_zeros(len(packed)), as_tensor(rows))
     uniforms = VerifyUniforms(
         selection=as_tensor(rng.random((size, length, paths, 2))),
         acceptance=as_tensor(rng.random((size, max(1, paths * length)))),

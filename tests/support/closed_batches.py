@@ -1,6 +1,6 @@
 """Batches that are served to their ends, in worlds without models: what a planner gains or loses.
 
-A world is a machine's law of step times, with an error of its own for every plan and batch size,
+A world is a machine's distribution of step times, with an error of its own for every plan and batch size,
 minutes in which it is slow, and noise; and a drafter to which texts are more or less hard. The
 planner sees noisy times, as an engine does; what it gains is told by the true ones.
 """
@@ -12,8 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from eaglegbv.auto_plan import AUTO
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import AUTO, PLAIN, Plan
 from eaglegbv.request import Request
 from eaglegbv.scheduler.costs import Array, Cell, CostTable, KnownCosts, StepCosts, StepShape
 from eaglegbv.scheduler.planner import Planner
@@ -35,7 +34,7 @@ class Machine:
 
     Attributes:
         generator: Of everything that is drawn.
-        misfit: Standard deviation of the law's error (natural logarithm) for a plan and size.
+        misfit: Standard deviation of the distribution's error (natural logarithm) for a plan and size.
     """
 
     generator: np.random.Generator

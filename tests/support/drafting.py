@@ -10,16 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.attention.kv_pool import KVPool, SlotAllocator
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
+from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.params import SamplingParams
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.request import Request
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Stream
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
 FEATURE_LAYERS = (2, 3, 4)
@@ -48,7 +47,7 @@ class Pair:
             return out.last_hidden_state[0]
         return torch.cat([out.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
 
-    def log_law(self, text: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float64]:
+    def log_probs(self, text: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities ``[draft_vocab]`` of the token after ``text`` and ``drafted``.
 
         The head reads the whole text at once, without any cache, then once more for every drafted
@@ -61,8 +60,8 @@ class Pair:
                 positions = torch.arange(len(tokens))
                 out = self.exact(tokens, hidden, positions, _causal)
                 hidden = torch.cat((hidden, out[-1:]))
-            log_law: NDArray[np.float64] = self.exact.logits(out[-1]).log_softmax(0).numpy()
-        return log_law
+            log_probs: NDArray[np.float64] = self.exact.logits(out[-1]).log_softmax(0).numpy()
+        return log_probs
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ class Session:
             prompt_ids=tuple(prompt),
             params=params or SamplingParams(),
             plan=plan,
-            stream=Stream(seed),
+            stream=RequestRng(seed),
             max_tokens=100,
         )
         request.slots = self.allocator.allocate(len(prompt))
@@ -167,10 +166,12 @@ class Session:
             self.drafter.observe(request, self.pair.features(prompt))
         return request
 
-    def draft(self, requests: Sequence[Request], law: Law) -> DraftTree:
+    def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
         slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
         self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
-        return self.drafter.draft(requests, requests[0].plan, law, [s[1:] for s in slots])
+        return self.drafter.draft(
+            requests, requests[0].plan, draft_sampling, [s[1:] for s in slots]
+        )
 
     def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""

@@ -7,13 +7,13 @@ texts that differ, changes what is generated; and nothing else does, not by a bi
 from dataclasses import dataclass, field
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.drafters.standalone import StandaloneDrafter
+from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.params import SamplingParams
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
-from eaglegbv.targets.base import FeatureSpec
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.tree import Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
 
 VOCAB = 7
 
@@ -24,7 +24,7 @@ PLANS = (
     Plan(verifier="gbv", paths=2, depth=3),
     Plan(verifier="otbv", paths=3, depth=2),
     Plan(verifier="otbv", paths=2, depth=4, draft_temperature=1.6, draft_width=5),
-    Plan(verifier="target_only", paths=2, depth=2, law=Law.FIXED),
+    Plan(verifier="target_only", paths=2, depth=2, draft_sampling=DraftSampling.FIXED),
     Plan(verifier="greedy_block", paths=1, depth=4),
     Plan(verifier="spectr_gbv", paths=2, depth=3),
 )

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eaglegbv.auto_plan import plan_name
-from eaglegbv.config import Plan
+from eaglegbv.config import Plan, plan_name
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

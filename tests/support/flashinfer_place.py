@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from eaglegbv.attention.base import pack
-from eaglegbv.attention.flashinfer_kernels import Kernels
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention, Kernels
+from eaglegbv.attention.torch import TorchPagedAttention
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, Sizes, moved, new_rows, pools
 
 

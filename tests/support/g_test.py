@@ -1,4 +1,4 @@
-"""The G-test of observed token sequences against their exact joint law, as a dense array."""
+"""The G-test of observed token sequences against their exact joint distribution, as a dense array."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from eaglegbv.eval.g_test import SMALLEST_EXPECTED, GTest
 from eaglegbv.eval.g_test import g_test as _g_test
 
-__all__ = ["GTest", "g_test", "joint_law"]
+__all__ = ["GTest", "g_test", "joint_probs"]
 
 
 def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
-    """Compare samples (cell indices) with the exact law ``[cells]``; all rare cells are one."""
+    """Compare samples (cell indices) with the exact distribution ``[cells]``; all rare cells are one."""
     means = expected / expected.sum() * len(observed)
     rare = (means > 0) & (means < SMALLEST_EXPECTED)
     cell = np.where(rare, len(expected), np.arange(len(expected)))
@@ -20,19 +20,19 @@ def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
     return _g_test(cell[np.asarray(observed, dtype=np.int64)], merged)
 
 
-def joint_law(
-    next_laws: Callable[[list[list[int]]], NDArray[np.float64]], prompt: list[int], tokens: int
+def joint_probs(
+    next_probs: Callable[[list[list[int]]], NDArray[np.float64]], prompt: list[int], tokens: int
 ) -> NDArray[np.float64]:
-    """Return the exact law of the first ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
+    """Return the exact distribution of the first ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
 
     Args:
-        next_laws: From sequences of one length to the laws of their next token, ``[batch, vocab]``.
+        next_probs: From sequences of one length to the distributions of their next token, ``[batch, vocab]``.
         prompt: The prompt.
         tokens: Number of tokens.
     """
-    prefixes, law = [prompt], np.ones(1)
+    prefixes, dist = [prompt], np.ones(1)
     for _ in range(tokens):
-        laws = next_laws(prefixes)
-        law = (law[:, None] * laws).reshape(-1)
-        prefixes = [[*prefix, token] for prefix in prefixes for token in range(laws.shape[1])]
-    return law
+        dists = next_probs(prefixes)
+        dist = (dist[:, None] * dists).reshape(-1)
+        prefixes = [[*prefix, token] for prefix in prefixes for token in range(dists.shape[1])]
+    return dist

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 
 
 @dataclass

@@ -2,17 +2,16 @@
 
 from math import prod
 
-from eaglegbv.uniforms import Purpose
-from eaglegbv.verifiers.reference.chooser import Chooser
-from eaglegbv.verifiers.reference.probs import Number, Prefix
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+from eaglegbv.rng import Purpose
+from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 
 
 def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Verify the paths one after the other; a later path counts where it is accepted further.
 
     Source: src/engine.py of github.com/junemily/SpecTr-GBV at e399f44, which calls itself the
-    official implementation of 2604.25925. With joint laws p and q of a prefix, c = min(1, q/p) and
+    official implementation of 2604.25925. With joint distributions p and q of a prefix, c = min(1, q/p) and
     K paths, a whole path is accepted with p [1 - (1 - c)^K] / [1 - (1 - q)^K], a shorter prefix x
     with
 
@@ -20,7 +19,7 @@ def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
         / (1 - (1 - q(x))^K - sum_y p(xy) [1 - (1 - c(xy))^K]),
 
     a prefix rejected once is not tried again unless it is a whole path, and the correction has the
-    law of p (1 - c^K). No target is modified for the next step.
+    distribution of p (1 - c^K). No target is modified for the next step.
     """
     K, L = len(tree.paths), tree.length
     best: Prefix = ()
@@ -37,7 +36,7 @@ def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
         if _accepted(_whole(tree, path, K), chooser, number * L + L - 1):
             best = path
             break
-    weights = tree.target_law(best) if len(best) == L else _correction(tree, best, K)
+    weights = tree.target_dist(best) if len(best) == L else _correction(tree, best, K)
     return Outcome(best, chooser.choose(weights, Purpose.CORRECTION, 0))
 
 
@@ -48,10 +47,12 @@ def _accepted(h: Number, chooser: Chooser, index: int) -> bool:
 
 
 def _joint(tree: ReferenceTree, prefix: Prefix) -> tuple[Number, Number]:
-    laws = [(tree.target_law(prefix[:i]), tree.draft_law(prefix[:i])) for i in range(len(prefix))]
+    dists = [
+        (tree.target_dist(prefix[:i]), tree.draft_dist(prefix[:i])) for i in range(len(prefix))
+    ]
     return (
-        prod(p[x] for (p, _), x in zip(laws, prefix, strict=True)),
-        prod(q[x] for (_, q), x in zip(laws, prefix, strict=True)),
+        prod(p[x] for (p, _), x in zip(dists, prefix, strict=True)),
+        prod(q[x] for (_, q), x in zip(dists, prefix, strict=True)),
     )
 
 
@@ -68,7 +69,7 @@ def _chance(tree: ReferenceTree, prefix: Prefix, K: int) -> Number:
     p, q = _joint(tree, prefix)
     missed: Number = 0
     found: Number = 0
-    for p_next, q_next in zip(tree.target_law(prefix), tree.draft_law(prefix), strict=True):
+    for p_next, q_next in zip(tree.target_dist(prefix), tree.draft_dist(prefix), strict=True):
         miss = (1 - _covered(p * p_next, q * q_next)) ** K
         missed += p * p_next * miss
         found += p * p_next * (1 - miss)
@@ -79,9 +80,9 @@ def _chance(tree: ReferenceTree, prefix: Prefix, K: int) -> Number:
 
 def _correction(tree: ReferenceTree, prefix: Prefix, K: int) -> list[Number]:
     p, q = _joint(tree, prefix)
-    law = tree.target_law(prefix)
+    dist = tree.target_dist(prefix)
     weights = [
         a * (1 - _covered(p * a, q * b) ** K)
-        for a, b in zip(law, tree.draft_law(prefix), strict=True)
+        for a, b in zip(dist, tree.draft_dist(prefix), strict=True)
     ]
-    return weights if sum(weights) > 0 else list(law)
+    return weights if sum(weights) > 0 else list(dist)

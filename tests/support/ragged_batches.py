@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.graphs import Bucket
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.cuda_graphs import Bucket
 
 SLOTS, LAYERS = 1024, 2
 SCALE = 0.11

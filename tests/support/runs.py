@@ -3,8 +3,7 @@
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Record, RunSettings, Setting, Turn
-from eaglegbv.request_metrics import RequestMetrics
-from eaglegbv.stopwatch import Phase
+from eaglegbv.metrics import Phase, RequestMetrics
 
 NONE = Setting(plan=PLAIN)
 OTBV = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))

@@ -8,8 +8,7 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.checkpoint import save_head
-from eaglegbv.drafters.eagle_head import Eagle1Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig
 
 HIDDEN = 32
 CONTEXT = 256

@@ -28,15 +28,15 @@ class SGLangPair:
     eagle1: Path
     eagle3: Path
 
-    def next_laws(self, temperature: float, top_p: float) -> "NextLaws":
-        """Return the target's exact laws under these settings."""
+    def next_probs(self, temperature: float, top_p: float) -> "NextProbs":
+        """Return the target's exact distributions under these settings."""
         model = LlamaForCausalLM.from_pretrained(self.target, dtype=torch.float64).eval()
-        return NextLaws(model, temperature, top_p)
+        return NextProbs(model, temperature, top_p)
 
 
 @dataclass(frozen=True, slots=True)
-class NextLaws:
-    """From sequences of one length to the laws of their next token, by transformers in float64."""
+class NextProbs:
+    """From sequences of one length to the distributions of their next token, by transformers in float64."""
 
     model: LlamaForCausalLM
     temperature: float
@@ -46,11 +46,11 @@ class NextLaws:
         """Return ``[sequences, vocab]``."""
         with torch.no_grad():
             logits = self.model(torch.tensor(sequences)).logits[:, -1]
-        laws = (logits / self.temperature).softmax(dim=1)
-        values, order = laws.sort(dim=1, descending=True, stable=True)
+        dists = (logits / self.temperature).softmax(dim=1)
+        values, order = dists.sort(dim=1, descending=True, stable=True)
         values[values.cumsum(dim=1) - values >= self.top_p] = 0
-        laws = torch.zeros_like(laws).scatter_(1, order, values)
-        return (laws / laws.sum(dim=1, keepdim=True)).numpy()
+        dists = torch.zeros_like(dists).scatter_(1, order, values)
+        return (dists / dists.sum(dim=1, keepdim=True)).numpy()
 
 
 def save_sglang_pair(folder: Path, *, seed: int = 1) -> SGLangPair:
@@ -88,7 +88,7 @@ def _target() -> LlamaForCausalLM:
 
 
 def _eagle1() -> dict[str, torch.Tensor]:
-    # The target's feature passes through, so that the laws resemble each other.
+    # The target's feature passes through, so that the distributions resemble each other.
     feature = torch.cat((_random(HIDDEN, HIDDEN) * 0.3, torch.eye(HIDDEN) * 0.8), dim=1)
     return {"fc.weight": feature} | _layer("layers.0.", HIDDEN)
 

@@ -1,4 +1,4 @@
-"""An engine without models: steps take the time and drafts get as far as stated laws say."""
+"""An engine without models: steps take the time and drafts get as far as stated distributions say."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from eaglegbv.auto_plan import AUTO, AutoPlan
-from eaglegbv.config import PLAIN, Plan, Source
-from eaglegbv.params import SamplingParams
+from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source
 from eaglegbv.request import PlanReason, Request
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import Planner
-from eaglegbv.uniforms import Stream
 
 
 @dataclass(slots=True)
@@ -175,7 +174,7 @@ def make_request(
         prompt_ids=(1, 2),
         params=SamplingParams(temperature=temperature, max_tokens=max_tokens),
         plan=PLAIN,
-        stream=Stream(number),
+        stream=RequestRng(number),
         max_tokens=max_tokens,
         auto=auto,
         token_ids=[1],

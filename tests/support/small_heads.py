@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 
 
 def config_of(arch: Arch, **changes: object) -> EagleHeadConfig:

@@ -6,26 +6,29 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Purpose
+from eaglegbv.rng import Purpose
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.debts import Debts, Layers, SparseLaws
-from eaglegbv.verifiers.reference.chooser import GeneratorChooser, inverse_cdf
-from eaglegbv.verifiers.reference.enumeration import After, StopAfter, VerifyWithState
-from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
-from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree, Stop
-from eaglegbv.verifiers.stateful import StatefulUniforms, StatefulVerifier
+from eaglegbv.verifiers.proof.chooser import GeneratorChooser, Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.enumeration import After, StopAfter, VerifyWithState
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
+from eaglegbv.verifiers.stateful import (
+    Debts,
+    Layers,
+    ModifiedTarget,
+    SparseProbs,
+    StatefulUniforms,
+    StatefulVerifier,
+)
 from support.batched_trees import Batch, Request, build_batch, outcomes
 from support.tables import KINDS, Model, Shape, draft
 
 
 @dataclass
 class Snapshot:
-    """The draft law and stopping rule of the step that pushed a layer, by all tokens."""
+    """The draft distribution and stopping rule of the step that pushed a layer, by all tokens."""
 
-    draft_law: LawAt
+    draft_dist: ProbsAt
     stop: Stop
 
 
@@ -44,23 +47,23 @@ class Running:
 
 
 @dataclass(frozen=True)
-class TableLaws:
-    """Laws of layers by table; ``current`` plants the mistake of using the current draft laws."""
+class TableProbs:
+    """Distributions of layers by table; ``current`` plants the mistake of using the current draft distributions."""
 
     requests: list[Running]
     width: int
-    current: list[LawAt] | None = None
+    current: list[ProbsAt] | None = None
 
-    def after(self, tokens: torch.Tensor) -> SparseLaws:
+    def after(self, tokens: torch.Tensor) -> SparseProbs:
         most = max(len(r.snapshots) for r in self.requests)
         probs = torch.zeros((len(self.requests), most, self.width), dtype=torch.float64)
         for b, request in enumerate(self.requests):
             context = (*request.state.context, *tokens[b].tolist())
             for k, snapshot in enumerate(request.snapshots):
                 if not snapshot.stop(context):
-                    law = self.current[b] if self.current else snapshot.draft_law
-                    probs[b, k] = torch.tensor(law(context), dtype=torch.float64)
-        return SparseLaws(torch.arange(self.width).expand_as(probs), probs)
+                    dist = self.current[b] if self.current else snapshot.draft_dist
+                    probs[b, k] = torch.tensor(dist(context), dtype=torch.float64)
+        return SparseProbs(torch.arange(self.width).expand_as(probs), probs)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def layers_of(requests: list[Running], most_drafts: int) -> Layers:
 def _batch(requests: list[Request], shape: Shape, rng: np.random.Generator) -> Batch:
     if shape.length > 0:
         return build_batch(
-            Law.IID, requests, shape.vocab, rng, paths=shape.paths, length=shape.length
+            DraftSampling.IID, requests, shape.vocab, rng, paths=shape.paths, length=shape.length
         )
     size = len(requests)
     probs = torch.tensor([[r.p(())] for r in requests], dtype=torch.float64)
@@ -137,7 +140,7 @@ def _batch(requests: list[Request], shape: Shape, rng: np.random.Generator) -> B
     rows = torch.arange(size).unsqueeze(1)
     logits = probs.squeeze(1).log()
     return Batch(
-        DraftTree.roots([0] * size), TargetLaw(logits, torch.zeros(size).double(), rows), uniforms
+        DraftTree.roots([0] * size), TargetProbs(logits, torch.zeros(size).double(), rows), uniforms
     )
 
 
@@ -153,32 +156,32 @@ def step(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Take one step by both; every request goes on with its own state of each.
 
-    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft laws; with all
-    of them half of the steps draft by laws related to the target's. ``planted``: the batched
-    verifier is given the current draft laws in place of the layers' own.
+    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft distributions; with all
+    of them half of the steps draft by distributions related to the target's. ``planted``: the batched
+    verifier is given the current draft distributions in place of the layers' own.
     """
     drafted, trees = [], []
     for request in requests:
         context = request.state.context
         other = Model(shape.vocab, kinds[rng.integers(len(kinds))], int(rng.integers(2**31)))
         related = kinds is KINDS and rng.random() < 0.5
-        law = request.model.q if related else other.q
+        dist = request.model.q if related else other.q
         end = int(rng.integers(shape.vocab)) if rng.random() < 1 / 3 else -1
 
         def stop(prefix: Prefix, end: int = end, root: int = len(context)) -> bool:
             return len(prefix) > root and prefix[-1] == end
 
-        q, below = After(law, context), StopAfter(stop, context)
-        paths = draft(Law.IID, q, shape, GeneratorChooser(rng), below)
+        q, below = After(dist, context), StopAfter(stop, context)
+        paths = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
         # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
         p = After(request.p, context)
-        drafted.append((Request(paths, p, q), Snapshot(law, stop)))
-        trees.append(ReferenceTree(Law.IID, paths, p, q, reach=shape.length, stop=below))
+        drafted.append((Request(paths, p, q), Snapshot(dist, stop)))
+        trees.append(ReferenceTree(DraftSampling.IID, paths, p, q, reach=shape.length, stop=below))
     batch = _batch([r for r, _ in drafted], shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)
-    current = [snapshot.draft_law for _, snapshot in drafted] if planted else None
-    debts = Debts(layers, TableLaws(requests, shape.vocab, current))
+    current = [snapshot.draft_dist for _, snapshot in drafted] if planted else None
+    debts = Debts(layers, TableProbs(requests, shape.vocab, current))
     result = verifier.verify(batch.tree, batch.target, uniforms, debts)
     expected = []
     for b, (request, tree) in enumerate(zip(requests, trees, strict=True)):

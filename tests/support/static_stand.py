@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.flashinfer_buffers import TreeBuffers
-from eaglegbv.attention.flashinfer_paged import FlashInferPagedAttention
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.flashinfer import FlashInferPagedAttention, TreeBuffers
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
 
 
 class StaticStand:

@@ -1,4 +1,4 @@
-"""Tiny models as tables of laws."""
+"""Tiny models as tables of distributions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,19 +7,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eaglegbv.eval.audit_instances import (
-    as_law,
+from eaglegbv.eval.audit_exact import (
+    as_probs,
     point_mass,
     random_weights,
     tied_weights,
     weights_with_zeros,
 )
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.enumeration import Problem, Shape, draft
-from eaglegbv.verifiers.reference.probs import LawAt, Number, Prefix, Probs
-from eaglegbv.verifiers.reference.tree import Stop, never
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt
+from eaglegbv.verifiers.proof.enumeration import Problem, Shape, draft
+from eaglegbv.verifiers.proof.tree import Stop, never
 
-__all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_law", "constant", "draft", "problem"]
+__all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_probs", "constant", "draft", "problem"]
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
@@ -29,7 +29,7 @@ KINDS = ("random", "zeros", "ties", "equal", "disjoint", "one_hot")
 
 @dataclass(eq=False)
 class Model:
-    """A pair of target and draft laws, drawn at every prefix on demand from ``seed``.
+    """A pair of target and draft distributions, drawn at every prefix on demand from ``seed``.
 
     ``kind``: what p and q look like; ``tilt`` mixes q towards p (1: equal).
     """
@@ -41,17 +41,17 @@ class Model:
     cache: dict[Prefix, tuple[Probs, Probs]] = field(default_factory=dict)
 
     def p(self, prefix: Prefix) -> Probs:
-        return self._laws(prefix)[0]
+        return self._dists(prefix)[0]
 
     def q(self, prefix: Prefix) -> Probs:
-        return self._laws(prefix)[1]
+        return self._dists(prefix)[1]
 
-    def _laws(self, prefix: Prefix) -> tuple[Probs, Probs]:
+    def _dists(self, prefix: Prefix) -> tuple[Probs, Probs]:
         if prefix not in self.cache:
             rng = np.random.default_rng([self.seed, len(prefix), *prefix])
             p, q = PAIRS[self.kind](rng, self.vocab)
             q = self.tilt * p + (1 - self.tilt) * q
-            self.cache[prefix] = (as_law(p), as_law(q))
+            self.cache[prefix] = (as_probs(p), as_probs(q))
         return self.cache[prefix]
 
 
@@ -72,7 +72,7 @@ def _mixed(rng: np.random.Generator, vocab: int) -> Pair:
 
 
 def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
-    """Target and draft law of one kind, independent of each other."""
+    """Target and draft distribution of one kind, independent of each other."""
     return lambda rng, vocab: (weights(rng, vocab), weights(rng, vocab))
 
 
@@ -110,11 +110,13 @@ PAIRS = {
 }
 
 
-def problem(law: Law, model: Model, shape: Shape, stop: Stop = never) -> Problem:
-    return Problem(law, model.p, model.q, shape, stop)
+def problem(
+    draft_sampling: DraftSampling, model: Model, shape: Shape, stop: Stop = never
+) -> Problem:
+    return Problem(draft_sampling, model.p, model.q, shape, stop)
 
 
-def constant(*weights: Number | str) -> LawAt:
-    """A context-free law of exact fractions."""
-    law = tuple(Fraction(w) for w in weights)
-    return lambda prefix: law
+def constant(*weights: Number | str) -> ProbsAt:
+    """A context-free distribution of exact fractions."""
+    dist = tuple(Fraction(w) for w in weights)
+    return lambda prefix: dist

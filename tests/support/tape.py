@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eaglegbv.graphs import Recorder, Work
+from eaglegbv.cuda_graphs import Recorder, Work
 from support.cuda.runtime import HostRuntime, Launched
 from support.watch import HOST_READS
 

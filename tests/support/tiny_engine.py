@@ -7,19 +7,25 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import PagedAttention
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.cuda_graphs import GraphMode, Recorder
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig, default_feature_layers
+from eaglegbv.drafters.eagle_model import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+    default_feature_layers,
+)
 from eaglegbv.engine import Engine
-from eaglegbv.graphs import GraphMode, Recorder
-from eaglegbv.params import SamplingParams
-from eaglegbv.quantization import Quantization
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
-from eaglegbv.targets.base import FeatureSpec
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.sampling import SamplingParams
 
 LAYERS = 6
 WIDTH = 32
@@ -147,6 +153,6 @@ def _head(target: HFTarget, vocab: int, arch: Arch, head_dim: int) -> EagleHead:
         return Eagle1Head(config, target.input_embeddings, target.output_embeddings).eval()
     head = Eagle3Head(config, target.input_embeddings)
     with torch.no_grad():
-        # Laws that resemble the target's: its output layer under the head's own norm.
+        # Distributions that resemble the target's: its output layer under the head's own norm.
         head.lm_head.weight.copy_(target.output_embeddings)
     return head.eval()

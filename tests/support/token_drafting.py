@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Stream
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 
 def random_llama(vocab: int, *, seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
-    """A random model whose laws depend on the whole text, well spread."""
+    """A random model whose distributions depend on the whole text, well spread."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = LlamaConfig(
@@ -65,7 +65,7 @@ class TokenSession:
             prompt_ids=tuple(prompt),
             params=params or SamplingParams(),
             plan=plan,
-            stream=Stream(seed),
+            stream=RequestRng(seed),
             max_tokens=100,
         )
         request.slots = self.allocator.allocate(len(prompt))
@@ -73,10 +73,12 @@ class TokenSession:
         request.step = 1
         return request
 
-    def draft(self, requests: Sequence[Request], law: Law) -> DraftTree:
+    def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
         slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
         self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
-        return self.drafter.draft(requests, requests[0].plan, law, [s[1:] for s in slots])
+        return self.drafter.draft(
+            requests, requests[0].plan, draft_sampling, [s[1:] for s in slots]
+        )
 
     def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""

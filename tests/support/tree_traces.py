@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from eaglegbv.step_record import StepRecord
-from eaglegbv.stopwatch import Phase, Span
+from eaglegbv.metrics import Phase, Span, StepRecord, TreeRecord
 from eaglegbv.trace import Tracer
-from eaglegbv.tree_record import TreeRecord
 
 NASTY = "</script><script>alert(1)</script> <!-- \u2028 &amp; 'quoted' \"twice\" <b>"
 LONG = "supercalifragilisticexpialidocious" * 9
@@ -27,7 +25,7 @@ PROMPT = TreeRecord(
     prompt_ids=(0, 1),
     plan="otbv 3x2",
     verifier="target_only",
-    law="fixed",
+    draft_sampling="fixed",
     paths=0,
     token_ids=(1,),
     parents=(0,),
@@ -49,7 +47,7 @@ TWICE = TreeRecord(
     prompt_ids=(),
     plan="otbv 3x2",
     verifier="otbv",
-    law="iid",
+    draft_sampling="iid",
     paths=3,
     token_ids=(2, 8, 3, 4, 5),
     parents=(0, 0, 0, 1, 2),
@@ -75,7 +73,7 @@ BONUS = TreeRecord(
     prompt_ids=(),
     plan="token 1x2",
     verifier="token",
-    law="iid",
+    draft_sampling="iid",
     paths=1,
     token_ids=(6, 5, 7),
     parents=(0, 0, 1),
@@ -101,7 +99,7 @@ def bush(nodes: int, *, request: int = 1) -> TreeRecord:
         prompt_ids=(),
         plan="otbv fixed",
         verifier="target_only",
-        law="fixed",
+        draft_sampling="fixed",
         paths=half,
         token_ids=(0, *range(10, 10 + 2 * half)),
         parents=(0, *[0] * half, *range(1, half + 1)),

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from eaglegbv.verifiers.reference.chooser import Chooser
-from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
-from eaglegbv.verifiers.reference.registry import REFERENCES as ALL
-from eaglegbv.verifiers.reference.registry import Reference
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.proof.chooser import Chooser
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.registry import REFERENCES as ALL
+from eaglegbv.verifiers.registry import Reference
+from eaglegbv.verifiers.stateful import ModifiedTarget
 
 Decide = Callable[[ReferenceTree, Chooser], Outcome]
 

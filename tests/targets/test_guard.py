@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.attention.base import PackedBatch, Segment, pack
-from eaglegbv.attention.kv_pool import KVPool
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.targets.guard import LayerCall, check_layers
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.self_check import LayerCall, check_layers
 
 MAX_CONTEXT = 128
 

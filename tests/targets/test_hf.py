@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, OutOfSlots
-from eaglegbv.targets.base import FeatureSpec
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.target import FeatureSpec
 
 SUPPORTED = [
     "llama",

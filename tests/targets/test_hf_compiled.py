@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eaglegbv.attention.base import Segment
 from eaglegbv.compiling import generating_products
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.targets.base import FeatureSpec, TargetOutput
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.target import FeatureSpec, TargetOutput
 
 COMPILED = CONFIGS.keys() - {"bloom", "gptj", "opt", "stablelm"}
 """Models that a target can be, and that can be compiled."""

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import PackedBatch
-from eaglegbv.attention.torch_paged import TorchPagedAttention
+from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
-from eaglegbv.targets.base import FeatureSpec, TargetOutput
-from eaglegbv.targets.hf import HFTarget
+from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.target import FeatureSpec, TargetOutput
 
 FEATURES = FeatureSpec.layer_inputs([1, 3])
 MAX_CONTEXT = 128

@@ -1,12 +1,12 @@
-"""The toy target's laws are the table's, whatever slots and trees they are read through."""
+"""The toy target's distributions are the table's, whatever slots and trees they are read through."""
 
 import pytest
 import torch
 from support.packed_trees import Text, random_parents, scattered
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.targets.base import FeatureSpec
-from eaglegbv.targets.tabular import TabularTarget
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.models.target import FeatureSpec
 
 VOCAB = 5
 

@@ -14,45 +14,50 @@ from support.batched_trees import (
 )
 from support.verifying import REFERENCES
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms
-from eaglegbv.verifiers.reference.registry import REFERENCES as ALL
+from eaglegbv.verifiers.registry import REFERENCES as ALL
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
-PAIRS = [(name, law) for name in REFERENCES for law in sorted(VERIFIERS[name].laws)]
+PAIRS = [
+    (name, draft_sampling)
+    for name in REFERENCES
+    for draft_sampling in sorted(VERIFIERS[name].draft_samplings)
+]
 SLOW = "global_resolution_"
 
 
-def random_batch(verifier: Verifier, law: Law, rng: np.random.Generator, size: int = 16) -> Batch:
-    most = verifier.max_paths or (4 if law is Law.IID else 3)
+def random_batch(
+    verifier: Verifier, draft_sampling: DraftSampling, rng: np.random.Generator, size: int = 16
+) -> Batch:
+    most = verifier.max_paths or (4 if draft_sampling is DraftSampling.IID else 3)
     if verifier.name.startswith(SLOW):
         most = 2
-    paths = 2 if law is Law.HUB else int(rng.integers(1, most + 1))
-    length = int(rng.integers(1, 5 if law is Law.IID else 4))
+    paths = 2 if draft_sampling is DraftSampling.HUB else int(rng.integers(1, most + 1))
+    length = int(rng.integers(1, 5 if draft_sampling is DraftSampling.IID else 4))
     vocab = int(rng.integers(2, 9))
-    requests = random_requests(law, rng, size, paths=paths, length=length, vocab=vocab)
-    return build_batch(law, requests, vocab, rng)
+    requests = random_requests(draft_sampling, rng, size, paths=paths, length=length, vocab=vocab)
+    return build_batch(draft_sampling, requests, vocab, rng)
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_decides_as_the_reference(name: str, law: Law, seed: int) -> None:
+def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling, seed: int) -> None:
     rng = np.random.default_rng([seed, len(name)])
     verifier = make_verifier(name)
     for _ in range(6 if name.startswith(SLOW) else 40):
-        batch = random_batch(verifier, law, rng)
+        batch = random_batch(verifier, draft_sampling, rng)
         assert disagreements(verifier, REFERENCES[name], batch) == []
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_disagreement_is_noticed(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_disagreement_is_noticed(name: str, draft_sampling: DraftSampling) -> None:
     """The comparison itself can fail: other uniforms give other decisions."""
     rng = np.random.default_rng(5)
     verifier = make_verifier(name)
     different = 0
     for _ in range(20):
-        batch = random_batch(verifier, law, rng)
+        batch = random_batch(verifier, draft_sampling, rng)
         mine = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
         other = dataclasses.replace(
             batch.uniforms,
@@ -66,17 +71,17 @@ def test_disagreement_is_noticed(name: str, law: Law) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_declares_what_the_reference_declares(name: str) -> None:
-    assert VERIFIERS[name].laws == ALL[name].laws
+    assert VERIFIERS[name].draft_samplings == ALL[name].draft_samplings
     assert VERIFIERS[name].max_paths == ALL[name].max_paths
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_batch_does_not_matter(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_batch_does_not_matter(name: str, draft_sampling: DraftSampling) -> None:
     """A request alone gets the verdict it gets among others, whatever the padding."""
     rng = np.random.default_rng(11)
     verifier = make_verifier(name)
     for _ in range(10):
-        batch = random_batch(verifier, law, rng, size=6)
+        batch = random_batch(verifier, draft_sampling, rng, size=6)
         together = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
         for b, outcome in enumerate(together):
             alone = _only(batch, b)
@@ -89,7 +94,7 @@ def _only(batch: Batch, b: int) -> Batch:
     at, count = slice(b, b + 1), int(tree.num_nodes[b])
     return Batch(
         DraftTree(
-            law=tree.law,
+            draft_sampling=tree.draft_sampling,
             token_ids=tree.token_ids[at, :count],
             parents=tree.parents[at, :count],
             depth=tree.depth[at, :count],
@@ -110,7 +115,7 @@ def test_root_alone_is_a_sample_of_the_target(name: str) -> None:
     probs = torch.tensor([[[0.0, 0.25, 0.0, 0.75]], [[0.5, 0.0, 0.5, 0.0]]], dtype=torch.float64)
     batch = Batch(
         DraftTree.roots([3, 1]),
-        TargetLaw.of_probs(probs),
+        TargetProbs.of_probs(probs),
         VerifyUniforms(
             torch.zeros((2, 0, 0, 2), dtype=torch.float64),
             torch.zeros((2, 1), dtype=torch.float64),

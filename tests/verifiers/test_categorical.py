@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.verifiers.categorical import draw
-from eaglegbv.verifiers.correction import Residual, correction_token
+from eaglegbv.tree import TargetProbs
+from eaglegbv.verifiers.paths import Residual, correction_token, draw
 
 LAST = 1 - 2**-53
 """The largest number below 1."""
@@ -58,7 +57,7 @@ def test_tokens_whose_residual_is_zero_are_not_drawn(u: float) -> None:
         ids=torch.tensor([[0, 1, 0]]),
         draft=torch.tensor([[0.75, 0.1, 0.0]], dtype=torch.float64),
     )
-    token = correction_token(residual, TargetLaw.of_probs(probs), torch.tensor([u]).double())
+    token = correction_token(residual, TargetProbs.of_probs(probs), torch.tensor([u]).double())
     assert int(token) == (1 if u < 0.15 / 0.65 else 3)
 
 
@@ -66,7 +65,7 @@ def test_tokens_whose_residual_is_zero_are_not_drawn(u: float) -> None:
 def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     """Never token 0 by accident, never a token the target excludes."""
     probs = torch.tensor([[[0.0, 0.25, 0.75, 0.0]]], dtype=torch.float64)
-    target = TargetLaw.of_probs(probs)
+    target = TargetProbs.of_probs(probs)
     everything = Residual(
         nodes=torch.tensor([0]),
         weight=torch.ones(1, dtype=torch.float64),
@@ -87,7 +86,7 @@ def test_weight_of_zero_leaves_the_target() -> None:
         draft=torch.tensor([[1.0]], dtype=torch.float64),
     )
     uniforms = torch.tensor([0.3], dtype=torch.float64)
-    assert int(correction_token(nothing, TargetLaw.of_probs(probs), uniforms)) == 2
+    assert int(correction_token(nothing, TargetProbs.of_probs(probs), uniforms)) == 2
 
 
 def test_draws_follow_the_weights() -> None:

@@ -15,13 +15,16 @@ from support.compilers import needs_compiler
 from torch._dynamo.config import patch
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.uniforms import Stream
-from eaglegbv.verifiers.base import Verdict, VerifyUniforms
-from eaglegbv.verifiers.checked import Checked, CheckedVerifier, checked_verifier
-from eaglegbv.verifiers.inputs import Fault
-from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+from eaglegbv.rng import RequestRng
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms
+from eaglegbv.verifiers.registry import (
+    VERIFIERS,
+    Checked,
+    CheckedVerifier,
+    checked_verifier,
+    make_verifier,
+)
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 3), (4, 6)]
 VOCAB = 4
@@ -30,7 +33,7 @@ ONE_GRAPH = sorted(name for name, cls in VERIFIERS.items() if cls.one_graph)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 
-Case = tuple[DraftTree, TargetLaw, VerifyUniforms]
+Case = tuple[DraftTree, TargetProbs, VerifyUniforms]
 
 
 def case(
@@ -39,17 +42,19 @@ def case(
     paths: int,
     length: int,
     requests: int = 1,
-    law: Law = Law.IID,
+    draft_sampling: DraftSampling = DraftSampling.IID,
     vocab: int = VOCAB,
 ) -> Case:
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
-    drawn = random_requests(law, rng, requests, paths=paths, length=length, vocab=vocab)
-    room = paths if law is Law.IID else None  # the others' paths are their leaves
-    batch = build_batch(law, drawn, vocab, rng, paths=room, length=length)
+    drawn = random_requests(draft_sampling, rng, requests, paths=paths, length=length, vocab=vocab)
+    room = (
+        paths if draft_sampling is DraftSampling.IID else None
+    )  # the others' paths are their leaves
+    batch = build_batch(draft_sampling, drawn, vocab, rng, paths=room, length=length)
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
-    target = TargetLaw.of_logits(batch.target.logits.float(), batch.target.rows)
-    streams = [Stream(seed + b) for b in range(requests)]
+    target = TargetProbs.of_logits(batch.target.logits.float(), batch.target.rows)
+    streams = [RequestRng(seed + b) for b in range(requests)]
     numbers = VerifyUniforms.draw(streams, [seed] * requests, paths=tree.paths, length=length)
     return tree, target, numbers
 
@@ -115,7 +120,7 @@ def test_what_the_graph_does_not_take_is_verified_as_it_is(monkeypatch: pytest.M
     ours, plain = compiled("otbv"), CheckedVerifier(make_verifier("otbv"))
     single = case(0, paths=2, length=3)
     others = [
-        case(0, paths=2, length=3, law=Law.GREEDY),
+        case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY),
         plain_step(),
     ]
     for tree, target, numbers in others:
@@ -130,8 +135,8 @@ def test_what_the_graph_does_not_take_is_verified_as_it_is(monkeypatch: pytest.M
 
 def plain_step() -> Case:
     tree = DraftTree.roots([1])
-    target = TargetLaw.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
-    return tree, target, VerifyUniforms.draw([Stream(3)], [5], paths=0, length=0)
+    target = TargetProbs.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
+    return tree, target, VerifyUniforms.draw([RequestRng(3)], [5], paths=0, length=0)
 
 
 def spy(checked: CheckedVerifier, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
@@ -155,7 +160,7 @@ def test_faults_are_found_by_the_graph_too() -> None:
     ours = compiled("otbv")
     tree, target, numbers = case(1, paths=2, length=3)
     assert ours.verify(tree, target, numbers).faults.tolist() == [0]
-    broken = TargetLaw.of_logits(target.logits * torch.nan, target.rows)
+    broken = TargetProbs.of_logits(target.logits * torch.nan, target.rows)
     found = int(ours.verify(tree, broken, numbers).faults)
     assert found & Fault.TARGET_NOT_FINITE
     doubled = replace(tree, draft_probs=2 * tree.draft_probs)

@@ -10,31 +10,32 @@ import torch
 from support.batched_trees import Batch, build_batch, random_requests
 from support.watch import Watch
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import Law
-from eaglegbv.verifiers import iid_selection
-from eaglegbv.verifiers.host_resolution import HostSolver
-from eaglegbv.verifiers.iid_selection import bounded_forks
-from eaglegbv.verifiers.inputs import find_faults
+from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.verifiers import selection as iid_selection
+from eaglegbv.verifiers.base import find_faults
+from eaglegbv.verifiers.global_resolution import HostSolver
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
+from eaglegbv.verifiers.selection import bounded_forks
 
 PAIRS = [
-    (name, law)
+    (name, draft_sampling)
     for name, verifier in VERIFIERS.items()
     if not issubclass(verifier, HostSolver)
-    for law in sorted(verifier.laws)
+    for draft_sampling in sorted(verifier.draft_samplings)
 ]
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_no_host_reads(name: str, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_no_host_reads(
+    name: str, draft_sampling: DraftSampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.
     monkeypatch.setattr(iid_selection, "_room_for_forks", lambda tree, _: bounded_forks(tree))
     verifier = make_verifier(name)
     rng = np.random.default_rng(1)
-    paths = verifier.max_paths or (2 if law is Law.HUB else 3)
-    requests = random_requests(law, rng, 4, paths=paths, length=2, vocab=5)
-    batch = build_batch(law, requests, 5, rng)
+    paths = verifier.max_paths or (2 if draft_sampling is DraftSampling.HUB else 3)
+    requests = random_requests(draft_sampling, rng, 4, paths=paths, length=2, vocab=5)
+    batch = build_batch(draft_sampling, requests, 5, rng)
     with Watch() as watch:
         verifier.verify(batch.tree, batch.target, batch.uniforms)
         find_faults(batch.tree, batch.target)
@@ -55,16 +56,16 @@ def test_peak_memory_is_noticed() -> None:
     assert watch.peak == 8000
 
 
-def large_batch(name: str, vocab: int) -> tuple[Batch, TargetLaw]:
-    """Return sixteen requests, each with 24 drafted tokens at most, and laws of random logits."""
+def large_batch(name: str, vocab: int) -> tuple[Batch, TargetProbs]:
+    """Return sixteen requests, each with 24 drafted tokens at most, and distributions of random logits."""
     verifier = make_verifier(name)
     rng = np.random.default_rng(2)
     paths = verifier.max_paths or 4
     length = 24 // paths
-    requests = random_requests(Law.IID, rng, 16, paths=paths, length=length, vocab=8)
-    batch = build_batch(Law.IID, requests, 8, rng, paths=paths, length=length)
+    requests = random_requests(DraftSampling.IID, rng, 16, paths=paths, length=length, vocab=8)
+    batch = build_batch(DraftSampling.IID, requests, 8, rng, paths=paths, length=length)
     rows = torch.arange(16 * 25).view(16, 25)[:, : batch.tree.nodes]
-    return batch, TargetLaw.of_logits(torch.randn(16 * 25, vocab), rows)
+    return batch, TargetProbs.of_logits(torch.randn(16 * 25, vocab), rows)
 
 
 @pytest.mark.parametrize("name", ["token", "block", "gbv", "otbv", "target_only"])

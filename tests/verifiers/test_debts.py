@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from support.g_test import g_test, joint_law
+from support.g_test import g_test, joint_probs
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.params import SamplingParams
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.targets.tabular import TabularTarget
-from eaglegbv.verifiers.debts import MOST_RHO, Layers, SparseLaws, rho_after
-from eaglegbv.verifiers.modified_target import ModifiedNode
+from eaglegbv.models.tabular import TabularTarget
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import TargetProbs
+from eaglegbv.verifiers.stateful import MOST_RHO, Layers, ModifiedNode, SparseProbs, rho_after
 
 VOCAB, TOKENS, SAMPLES = 4, 6, 800
 PROMPT = [1, 2]
@@ -27,16 +26,16 @@ def test_rho_grows_to_its_limit_and_no_further() -> None:
 
 def test_a_debt_at_the_limit_leaves_the_target_as_it_is() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -40.0]])
-    target = TargetLaw.of_logits(logits, torch.zeros((1, 1), dtype=torch.int64))
+    target = TargetProbs.of_logits(logits, torch.zeros((1, 1), dtype=torch.int64))
     ids = torch.arange(VOCAB).unsqueeze(0)
     one = torch.ones((1, 1), dtype=torch.int64)
     layers = Layers(torch.full((1, 1), MOST_RHO, dtype=torch.float64), one, 2 * one, 1)
     draft = torch.tensor([[[0.3, 0.7]]], dtype=torch.float64)
-    laws = SparseLaws(torch.tensor([[[3, 0]]]), draft)
-    modified = ModifiedNode.at(target, torch.tensor([0]), layers, laws, ids)
-    law = target.probs_of(torch.tensor([0]))
-    assert torch.allclose(modified.probs, law, rtol=1e-12, atol=0)
-    assert torch.allclose(modified.whole(target, torch.tensor([0])), law, rtol=1e-12, atol=0)
+    dists = SparseProbs(torch.tensor([[[3, 0]]]), draft)
+    modified = ModifiedNode.at(target, torch.tensor([0]), layers, dists, ids)
+    dist = target.probs_of(torch.tensor([0]))
+    assert torch.allclose(modified.probs, dist, rtol=1e-12, atol=0)
+    assert torch.allclose(modified.whole(target, torch.tensor([0])), dist, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(("verifier", "paths"), [("greedy_block", 1), ("spectr_gbv", 2)])
@@ -57,10 +56,10 @@ def test_texts_that_the_drafter_never_drafts_follow_the_target(verifier: str, pa
     while engine.has_work:
         engine.step()
 
-    def next_laws(prefixes: list[list[int]]) -> np.ndarray:
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         rows = torch.stack([target.logits_after(prefix) for prefix in prefixes])
         return rows.double().softmax(dim=1).numpy()
 
     cells = [int(np.ravel_multi_index(r.token_ids, [VOCAB] * TOKENS)) for r in requests]
-    outcome = g_test(cells, joint_law(next_laws, PROMPT, TOKENS))
+    outcome = g_test(cells, joint_probs(next_probs, PROMPT, TOKENS))
     assert outcome.p_value > 1e-4, outcome

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from support.batched_trees import Batch, build_batch, forks, outcomes, random_requests
 
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers import iid_selection
-from eaglegbv.verifiers.iid_selection import bounded_forks, most_forks
+from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers import selection as iid_selection
 from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.verifiers.selection import bounded_forks, most_forks
 
 SHAPES = [(1, 3), (2, 1), (2, 4), (3, 3), (5, 3)]
 
 
 def batch_of(paths: int, length: int, vocab: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
-    requests = random_requests(Law.IID, rng, 60, paths=paths, length=length, vocab=vocab)
-    return build_batch(Law.IID, requests, vocab, rng, paths=paths, length=length)
+    requests = random_requests(DraftSampling.IID, rng, 60, paths=paths, length=length, vocab=vocab)
+    return build_batch(DraftSampling.IID, requests, vocab, rng, paths=paths, length=length)
 
 
 @pytest.mark.parametrize(("paths", "length"), SHAPES)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from support.batched_trees import Batch, build_batch, random_requests
 
-from eaglegbv.errors import InvalidArgument, InvalidProbabilities, LawMismatch
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
-from eaglegbv.verifiers.inputs import Fault, check_inputs, fault_error, find_faults
+from eaglegbv.errors import InvalidArgument, InvalidProbabilities, SamplingMismatch
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Fault, check_inputs, fault_error, find_faults
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
 VOCAB = 5
@@ -19,10 +18,10 @@ VOCAB = 5
 @pytest.fixture
 def batch() -> Batch:
     rng = np.random.default_rng(3)
-    requests = random_requests(Law.IID, rng, 4, paths=3, length=3, vocab=VOCAB)
-    batch = build_batch(Law.IID, requests, VOCAB, rng)
+    requests = random_requests(DraftSampling.IID, rng, 4, paths=3, length=3, vocab=VOCAB)
+    batch = build_batch(DraftSampling.IID, requests, VOCAB, rng)
     logits = batch.target.logits.clone()
-    return dataclasses.replace(batch, target=TargetLaw.of_logits(logits, batch.target.rows))
+    return dataclasses.replace(batch, target=TargetProbs.of_logits(logits, batch.target.rows))
 
 
 def test_sound_batch_has_no_faults(batch: Batch) -> None:
@@ -32,7 +31,7 @@ def test_sound_batch_has_no_faults(batch: Batch) -> None:
 
 def test_root_alone_has_no_faults() -> None:
     tree = DraftTree.roots([1, 2])
-    target = TargetLaw.of_logits(torch.zeros(2, 4), torch.tensor([[0], [1]]))
+    target = TargetProbs.of_logits(torch.zeros(2, 4), torch.tensor([[0], [1]]))
     assert find_faults(tree, target).tolist() == [0, 0]
 
 
@@ -40,7 +39,7 @@ def test_root_alone_has_no_faults() -> None:
 def test_bad_logits(batch: Batch, value: float) -> None:
     logits = batch.target.logits.clone()
     logits[batch.target.rows[2, 1], 3] = value
-    target = TargetLaw.of_logits(logits, batch.target.rows)
+    target = TargetProbs.of_logits(logits, batch.target.rows)
     faults = find_faults(batch.tree, target).tolist()
     assert faults == [0, 0, Fault.TARGET_NOT_FINITE, 0]
     with pytest.raises(InvalidProbabilities, match="target logits of request 2"):
@@ -48,7 +47,7 @@ def test_bad_logits(batch: Batch, value: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, float("nan"), -1.0])
-def test_draft_law_that_is_none(batch: Batch, factor: float) -> None:
+def test_draft_distribution_that_is_none(batch: Batch, factor: float) -> None:
     probs = batch.tree.draft_probs.clone()
     probs[1, 0] *= factor
     tree = dataclasses.replace(batch.tree, draft_probs=probs)
@@ -62,7 +61,7 @@ def test_draft_law_that_is_none(batch: Batch, factor: float) -> None:
         check_inputs(tree, batch.target)
 
 
-def test_token_its_law_cannot_draw(batch: Batch) -> None:
+def test_token_its_distribution_cannot_draw(batch: Batch) -> None:
     tree = batch.tree
     ids, probs = tree.draft_ids.clone(), tree.draft_probs.clone()
     ids[3, 0], probs[3, 0] = 0, 0.0
@@ -75,8 +74,8 @@ def test_token_its_law_cannot_draw(batch: Batch) -> None:
 
 def test_target_that_does_not_sum_to_one(batch: Batch) -> None:
     probs = torch.full((4, batch.tree.nodes, VOCAB), 0.21, dtype=torch.float64)
-    with pytest.raises(InvalidProbabilities, match=r"target law of row 0='sum 1\.0"):
-        check_inputs(batch.tree, TargetLaw.of_probs(probs))
+    with pytest.raises(InvalidProbabilities, match=r"target distribution of row 0='sum 1\.0"):
+        check_inputs(batch.tree, TargetProbs.of_probs(probs))
 
 
 def test_every_fault_has_its_message() -> None:
@@ -86,14 +85,14 @@ def test_every_fault_has_its_message() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(VERIFIERS))
-def test_law_that_is_not_accepted(name: str, batch: Batch) -> None:
+def test_distribution_that_is_not_accepted(name: str, batch: Batch) -> None:
     verifier = make_verifier(name)
-    for law in set(Law) - verifier.laws:
-        tree = dataclasses.replace(batch.tree, law=law)
-        with pytest.raises(LawMismatch, match=f"'{law}'.*{name}"):
+    for draft_sampling in set(DraftSampling) - verifier.draft_samplings:
+        tree = dataclasses.replace(batch.tree, draft_sampling=draft_sampling)
+        with pytest.raises(SamplingMismatch, match=f"'{draft_sampling}'.*{name}"):
             verifier.verify(tree, batch.target, batch.uniforms)
     if verifier.max_paths is not None:
-        with pytest.raises(LawMismatch, match="paths="):
+        with pytest.raises(SamplingMismatch, match="paths="):
             verifier.verify(batch.tree, batch.target, batch.uniforms)
 
 

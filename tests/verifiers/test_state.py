@@ -6,22 +6,21 @@ import numpy as np
 import pytest
 import torch
 from support.batched_trees import build_batch, random_requests
-from support.stateful_runs import UNTIED, Running, TableLaws, start, stateful_uniforms, step
+from support.stateful_runs import UNTIED, Running, TableProbs, start, stateful_uniforms, step
 from support.tables import KINDS, Shape
 from support.watch import Watch
 
-from eaglegbv.errors import InvalidArgument, LawMismatch
-from eaglegbv.tree import Law
-from eaglegbv.uniforms import Stream
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.rng import RequestRng
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.debts import Debts, Layers
-from eaglegbv.verifiers.reference.registry import REFERENCES
 from eaglegbv.verifiers.registry import (
+    REFERENCES,
     STATEFUL_VERIFIERS,
     VERIFIERS,
     make_stateful_verifier,
 )
-from eaglegbv.verifiers.stateful import StatefulUniforms
+from eaglegbv.verifiers.stateful import Debts, Layers, StatefulUniforms
 
 NAMES = sorted(STATEFUL_VERIFIERS)
 
@@ -41,7 +40,7 @@ def agree(request: Running) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_decides_and_owes_as_the_reference(name: str, seed: int) -> None:
-    """Steps of all lengths, 0 among them, on trees of changing draft laws."""
+    """Steps of all lengths, 0 among them, on trees of changing draft distributions."""
     rng = np.random.default_rng([seed, len(name)])
     verifier = make_stateful_verifier(name)
     kinds = KINDS if verifier.max_paths == 1 else UNTIED
@@ -62,7 +61,7 @@ def test_decides_and_owes_as_the_reference(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_current_draft_law_in_place_of_a_layers_own_is_noticed(name: str) -> None:
+def test_current_draft_distribution_in_place_of_a_layers_own_is_noticed(name: str) -> None:
     rng = np.random.default_rng(3)
     verifier = make_stateful_verifier(name)
     wrong = 0
@@ -81,8 +80,8 @@ def test_reads_nothing_on_the_host(name: str) -> None:
     rng = np.random.default_rng(4)
     verifier = make_stateful_verifier(name)
     paths = verifier.max_paths or 3
-    requests = random_requests(Law.IID, rng, 4, paths=paths, length=3, vocab=5)
-    batch = build_batch(Law.IID, requests, 5, rng, paths=paths, length=3)
+    requests = random_requests(DraftSampling.IID, rng, 4, paths=paths, length=3, vocab=5)
+    batch = build_batch(DraftSampling.IID, requests, 5, rng, paths=paths, length=3)
     layers = Layers(
         rho=torch.tensor([[0.5], [2.0], [1.0], [0.0]], dtype=torch.float64),
         drafts=torch.tensor([[3], [1], [2], [1]]),
@@ -92,30 +91,30 @@ def test_reads_nothing_on_the_host(name: str) -> None:
     running = start(rng, 4, 5)
     for request in running:
         request.snapshots = [_ANY]
-    laws = TableLaws(running, 5).after(torch.zeros((4, 0), dtype=torch.int64))
+    dists = TableProbs(running, 5).after(torch.zeros((4, 0), dtype=torch.int64))
     uniforms = stateful_uniforms(batch, 1, rng)
     with Watch() as watch:
-        verifier.verify(batch.tree, batch.target, uniforms, Debts(layers, Always(laws)))
+        verifier.verify(batch.tree, batch.target, uniforms, Debts(layers, Always(dists)))
     assert watch.host_reads == []
 
 
 class Always:
-    """The same laws after all tokens."""
+    """The same distributions after all tokens."""
 
-    def __init__(self, laws) -> None:
-        self.laws = laws
+    def __init__(self, dists) -> None:
+        self.dists = dists
 
     def after(self, tokens: torch.Tensor):
-        return self.laws
+        return self.dists
 
 
-_ANY = dataclasses.make_dataclass("Any", ["draft_law", "stop"])(
+_ANY = dataclasses.make_dataclass("Any", ["draft_sampling", "stop"])(
     lambda prefix: (0.2,) * 5, lambda prefix: False
 )
 
 
 def test_uniforms_do_not_depend_on_the_batch() -> None:
-    streams, steps = [Stream(1), Stream(2), Stream(3)], [4, 0, 9]
+    streams, steps = [RequestRng(1), RequestRng(2), RequestRng(3)], [4, 0, 9]
     together = StatefulUniforms.draw(streams, steps, [2, 0, 3], paths=2, length=3)
     for b, count in enumerate([2, 0, 3]):
         alone = StatefulUniforms.draw(
@@ -127,8 +126,8 @@ def test_uniforms_do_not_depend_on_the_batch() -> None:
 
 
 def test_uniforms_of_a_step_are_all_different() -> None:
-    drawn = StatefulUniforms.draw([Stream(1)], [0], [2], paths=2, length=3)
-    plain = VerifyUniforms.draw([Stream(1)], [0], paths=2, length=3)
+    drawn = StatefulUniforms.draw([RequestRng(1)], [0], [2], paths=2, length=3)
+    plain = VerifyUniforms.draw([RequestRng(1)], [0], paths=2, length=3)
     assert torch.equal(drawn.plain.selection, plain.selection)
     numbers = torch.cat(
         [
@@ -146,17 +145,17 @@ def test_uniforms_of_a_step_are_all_different() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_law_that_is_not_accepted(name: str) -> None:
+def test_distribution_that_is_not_accepted(name: str) -> None:
     rng = np.random.default_rng(6)
     verifier = make_stateful_verifier(name)
-    requests = random_requests(Law.WOR, rng, 2, paths=2, length=2, vocab=4)
-    batch = build_batch(Law.WOR, requests, 4, rng)
-    with pytest.raises(LawMismatch, match=name):
+    requests = random_requests(DraftSampling.WOR, rng, 2, paths=2, length=2, vocab=4)
+    batch = build_batch(DraftSampling.WOR, requests, 4, rng)
+    with pytest.raises(SamplingMismatch, match=name):
         verifier.verify(
             batch.tree,
             batch.target,
             stateful_uniforms(batch, 0, rng),
-            Debts(Layers.none(2), TableLaws(start(rng, 2, 4), 4)),
+            Debts(Layers.none(2), TableProbs(start(rng, 2, 4), 4)),
         )
 
 

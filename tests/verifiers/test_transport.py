@@ -3,28 +3,28 @@
 import numpy as np
 import pytest
 import torch
-from support.tables import KINDS, PAIRS, as_law
+from support.tables import KINDS, PAIRS, as_probs
 
-from eaglegbv.verifiers.reference import transport as reference
-from eaglegbv.verifiers.transport import RankedLaws, transport
+from eaglegbv.verifiers import transport as reference
+from eaglegbv.verifiers.transport import RankedProbs, transport
 
 
-def batched(p: list, q: list, n: int) -> tuple[RankedLaws, torch.Tensor, torch.Tensor]:
+def batched(p: list, q: list, n: int) -> tuple[RankedProbs, torch.Tensor, torch.Tensor]:
     ids = torch.arange(len(p)).flip(0)
-    ranked = RankedLaws.of(
+    ranked = RankedProbs.of(
         ids, torch.tensor(q, dtype=torch.float64)[ids], torch.tensor(p, dtype=torch.float64)[ids]
     )
     plan = transport(ranked, torch.tensor(n))
-    return ranked, plan.law, plan.highest
+    return ranked, plan.draft_sampling, plan.highest
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
-def test_law_is_the_reference_law(kind: str, n: int) -> None:
+def test_distribution_is_the_reference_distribution(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
     for vocab in (2, 3, 8, 64):
         for _ in range(10):
-            p, q = (as_law(x) for x in PAIRS[kind](rng, vocab))
+            p, q = (as_probs(x) for x in PAIRS[kind](rng, vocab))
             expected = reference.transport(p, q, n)
             ranked, b, v = batched(p, q, n)
             size = len(expected.order)
@@ -60,8 +60,8 @@ def test_highest_draft_keeps_its_digits_in_a_long_tail() -> None:
     assert bool((b > 0).all())
 
 
-def test_one_draft_keeps_the_draft_law() -> None:
+def test_one_draft_keeps_the_draft_distribution() -> None:
     rng = np.random.default_rng(0)
-    p, q = as_law(rng.random(8)), as_law(rng.random(8))
+    p, q = as_probs(rng.random(8)), as_probs(rng.random(8))
     ranked, b, _ = batched(list(p), list(q), 1)
     assert torch.equal(b, ranked.draft)

@@ -7,25 +7,24 @@ import pytest
 import torch
 from support.batched_trees import Batch, Request, build_batch, outcomes, random_requests
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
-from eaglegbv.verifiers.reference.tree import Outcome
+from eaglegbv.verifiers.proof.tree import Outcome
 from eaglegbv.verifiers.registry import VERIFIERS, make_verifier
 
 LOSSLESS = [
-    (name, law)
+    (name, draft_sampling)
     for name, verifier in VERIFIERS.items()
     if not name.startswith("global_resolution_")
-    for law in sorted(verifier.laws)
+    for draft_sampling in sorted(verifier.draft_samplings)
 ]
 LAST = 1 - 2**-53
 
 
-def batch_of(name: str, law: Law, rng: np.random.Generator) -> Batch:
-    paths = VERIFIERS[name].max_paths or (2 if law is Law.HUB else 3)
-    requests = random_requests(law, rng, 12, paths=paths, length=3, vocab=4)
-    return build_batch(law, requests, 4, rng)
+def batch_of(name: str, draft_sampling: DraftSampling, rng: np.random.Generator) -> Batch:
+    paths = VERIFIERS[name].max_paths or (2 if draft_sampling is DraftSampling.HUB else 3)
+    requests = random_requests(draft_sampling, rng, 12, paths=paths, length=3, vocab=4)
+    return build_batch(draft_sampling, requests, 4, rng)
 
 
 def constant(batch: Batch, u: float) -> VerifyUniforms:
@@ -40,42 +39,52 @@ def committed(batch: Batch, verdict: Verdict, b: int) -> list[float]:
     """The target probability of every token that request ``b`` commits."""
     nodes = [0, *verdict.path_nodes[b, : int(verdict.accepted[b])].tolist()]
     tokens = [*batch.tree.token_ids[b, nodes[1:]].tolist(), int(verdict.token_ids[b])]
-    law = batch.target.logits[batch.target.rows[b, nodes]].exp()
-    return [float(law[i, token]) for i, token in enumerate(tokens)]
+    dist = batch.target.logits[batch.target.rows[b, nodes]].exp()
+    return [float(dist[i, token]) for i, token in enumerate(tokens)]
 
 
-@pytest.mark.parametrize(("name", "law"), LOSSLESS)
+@pytest.mark.parametrize(("name", "draft_sampling"), LOSSLESS)
 @pytest.mark.parametrize("u", [0.0, 2**-53, LAST, 1.0])
-def test_tokens_of_probability_zero_are_never_committed(name: str, law: Law, u: float) -> None:
+def test_tokens_of_probability_zero_are_never_committed(
+    name: str, draft_sampling: DraftSampling, u: float
+) -> None:
     """Uniforms of 0 (u <= h with both zero), next to 1, and rounded up to 1."""
     rng = np.random.default_rng(8)
     for _ in range(8):
-        batch = batch_of(name, law, rng)
+        batch = batch_of(name, draft_sampling, rng)
         verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, u))
         for b in range(batch.tree.batch):
             assert min(committed(batch, verdict, b)) > 0
 
 
-@pytest.mark.parametrize(("name", "law"), LOSSLESS)
-def test_drafts_of_target_probability_zero_are_rejected(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), LOSSLESS)
+def test_drafts_of_target_probability_zero_are_rejected(
+    name: str, draft_sampling: DraftSampling
+) -> None:
     """The smallest uniform accepts nothing whose chance is zero; token 1 follows."""
     rng = np.random.default_rng(0)
     paths = VERIFIERS[name].max_paths or 2
-    q = (1.0, 0.0) if law is not Law.HUB else (0.5, 0.0, 0.5)
-    p = (0.0, 1.0) if law is not Law.HUB else (0.0, 1.0, 0.0)
-    path = ((0, 0),) if law is not Law.HUB else ((0, 0), (2, 0))
-    count = paths if law is Law.IID else 1
+    q = (1.0, 0.0) if draft_sampling is not DraftSampling.HUB else (0.5, 0.0, 0.5)
+    p = (0.0, 1.0) if draft_sampling is not DraftSampling.HUB else (0.0, 1.0, 0.0)
+    path = ((0, 0),) if draft_sampling is not DraftSampling.HUB else ((0, 0), (2, 0))
+    count = paths if draft_sampling is DraftSampling.IID else 1
     request = Request(path * count, lambda prefix: p, lambda prefix: q)
-    batch = build_batch(law, [request], len(p), rng)
+    batch = build_batch(draft_sampling, [request], len(p), rng)
     verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, 0.0))
     assert (verdict.accepted.tolist(), verdict.token_ids.tolist()) == ([0], [1])
 
 
 @pytest.mark.parametrize(
-    ("name", "law"),
-    [(n, law) for n, law in LOSSLESS if law in {Law.IID, Law.WOR} and n != "target_only"],
+    ("name", "draft_sampling"),
+    [
+        (n, dist)
+        for n, dist in LOSSLESS
+        if dist in {DraftSampling.IID, DraftSampling.WOR} and n != "target_only"
+    ],
 )
-def test_target_equal_to_the_draft_law_is_accepted_whole(name: str, law: Law) -> None:
+def test_target_equal_to_the_draft_distribution_is_accepted_whole(
+    name: str, draft_sampling: DraftSampling
+) -> None:
     """w = 1 and a residual of zero: every test is passed, whatever its number."""
     rng = np.random.default_rng(1)
     paths = VERIFIERS[name].max_paths or 1
@@ -83,7 +92,9 @@ def test_target_equal_to_the_draft_law_is_accepted_whole(name: str, law: Law) ->
     q = tuple((weights / weights.sum()).tolist())
     p = tuple(torch.tensor(q, dtype=torch.float64).log().exp().tolist())
     drawn = tuple(tuple(rng.integers(8, size=3).tolist()) for _ in range(paths))
-    batch = build_batch(law, [Request(drawn, lambda prefix: p, lambda prefix: p)], 8, rng)
+    batch = build_batch(
+        draft_sampling, [Request(drawn, lambda prefix: p, lambda prefix: p)], 8, rng
+    )
     verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, 0.999))
     assert verdict.accepted.tolist() == [3]
 
@@ -93,11 +104,11 @@ def test_requests_with_fewer_paths_are_judged_by_their_own_number(name: str) -> 
     rng = np.random.default_rng(2)
     verifier = make_verifier(name)
     for _ in range(20):
-        few = random_requests(Law.IID, rng, 4, paths=2, length=3, vocab=4)
-        many = random_requests(Law.IID, rng, 4, paths=4, length=3, vocab=4)
-        batch = build_batch(Law.IID, [*few, *many], 4, rng, paths=4, length=3)
+        few = random_requests(DraftSampling.IID, rng, 4, paths=2, length=3, vocab=4)
+        many = random_requests(DraftSampling.IID, rng, 4, paths=4, length=3, vocab=4)
+        batch = build_batch(DraftSampling.IID, [*few, *many], 4, rng, paths=4, length=3)
         together = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
-        alone = build_batch(Law.IID, few, 4, rng, paths=2, length=3)
+        alone = build_batch(DraftSampling.IID, few, 4, rng, paths=2, length=3)
         uniforms = VerifyUniforms(
             batch.uniforms.selection[:4, :, :2],
             batch.uniforms.acceptance[:4],
@@ -112,8 +123,8 @@ def test_greedy_walk_follows_the_most_likely_tokens() -> None:
     verifier = make_verifier("greedy")
     longest = 0
     for _ in range(20):
-        requests = random_requests(Law.FIXED, rng, 8, paths=3, length=3, vocab=4)
-        batch = build_batch(Law.FIXED, requests, 4, rng)
+        requests = random_requests(DraftSampling.FIXED, rng, 8, paths=3, length=3, vocab=4)
+        batch = build_batch(DraftSampling.FIXED, requests, 4, rng)
         verdict = verifier.verify(batch.tree, batch.target, batch.uniforms)
         for request, outcome in zip(requests, outcomes(batch.tree, verdict), strict=True):
             prefix = ()
@@ -132,7 +143,7 @@ def test_float32_logits_are_judged_in_float64() -> None:
     vocab = 50_000
     logits = torch.zeros(1, vocab)
     logits[0, 0] = 20.0
-    target = TargetLaw.of_logits(logits, torch.zeros(1, 1, dtype=torch.int64))
+    target = TargetProbs.of_logits(logits, torch.zeros(1, 1, dtype=torch.int64))
     tail = float((vocab - 1) / (vocab - 1 + np.exp(20.0)))
     roots = DraftTree.roots([0] * 1000)
     target = dataclasses.replace(target, rows=torch.zeros(1000, 1, dtype=torch.int64))
@@ -146,7 +157,7 @@ def test_float32_logits_are_judged_in_float64() -> None:
     assert float((tokens - expected).abs().max()) < 30
 
 
-class Narrow(TargetLaw):
+class Narrow(TargetProbs):
     """Looks logits up by their number in the whole tensor, in 32 bits."""
 
     def probs_in(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -161,8 +172,8 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
     """Requests x nodes x vocabulary beyond 2^31. Planted: numbers of logits in 32 bits."""
     rng = np.random.default_rng(6)
     paths, vocab, rows = VERIFIERS[name].max_paths or 3, 128_256, 20_000
-    requests = random_requests(Law.IID, rng, 40, paths=paths, length=3, vocab=8)
-    batch = build_batch(Law.IID, requests, 8, rng)
+    requests = random_requests(DraftSampling.IID, rng, 40, paths=paths, length=3, vocab=8)
+    batch = build_batch(DraftSampling.IID, requests, 8, rng)
     # Row r begins at entry r: more logits than memory would hold.
     entries = torch.from_numpy(rng.normal(size=vocab + rows))
     entries[rows - 500 : rows + 8] += 12.0  # the last rows' first tokens are likely
@@ -172,20 +183,22 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
     at = used.flatten().unique()
     sums = logits.new_zeros(rows)
     sums[at] = torch.stack([logits[row].logsumexp(0) for row in at.tolist()])
-    compact = TargetLaw(logits[at], sums[at], torch.searchsorted(at, used))
+    compact = TargetProbs(logits[at], sums[at], torch.searchsorted(at, used))
 
-    def decided(target: TargetLaw) -> list[Outcome]:
+    def decided(target: TargetProbs) -> list[Outcome]:
         verdict = make_verifier(name).verify(batch.tree, target, batch.uniforms)
         return outcomes(batch.tree, verdict)
 
-    assert decided(TargetLaw(logits, sums, used)) == decided(compact)
+    assert decided(TargetProbs(logits, sums, used)) == decided(compact)
     assert decided(Narrow(logits, sums, used)) != decided(compact)
 
 
-@pytest.mark.parametrize(("name", "law"), LOSSLESS)
-def test_a_request_with_nan_leaves_the_others_alone(name: str, law: Law) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), LOSSLESS)
+def test_a_request_with_nan_leaves_the_others_alone(
+    name: str, draft_sampling: DraftSampling
+) -> None:
     rng = np.random.default_rng(4)
-    batch = batch_of(name, law, rng)
+    batch = batch_of(name, draft_sampling, rng)
     verifier = make_verifier(name)
     before = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
     logits, probs = batch.target.logits.clone(), batch.tree.draft_probs.clone()

@@ -112,7 +112,7 @@ function factsOf(tree, data) {
   const lost = tree.accepted.length + 1 - tree.committed.length;
   const pairs = [
     ["drafted", `${counted(tree.token_ids.length - 1, "node")}, ${counted(tree.paths, "path")}, ` +
-                `law ${tree.law}, plan ${tree.plan}`],
+                `draft sampling ${tree.draft_sampling}, plan ${tree.plan}`],
     ["judged by", tree.verifier],
     ["committed", `${counted(tree.committed.length, "token")}, ${tree.accepted.length} accepted` +
                   (lost ? `; ${lost} more came after the end of the text` : "")],

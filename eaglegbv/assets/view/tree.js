@@ -13,7 +13,7 @@ function nodesOf(tree) {
     id, text: text(i), parent: i ? tree.parents[i] : null, children: [], depth: 0,
     state: i === 0 ? "root" : accepted.has(i) ? "accepted" : "rejected",
     // Only independent paths can draw a token twice; others share the nodes above a branch.
-    duplicate: i > 0 && tree.law === "iid" && tree.multiplicity[i] > 1,
+    duplicate: i > 0 && tree.draft_sampling === "iid" && tree.multiplicity[i] > 1,
     paths: tree.multiplicity[i], p: tree.p[i], q: tree.q[i],
     figures: Object.entries(tree.figures).map(([name, values]) => [name, values[i]])
       .filter(([, value]) => value !== null),
@@ -31,7 +31,7 @@ function nodesOf(tree) {
   });
   return nodes;
 }
-// A node of a tree whose stop has no drafted child follows a whole path: its law is p itself.
+// A node of a tree whose stop has no drafted child follows a whole path: its distribution is p itself.
 function nameOfNext(tree, nodes) {
   const stop = nodes[nodes.length - 1].parent;
   if (tree.prompt_tokens) return "first token";
@@ -59,7 +59,7 @@ function describe(node, tree, last) {
   if (node.q) pairs.push(["p / q", digits(node.p / node.q)]);
   for (const [name, value] of node.figures) pairs.push([MEANING[name] ?? name, digits(value)]);
   const drawn = node.duplicate ? "drawn by" : "on";
-  pairs.push(["depth", String(node.depth)], ["law", tree.law],
+  pairs.push(["depth", String(node.depth)], ["draft sampling", tree.draft_sampling],
              ["paths", `${drawn} ${node.paths} of ${tree.paths}`]);
   return [title, pairs];
 }

@@ -1,6 +1,6 @@
 """SGLang's EAGLE draft worker with K sampled paths instead of the most likely tokens.
 
-A round needs from the round before only the law at its root. A listener records the head's logits
+A round needs from the round before only the distribution at its root. A listener records the head's logits
 there while SGLang runs the head over the accepted tokens. They are kept by the request's slot in
 SGLang's pool, as SGLang keeps what it carries from round to round. Numbers that change from round
 to round are in buffers at fixed addresses, so that the drafting loop can be captured as a CUDA
@@ -20,10 +20,10 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
-from eaglegbv.backends.sglang.laws import ShortLaws
 from eaglegbv.backends.sglang.recall import RoundStart
 from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.short_probs import ShortProbs
 from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree, sglang_tree
 from eaglegbv.errors import ModelNotSupported
 
@@ -34,7 +34,7 @@ class RoundInputs:
 
     Attributes:
         uniforms: ``[rows, paths, length]`` float64.
-        temperatures: ``[rows, 1]`` float32, temperatures of the draft laws.
+        temperatures: ``[rows, 1]`` float32, temperatures of the draft distributions.
         greedy: ``[rows, 1]`` bool, whether the request is greedy: draft the most likely tokens.
     """
 
@@ -58,13 +58,13 @@ class RoundInputs:
         self.temperatures[:batch].copy_(temperatures)
         self.greedy[:batch].copy_(greedy)
 
-    def choose(self, laws: ShortLaws, depth: int) -> Tensor:
+    def choose(self, dists: ShortProbs, depth: int) -> Tensor:
         """Return each path's token ``[batch, paths]`` at ``depth``, 0 at the root's children."""
-        batch, paths, width = laws.ids.shape
-        drawn = laws.pick(self.uniforms[:batch, :, depth])
+        batch, paths, width = dists.ids.shape
+        drawn = dists.pick(self.uniforms[:batch, :, depth])
         # For greedy requests, paths start with different likely tokens, and continue with the best.
         column = torch.arange(paths, device=drawn.device).clamp(max=width - 1) if depth == 0 else 0
-        likely = laws.ids[:, torch.arange(paths, device=drawn.device), column]
+        likely = dists.ids[:, torch.arange(paths, device=drawn.device), column]
         return torch.where(self.greedy[:batch], likely, drawn)
 
 
@@ -85,7 +85,7 @@ class Listener:
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
-    """Drafts the trie of K paths drawn independently from the head's laws, and keeps the laws."""
+    """Drafts the trie of K paths drawn independently from the head's distributions, and keeps the distributions."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
@@ -105,7 +105,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         Args:
             settings: Settings of the drafts.
             book: Source of the random numbers.
-            redraw: Redraws tokens after prompts that must not be drawn from the target's law alone;
+            redraw: Redraws tokens after prompts that must not be drawn from the target's distribution alone;
                 returns whether it changed any of the token ids ``[batch]``, in place.
         """
         self._settings = settings
@@ -120,7 +120,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         if self.hot_token_id is not None:
             vocab = len(self.hot_token_id)
         width = min(self._settings.draft_width, vocab)
-        self._root_laws = torch.zeros((slots, 2, width), dtype=torch.float64, device=self.device)
+        self._root_probs = torch.zeros((slots, 2, width), dtype=torch.float64, device=self.device)
         # CUDA graphs are captured for at most this many rows, rounded up to a multiple of the
         # number of ranks, or of twice that number where two batches overlap.
         self._inputs = RoundInputs.allocate(
@@ -143,7 +143,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             self._temperatures(batch),
             (sampling.top_ks == 1).view(-1, 1),
         )
-        roots = ShortLaws.unpack(self._root_laws[batch.req_pool_indices])
+        roots = ShortProbs.unpack(self._root_probs[batch.req_pool_indices])
         draft_input: EagleDraftInput = batch.spec_info
         start = RoundStart(
             batch.seq_lens, draft_input.hidden_states, roots, self._temperatures(batch)
@@ -158,10 +158,10 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
     def draft_forward(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Continue the paths from their first tokens; the laws take the place of draft_probs.
+        """Continue the paths from their first tokens; the distributions take the place of draft_probs.
 
         Returns:
-            Parents, numbers and tokens as in :class:`SGLangTree`, and the laws after each path's
+            Parents, numbers and tokens as in :class:`SGLangTree`, and the distributions after each path's
             tokens, packed: ``[batch, length - 1, paths, 2, width]`` float64.
         """
         spec_info: EagleDraftInput = forward_batch.spec_info
@@ -184,15 +184,15 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             forward_batch.positions.add_(1)
             if self.draft_runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions.add_(1)
-            laws = self.short_laws(output.next_token_logits, temperatures)
-            laws = laws.of_branches(paths.standing[-1])
-            packed.append(laws.pack())
-            paths.grow(self._inputs.choose(laws, step + 1))
+            dists = self.short_probs(output.next_token_logits, temperatures)
+            dists = dists.of_branches(paths.standing[-1])
+            packed.append(dists.pack())
+            paths.grow(self._inputs.choose(dists, step + 1))
         tree = sglang_tree(paths)
-        width = self._root_laws.shape[-1]
+        width = self._root_probs.shape[-1]
         none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64, device=self.device)
-        laws_after = torch.stack(packed, dim=1) if packed else none
-        return tree.parents, tree.numbers, tree.tokens, laws_after
+        probs_after = torch.stack(packed, dim=1) if packed else none
+        return tree.parents, tree.numbers, tree.tokens, probs_after
 
     def _draft_extend_for_prefill(
         self,
@@ -236,16 +236,16 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             runner.execute = self._replay
 
     def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
-        """Keep the laws of the next round's roots; ``output`` holds one row per request."""
-        laws = self.short_laws(output.next_token_logits, self._temperatures(batch))
-        self._root_laws[batch.req_pool_indices] = laws.pack()
+        """Keep the distributions of the next round's roots; ``output`` holds one row per request."""
+        dists = self.short_probs(output.next_token_logits, self._temperatures(batch))
+        self._root_probs[batch.req_pool_indices] = dists.pack()
 
-    def short_laws(self, logits: Tensor, temperatures: Tensor) -> ShortLaws:
-        """Turn the head's logits ``[rows, draft_vocab]`` into the laws of the drafts."""
-        return ShortLaws.of_logits(
+    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
+        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
+        return ShortProbs.of_logits(
             logits,
             temperatures,
-            width=self._root_laws.shape[-1],
+            width=self._root_probs.shape[-1],
             target_ids=self.hot_token_id,
         )
 
@@ -253,16 +253,16 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         temperatures: Tensor = batch.sampling_info.temperatures
         return temperatures * self._settings.draft_temperature
 
-    def _tree(self, verify_input: EagleVerifyInput, roots: ShortLaws) -> NumberedTree:
+    def _tree(self, verify_input: EagleVerifyInput, roots: ShortProbs) -> NumberedTree:
         K, L = self.topk, self.speculative_num_steps
         tokens = verify_input.draft_token.view(-1, K * L + 1)
         packed: Tensor = verify_input.draft_probs
         return draft_tree(
-            tokens[:, 0], tokens[:, 1:].view(-1, L, K), roots, ShortLaws.unpack(packed)
+            tokens[:, 0], tokens[:, 1:].view(-1, L, K), roots, ShortProbs.unpack(packed)
         )
 
 
-def _for_each_path(laws: ShortLaws, paths: int) -> ShortLaws:
+def _for_each_path(dists: ShortProbs, paths: int) -> ShortProbs:
     """Repeat ``[batch, width]`` for each path: ``[batch, paths, width]``."""
-    ids, probs = (table.unsqueeze(1).expand(-1, paths, -1) for table in (laws.ids, laws.probs))
-    return ShortLaws(ids, probs)
+    ids, probs = (table.unsqueeze(1).expand(-1, paths, -1) for table in (dists.ids, dists.probs))
+    return ShortProbs(ids, probs)

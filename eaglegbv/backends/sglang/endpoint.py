@@ -11,15 +11,15 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_openai
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.params import SamplingParams
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.sampling import SamplingParams
 
 ANSWERS_WITHIN = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointAnswer:
-    """An answer of a server; see :class:`eaglegbv.completion.Completion`."""
+    """An answer of a server; see :class:`eaglegbv.text.Completion`."""
 
     text: str
     token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""The token after a prompt, drawn from SGLang's law with the request's own random numbers.
+"""The token after a prompt, drawn from SGLang's distribution with the request's own random numbers.
 
 So a seed determines the whole answer. After a retraction, the prompt is read again with what has
 been generated, and the token after it is drawn in the same way.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eaglegbv.backends.sglang.renormalisation import keep_min_p
 from eaglegbv.backends.sglang.requests import RequestBook
-from eaglegbv.verifiers.categorical import draw
+from eaglegbv.verifiers.paths import draw
 
 _requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens", default=None)
 
@@ -47,13 +47,13 @@ class FirstTokens:
     """Replaces a sampler's draw; for requests that are not ours, it draws as before.
 
     Attributes:
-        laws: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
+        dists: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
     """
 
     def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
         self._draw_as_before = draw_as_before
         self._book = book
-        self.laws: Tensor | None = None
+        self.dists: Tensor | None = None
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class FirstTokens:
                 self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
             )
         uniforms = self._book.token_uniforms(requests).to(probs.device, non_blocking=True)
-        self.laws = warped(probs, sampling_info)
-        likely = self.laws.argmax(dim=1)
-        drawn = draw(self.laws.to(torch.float64), uniforms)
+        self.dists = warped(probs, sampling_info)
+        likely = self.dists.argmax(dim=1)
+        drawn = draw(self.dists.to(torch.float64), uniforms)
         return torch.where(sampling_info.top_ks == 1, likely, drawn), None

@@ -5,11 +5,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from eaglegbv.drafters.checkpoint import Checkpoint, fit, read_checkpoint
-from eaglegbv.drafters.eagle_head_config import Arch
-from eaglegbv.drafters.exporting import export_head
-from eaglegbv.drafters.formats.base import FormatName
-from eaglegbv.targets.hf import load_config
+from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
+from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.formats.read import FormatName
+from eaglegbv.models.hf import load_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Our verdicts on SGLang's trees and laws, in SGLang's numbering."""
+"""Our verdicts on SGLang's trees and distributions, in SGLang's numbering."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from eaglegbv.backends.sglang.topology import NumberedTree
-from eaglegbv.target_law import TargetLaw
+from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers.base import Verdict
-from eaglegbv.verifiers.greedy_walk import GreedyWalkVerifier
+from eaglegbv.verifiers.target_only import GreedyWalkVerifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class Acceptance:
     accepted: Tensor
 
 
-def target_law(target_probs: Tensor, numbered: NumberedTree) -> TargetLaw:
-    """Wrap SGLang's warped laws ``[batch, nodes, vocab]`` float32, normalising them again."""
+def target_dist(target_probs: Tensor, numbered: NumberedTree) -> TargetProbs:
+    """Wrap SGLang's warped distributions ``[batch, nodes, vocab]`` float32, normalising them again."""
     batch, nodes, _ = target_probs.shape
     first = nodes * torch.arange(batch, device=target_probs.device).unsqueeze(1)
     real = torch.arange(nodes, device=first.device) < numbered.tree.num_nodes.unsqueeze(1)
     rows = first + torch.where(real, numbered.numbers, 0)
-    return TargetLaw.of_logits(target_probs.flatten(0, 1).log(), rows)
+    return TargetProbs.of_logits(target_probs.flatten(0, 1).log(), rows)
 
 
 def walk_greedily(
-    numbered: NumberedTree, target: TargetLaw, verdict: Verdict, rows: Tensor
+    numbered: NumberedTree, target: TargetProbs, verdict: Verdict, rows: Tensor
 ) -> Verdict:
     """Return ``verdict``, with a greedy walk for the rows ``[batch]`` bool of greedy requests.
 

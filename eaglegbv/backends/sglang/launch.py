@@ -14,7 +14,7 @@ from eaglegbv.backends.sglang.heads import served_head
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.tree import Law
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ UNSERVED = (
     Unserved(
         "disaggregation_mode",
         (None, "null"),
-        "draft laws are not transferred between prefill and decode servers",
+        "draft distributions are not transferred between prefill and decode servers",
         "use one server",
     ),
     Unserved("enable_lora", (False, None), "the draft head follows the base model only", _DROP),
@@ -102,13 +102,13 @@ UNSERVED = (
     Unserved(
         "speculative_accept_threshold_single",
         (1.0,),
-        "it changes the law of the text",
+        "it changes the distribution of the text",
         "choose a lossless verifier by EAGLEGBV_VERIFIER",
     ),
     Unserved(
         "speculative_accept_threshold_acc",
         (1.0,),
-        "it changes the law of the text",
+        "it changes the distribution of the text",
         "choose a lossless verifier by EAGLEGBV_VERIFIER",
     ),
     Unserved(
@@ -117,7 +117,9 @@ UNSERVED = (
         "SGLang does not apply custom processors to draft trees",
         "use logit_bias or a grammar",
     ),
-    Unserved("enable_watermark", (False,), "watermarks are forced tokens, not a law", _DROP),
+    Unserved(
+        "enable_watermark", (False,), "watermarks are forced tokens, not a distribution", _DROP
+    ),
     Unserved(
         "enable_attn_tp_input_scattered",
         (False,),
@@ -132,25 +134,25 @@ UNSERVED_WITH_DEBTS = (
     Unserved(
         "tp_size",
         (1,),
-        "every rank would keep debts of its own, by laws that differ in their last bits",
+        "every rank would keep debts of its own, by distributions that differ in their last bits",
         "use a verifier without debts, such as otbv",
     ),
     Unserved(
         "speculative_draft_window_size",
         (None,),
-        "earlier draft laws are recalled over the whole text",
+        "earlier draft distributions are recalled over the whole text",
         "leave it out, or use a verifier without debts, such as otbv",
     ),
     Unserved(
         "speculative_draft_kv_cache_dtype",
         (None, "auto"),
-        "earlier draft laws are recalled from entries of the model's own type",
+        "earlier draft distributions are recalled from entries of the model's own type",
         "leave it out, or use a verifier without debts, such as otbv",
     ),
     Unserved(
         "kv_cache_dtype",
         ("auto",),
-        "earlier draft laws are recalled from entries of the model's own type",
+        "earlier draft distributions are recalled from entries of the model's own type",
         "leave it out, or use a verifier without debts, such as otbv",
     ),
 )
@@ -174,7 +176,9 @@ def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool, late
     for unserved in UNSERVED:
         unserved.check(server_args)
     _settle_shape(server_args)
-    make_any_verifier(settings.verifier).check_law(Law.IID, server_args.speculative_eagle_topk)
+    make_any_verifier(settings.verifier).check_sampling(
+        DraftSampling.IID, server_args.speculative_eagle_topk
+    )
     if settings.verifier in STATEFUL_VERIFIERS:
         _settle_debts(server_args)
     _check_attention(server_args, latent=latent)

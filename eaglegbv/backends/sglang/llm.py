@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
-from eaglegbv.auto_plan import PlanChoices, PlanName, Planning
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.sampling import to_sglang
 from eaglegbv.backends.sglang.serving import engine as start_engine
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.completion import Completion, Delta, Result
-from eaglegbv.config import EngineConfig, Plan, Source
-from eaglegbv.defaults import DRAFT_WIDTH
+from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
+from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import named_dtype
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
-from eaglegbv.graphs import GraphMode
+from eaglegbv.llm import TextGenerator, load_tokenizer
 from eaglegbv.loading import named_folder, named_models
-from eaglegbv.params import SamplingParams
-from eaglegbv.prompts import Prompt, per_prompt
 from eaglegbv.request import FinishReason
-from eaglegbv.text_generator import TextGenerator, load_tokenizer
-from eaglegbv.tree import Law
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion, Delta, Prompt, Result, per_prompt
+from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import DRAFT_WIDTH
 
 TORCH_TO_SGLANG = {
     torch.float32: "float32",
@@ -74,7 +72,7 @@ class SGLangLLM(TextGenerator):
         verifier: str | None = None,
         paths: int | None = None,
         depth: int | None = None,
-        law: Law | str | None = None,
+        draft_sampling: DraftSampling | str | None = None,
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
         plan: Planning | PlanName | None = None,
@@ -87,14 +85,14 @@ class SGLangLLM(TextGenerator):
         """Start SGLang.
 
         Args:
-            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``law`` must be
+            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``draft_sampling`` must be
                 None or ``iid``, and the engine cannot choose ``plan``.
             drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
             verifier: A verifier that accepts independently drawn paths.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
-            law: How a tree's children arise.
-            draft_width: Number of candidates a draft law keeps.
+            draft_sampling: How a tree's children arise.
+            draft_width: Number of candidates a draft distribution keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
             plan: Plan, instead of the last six arguments.
             dtype: Dtype of weights and activations; by default SGLang chooses it.
@@ -108,7 +106,9 @@ class SGLangLLM(TextGenerator):
         """
         del backend
         models = named_models(model, drafter)
-        choices = PlanChoices(verifier, paths, depth, law, draft_width, draft_temperature)
+        choices = PlanChoices(
+            verifier, paths, depth, draft_sampling, draft_width, draft_temperature
+        )
         self._plan = _served_plan(choices.plan() if plan is None else choices.give_way_to(plan))
         if not self._plan.speculative:
             models = replace(models, drafter=None)
@@ -227,9 +227,9 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
         raise InvalidArgument("plan", plan, expected)
     if plan.source is not Source.DRAFTER:
         raise InvalidArgument("source", str(plan.source), "'drafter': SGLang asks the head alone")
-    if plan.law not in (None, Law.IID):
+    if plan.draft_sampling not in (None, DraftSampling.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
-        raise InvalidArgument("law", str(plan.law), expected)
+        raise InvalidArgument("draft_sampling", str(plan.draft_sampling), expected)
     for name, value in (
         ("whole_vocab", plan.whole_vocab),
         ("min_confidence", plan.min_confidence),

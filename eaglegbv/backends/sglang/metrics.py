@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eaglegbv.config import Plan
-from eaglegbv.request_metrics import RequestMetrics
+from eaglegbv.metrics import RequestMetrics
 
 TITLES = ("EAGLEGBV", "EAGLEGBV3")
 """Names of our algorithms."""

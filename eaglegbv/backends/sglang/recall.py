@@ -1,8 +1,8 @@
-"""Draft laws that an earlier round's head would have had after other tokens.
+"""Draft distributions that an earlier round's head would have had after other tokens.
 
-A debt (:mod:`eaglegbv.verifiers.modified_target`) needs the draft laws of its own round along
+A debt (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of its own round along
 tokens committed later. So the round's root, its head's hidden state there and the settings of its
-laws are kept, and the head runs on from there along the tokens, on its own features, one row each.
+distributions are kept, and the head runs on from there along the tokens, on its own features, one row each.
 Its keys before the root are SGLang's, which are final once written. Those from the root onwards are
 kept here, because SGLang's own have been rewritten from the target's features.
 """
@@ -24,9 +24,9 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
-from eaglegbv.backends.sglang.laws import ShortLaws
+from eaglegbv.backends.sglang.short_probs import ShortProbs
 from eaglegbv.drafters.base import Recaller, own_snapshots
-from eaglegbv.drafters.draft_law import DraftLaws
+from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.request import DraftSnapshot, Request
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ class RoundStart:
     Attributes:
         lengths: ``[batch]`` int64, number of entries of the head's KV cache up to the root.
         hidden: ``[batch, hidden]``, the head's state at the root.
-        laws: ``[batch, width]``, the laws at the root.
-        temperatures: ``[batch, 1]``, temperatures of the round's draft laws.
+        dists: ``[batch, width]``, the distributions at the root.
+        temperatures: ``[batch, 1]``, temperatures of the round's draft distributions.
     """
 
     lengths: Tensor
     hidden: Tensor
-    laws: ShortLaws
+    dists: ShortProbs
     temperatures: Tensor
 
 
@@ -61,14 +61,14 @@ class HeadSnapshot(DraftSnapshot):
         context: Entries of SGLang's KV cache to read: those before the round's root.
         entries: The head's own entries from the root onwards, by layer.
         hidden: ``[hidden]``, its state.
-        law: ``[width]``, the law of the next token.
-        temperature: ``[1]``, temperature of its laws.
+        dist: ``[width]``, the distribution of the next token.
+        temperature: ``[1]``, temperature of its distributions.
     """
 
     context: int
     entries: Mapping[int, Entries]
     hidden: Tensor
-    law: ShortLaws
+    dist: ShortProbs
     temperature: Tensor
 
     @property
@@ -79,7 +79,7 @@ class HeadSnapshot(DraftSnapshot):
 
 
 class HeadRecall(Recaller):
-    """Recalls laws for the requests of one batch."""
+    """Recalls distributions for the requests of one batch."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HeadRecall(Recaller):
             context=int(start.lengths[row]),
             entries={},
             hidden=start.hidden[row].clone(),
-            law=ShortLaws(start.laws.ids[row].clone(), start.laws.probs[row].clone()),
+            dist=ShortProbs(start.dists.ids[row].clone(), start.dists.probs[row].clone()),
             temperature=start.temperatures[row].clone(),
         )
 
@@ -127,7 +127,7 @@ class HeadRecall(Recaller):
         rows = [self._rows[request.number] for request in requests]
         attention = RecallAttention(self._worker, self._pool_indices[rows], own)
         output = self._run(attention, own, tokens)
-        laws = self._worker.short_laws(
+        dists = self._worker.short_probs(
             output.next_token_logits, torch.stack([s.temperature for s in own])
         )
         return [
@@ -135,16 +135,16 @@ class HeadRecall(Recaller):
                 snapshot,
                 entries=attention.entries_of(i),
                 hidden=output.hidden_states[i],
-                law=ShortLaws(laws.ids[i], laws.probs[i]),
+                dist=ShortProbs(dists.ids[i], dists.probs[i]),
             )
             for i, snapshot in enumerate(own)
         ]
 
-    def laws_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftLaws:
-        """See :meth:`Recaller.laws_at`."""
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """See :meth:`Recaller.probs_at`."""
         own = own_snapshots(snapshots, HeadSnapshot)
-        return DraftLaws(
-            torch.stack([s.law.ids for s in own]), torch.stack([s.law.probs for s in own])
+        return DraftProbs(
+            torch.stack([s.dist.ids for s in own]), torch.stack([s.dist.probs for s in own])
         )
 
     def _run(

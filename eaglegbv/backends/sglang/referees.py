@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from eaglegbv.attention.kv_pool import SlotAllocator
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.recall import HeadRecall, RoundStart
 from eaglegbv.backends.sglang.requests import RequestBook
-from eaglegbv.debts import recall_slots, settle
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.request import Request
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree
+from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.verification import recall_slots, settle
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.stateful import StatefulVerifier
 
@@ -32,7 +31,7 @@ class Referee(ABC):
         requests: Sequence["Req"],
         pool_indices: Tensor,
         tree: DraftTree,
-        target: TargetLaw,
+        target: TargetProbs,
         start: RoundStart | None,
         greedy: Sequence[bool],
     ) -> Verdict:
@@ -42,7 +41,7 @@ class Referee(ABC):
             requests: SGLang's requests.
             pool_indices: ``[batch]``, indices of their slots in SGLang's pool.
             tree: Their trees.
-            target: The target's laws.
+            target: The target's distributions.
             start: Start of the round's drafting; None for trees with only a root.
             greedy: Whether each request is greedy; the greedy walk then decides, without debts.
         """
@@ -64,7 +63,7 @@ class PlainReferee(Referee):
         requests: Sequence["Req"],
         pool_indices: Tensor,
         tree: DraftTree,
-        target: TargetLaw,
+        target: TargetProbs,
         start: RoundStart | None,
         greedy: Sequence[bool],
     ) -> Verdict:
@@ -107,7 +106,7 @@ class DebtReferee(Referee):
         requests: Sequence["Req"],
         pool_indices: Tensor,
         tree: DraftTree,
-        target: TargetLaw,
+        target: TargetProbs,
         start: RoundStart | None,
         greedy: Sequence[bool],
     ) -> Verdict:

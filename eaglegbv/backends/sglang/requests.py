@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.params import SamplingParams
 from eaglegbv.request import Request
-from eaglegbv.uniforms import Purpose, Stream, request_seed
+from eaglegbv.rng import Purpose, RequestRng, request_seed
+from eaglegbv.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -75,7 +75,7 @@ class RequestBook:
                 prompt_ids=tuple(request.origin_input_ids),
                 params=SamplingParams(),  # unused: SGLang's own apply
                 plan=self._plan,
-                stream=Stream(seed % 2**64),
+                stream=RequestRng(seed % 2**64),
                 max_tokens=2**31 - 1,
             )
             self._opened += 1

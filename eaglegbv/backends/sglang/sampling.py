@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """Names that differ in the OpenAI endpoints."""

@@ -5,9 +5,8 @@ from typing import Any, Self
 
 import msgspec
 
-from eaglegbv.checks import require_integer, require_number
-from eaglegbv.defaults import DRAFT_WIDTH
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
 
 PREFIX = "EAGLEGBV_"
 JSON_VARIABLE = "EAGLEGBV_SETTINGS"
@@ -18,8 +17,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         verifier: Name of a verifier that accepts independently drawn paths.
-        draft_width: Number of candidates a draft law keeps, most likely first.
-        draft_temperature: Temperature of the draft law as a multiple of the request's own.
+        draft_width: Number of candidates a draft distribution keeps, most likely first.
+        draft_temperature: Temperature of the draft distribution as a multiple of the request's own.
         seed: Seed from which the seeds of requests without one are derived.
 
     Raises:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eaglegbv.backends.sglang.laws import ShortLaws
-from eaglegbv.tree import DraftTree, Law
+from eaglegbv.backends.sglang.short_probs import ShortProbs
+from eaglegbv.tree import DraftSampling, DraftTree
 
 
 class GrowingPaths:
@@ -86,15 +86,15 @@ class NumberedTree:
 
 
 def draft_tree(
-    last: Tensor, tokens: Tensor, root_laws: ShortLaws, inner_laws: ShortLaws
+    last: Tensor, tokens: Tensor, root_probs: ShortProbs, inner_probs: ShortProbs
 ) -> NumberedTree:
     """Build the trie of the paths.
 
     Args:
         last: ``[batch]`` int64, the last committed token.
         tokens: ``[batch, length, paths]`` int64, as drawn.
-        root_laws: ``[batch, width]``, the laws at the roots.
-        inner_laws: ``[batch, length - 1, paths, width]``, the laws after each path's tokens.
+        root_probs: ``[batch, width]``, the distributions at the roots.
+        inner_probs: ``[batch, length - 1, paths, width]``, the distributions after each path's tokens.
     """
     batch, L, K = tokens.shape
     paths = GrowingPaths(tokens[:, 0])
@@ -111,7 +111,7 @@ def draft_tree(
     above = torch.cat((torch.zeros_like(standing[:, :1]), (offsets + standing)[:, :-1]), dim=1)
     above = torch.cat((torch.zeros_like(above[:, :1, :1]).flatten(1), above.flatten(1)), dim=1)
     depths = (torch.arange(K * L + 1, device=tokens.device) + K - 1) // K
-    ids, probs = _node_laws(root_laws, inner_laws, K)
+    ids, probs = _node_probs(root_probs, inner_probs, K)
     kept = stands.gather(1, numbers)
 
     def arranged(table: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def draft_tree(
 
     wide = numbers.unsqueeze(2).expand(-1, -1, ids.shape[2])
     tree = DraftTree(
-        law=Law.IID,
+        draft_sampling=DraftSampling.IID,
         token_ids=arranged(torch.cat((last.unsqueeze(1), tokens.flatten(1)), dim=1)),
         parents=arranged(places.gather(1, above)),
         depth=arranged(depths.expand(batch, -1)),
@@ -132,7 +132,7 @@ def draft_tree(
     return NumberedTree(tree, numbers)
 
 
-def _node_laws(root: ShortLaws, inner: ShortLaws, paths: int) -> tuple[Tensor, Tensor]:
+def _node_probs(root: ShortProbs, inner: ShortProbs, paths: int) -> tuple[Tensor, Tensor]:
     """Return ids and probabilities ``[batch, nodes, width]`` in SGLang's order, 0 at leaves."""
     ids = torch.cat((root.ids.unsqueeze(1), inner.ids.flatten(1, 2)), dim=1)
     probs = torch.cat((root.probs.unsqueeze(1), inner.probs.flatten(1, 2)), dim=1)

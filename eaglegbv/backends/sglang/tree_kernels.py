@@ -1,6 +1,6 @@
 """Our verifiers in place of SGLang's sampling from a tree of drafts.
 
-SGLang's own code prepares the laws: penalties, logit bias, grammars, temperature, top-k, top-p.
+SGLang's own code prepares the distributions: penalties, logit bias, grammars, temperature, top-k, top-p.
 Only the kernel that accepts and rejects is replaced, and only while one of our workers verifies;
 for all other algorithms the kernels are unchanged.
 """
@@ -18,7 +18,7 @@ from eaglegbv.backends.sglang.judging import Acceptance
 from eaglegbv.backends.sglang.renormalisation import keep_top_k, keep_top_p
 
 Judge = Callable[[Tensor], Acceptance]
-"""Maps the target's laws ``[batch, nodes, vocab]`` to what is accepted."""
+"""Maps the target's distributions ``[batch, nodes, vocab]`` to what is accepted."""
 
 _judge: ContextVar[Judge | None] = ContextVar("eaglegbv_judge", default=None)
 

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.first_tokens import FirstTokens, first_tokens_of
-from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_law, walk_greedily
+from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_dist, walk_greedily
 from eaglegbv.backends.sglang.referees import DebtReferee, PlainReferee, Referee
 from eaglegbv.backends.sglang.renormalisation import keep_min_p
 from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.tree_kernels import judging
 from eaglegbv.config import Plan
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.registry import make_any_verifier
 from eaglegbv.verifiers.stateful import StatefulVerifier
 
@@ -67,11 +66,11 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         if sampling.need_min_p_sampling:
             edges = sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
             target_probs = keep_min_p(target_probs.flatten(0, 1), edges).view_as(target_probs)
-        law = target_law(target_probs, numbered)
+        dist = target_dist(target_probs, numbered)
         verdict = self._referee.judge(
-            batch.reqs, batch.req_pool_indices, numbered.tree, law, drafted.start, _greedy(batch)
+            batch.reqs, batch.req_pool_indices, numbered.tree, dist, drafted.start, _greedy(batch)
         )
-        verdict = walk_greedily(numbered, law, verdict, sampling.top_ks == 1)
+        verdict = walk_greedily(numbered, dist, verdict, sampling.top_ks == 1)
         return acceptance(verdict, numbered)
 
     def _forward_prefill_batch(
@@ -84,22 +83,22 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
-        """Redraw the tokens of retracted requests with debts from the laws that the debts leave.
+        """Redraw the tokens of retracted requests with debts from the distributions that the debts leave.
 
-        The target and the head have read their texts again, so the head can recall laws.
+        The target and the head have read their texts again, so the head can recall distributions.
         """
         requests = list(batch.reqs)
         rows = [r for r in self._referee.owing(requests) if requests[r] is not batch.chunked_req]
-        if not rows or self._first_tokens.laws is None:
+        if not rows or self._first_tokens.dists is None:
             return False
         owing = [requests[row] for row in rows]
-        law = self._first_tokens.laws[rows].log()
-        at = torch.arange(len(rows), device=law.device).unsqueeze(1)
+        dist = self._first_tokens.dists[rows].log()
+        at = torch.arange(len(rows), device=dist.device).unsqueeze(1)
         verdict = self._referee.judge(
             owing,
             batch.req_pool_indices[rows],
-            DraftTree.roots([r.output_ids[-1] for r in owing], device=law.device),
-            TargetLaw.of_logits(law, at),
+            DraftTree.roots([r.output_ids[-1] for r in owing], device=dist.device),
+            TargetProbs.of_logits(dist, at),
             None,
             [False] * len(rows),
         )

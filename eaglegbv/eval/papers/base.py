@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from eaglegbv.eval.estimates import Estimate, SideOfOne
 from eaglegbv.eval.questions import QuestionSet
 from eaglegbv.eval.report import with_interval
+from eaglegbv.eval.statistics import Estimate, SideOfOne
 from eaglegbv.llm import LLM
 
 AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"

@@ -5,15 +5,7 @@ Table 4 adds greedy block verification.
 """
 
 from eaglegbv.eval.papers.cells import Figure, Way
-from eaglegbv.eval.papers.sheets import (
-    GridPaper,
-    Order,
-    Quote,
-    Rise,
-    Sheet,
-    Widening,
-    cells_of,
-)
+from eaglegbv.eval.papers.sheets import GridPaper, Order, Quote, Rise, Sheet, Widening, cells_of
 
 _PAPER = "Sun et al., arXiv 2403.10444"
 _MODELS = "PaLM-2-S and -XXS, L = 8, mean of eight data sets"

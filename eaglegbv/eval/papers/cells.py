@@ -9,20 +9,18 @@ import numpy as np
 
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.estimates import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
-from eaglegbv.eval.journal import Journal
-from eaglegbv.eval.json_files import read_json
+from eaglegbv.eval.paired_comparison import Sampling, Text, collect, same_drafts
 from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Environment, Setting, describe_environment
-from eaglegbv.eval.same_drafts import Sampling, Text, collect, same_drafts
-from eaglegbv.eval.store import another_run
-from eaglegbv.files import write_whole
+from eaglegbv.eval.records import Environment, Journal, Setting, describe_environment, read_json
+from eaglegbv.eval.runner import another_run
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
 from eaglegbv.llm import LLM
-from eaglegbv.params import SamplingParams
+from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason
-from eaglegbv.stopwatch import Phase
-from eaglegbv.uniforms import request_seed
+from eaglegbv.rng import request_seed
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import write_whole
 
 CELLS = "cells.json"
 """What a run publishes: every cell, question by question."""

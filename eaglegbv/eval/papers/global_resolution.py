@@ -10,17 +10,17 @@ from itertools import pairwise
 
 import msgspec
 
-from eaglegbv.eval.estimates import Estimate, bootstrap_ratio_of_ratios
-from eaglegbv.eval.harvest import Harvest, harvest
+from eaglegbv.eval.collect_probs import Harvest, harvest
 from eaglegbv.eval.node_acceptance import greedy, optimum_iid
+from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Way
 from eaglegbv.eval.papers.sheets import GridPaper, Order, Rise, Sheet, cells_of
 from eaglegbv.eval.records import Environment, describe_environment, name_of_model
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.same_drafts import Sampling, collect
 from eaglegbv.eval.solvers import Answer, Row, Setting, row, solve_all
-from eaglegbv.verifiers.reference.global_resolution import Solver
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.verifiers.global_resolution import Solver
 
 _SOURCE = "Thomas & Pal, arXiv 2511.15898"
 _READ = "two public notes on the paper, which agree; its own text was not at hand"
@@ -70,7 +70,7 @@ class SolveTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """One solver at one size: a top-k draft law, n drafts.
+    """One solver at one size: a top-k draft distribution, n drafts.
 
     Attributes:
         row: Its figures.
@@ -98,13 +98,13 @@ class Solved:
 
 @dataclass(frozen=True)
 class SolverPaper(Paper):
-    """Solvers on laws harvested from the pair.
+    """Solvers on distributions harvested from the pair.
 
     Attributes:
         name: Short name, that of the command.
         title: Paper and what is compared.
         temperature: Of both models.
-        sizes: (k, n): tokens of the draft law, drafts.
+        sizes: (k, n): tokens of the draft distribution, drafts.
         nodes: Nodes of each size.
         limits: Milliseconds a token.
     """
@@ -117,7 +117,7 @@ class SolverPaper(Paper):
     limits: tuple[float, ...]
 
     def measure(self, site: Site) -> Report:
-        """Harvest laws, give every solver the same nodes; write ``solvers.json``."""
+        """Harvest distributions, give every solver the same nodes; write ``solvers.json``."""
         options, llm = site.options, site.llm
         texts = collect(
             llm,
@@ -177,7 +177,7 @@ class SolverPaper(Paper):
             ),
             notes=(
                 f"the paper's figures are those of {LLAMA}, read in {_READ}",
-                "times are the processor's on this machine: from two laws to the draft selected",
+                "times are the processor's on this machine: from two distributions to the draft selected",
                 "the acceptance of nodes where a solver's bound is above 1e-3 is K-SEQ's",
             ),
         )
@@ -260,11 +260,11 @@ def _acceptance(places: Harvest, sizes: Sequence[tuple[int, int]], temperature: 
     rows = [["optimum of", "k", *(f"n = {n}" for n in drafts)]]
     for name, rule in (("independent drafts", optimum_iid), ("greedy drafts", greedy)):
         for k in sorted({k for k, _ in sizes}):
-            laws = places.laws.top(k)
-            figures = [with_interval(places.mean(rule(laws, n)), 3) for n in drafts]
+            dists = places.dists.top(k)
+            figures = [with_interval(places.mean(rule(dists, n)), 3) for n in drafts]
             rows.append([name, str(k), *figures])
     return Table(
-        title=f"Optimal acceptance at {places.laws.count} places, T = {temperature:g} "
+        title=f"Optimal acceptance at {places.dists.count} places, T = {temperature:g} "
         "(its Figures 1 and 2)",
         rows=rows,
     )
@@ -315,19 +315,19 @@ def _better_within(
 def _by_width(places: Harvest, sizes: Sequence[tuple[int, int]]) -> Iterator[Finding]:
     widths, most = sorted({k for k, _ in sizes}), max(n for _, n in sizes)
     for narrow, wide in pairwise(widths):
-        few, many = places.laws.top(narrow), places.laws.top(wide)
+        few, many = places.dists.top(narrow), places.dists.top(wide)
         yield Finding(
             statement=f"optimum at k = {wide} at least at k = {narrow}, n = {most}",
             source=f"{_SOURCE}, Figure 1",
             ratio=places.ratio(optimum_iid(many, most), optimum_iid(few, most)),
         )
     for k in [k for k in widths if k >= 100]:
-        laws = places.laws.top(k)
+        dists = places.dists.top(k)
         yield Finding(
             statement=f"optimum of independent drafts at least that of greedy ones, k = {k}, "
             f"n = {most}",
             source=f"{_SOURCE}, Figure 2",
-            ratio=places.ratio(optimum_iid(laws, most), greedy(laws, most)),
+            ratio=places.ratio(optimum_iid(dists, most), greedy(dists, most)),
         )
 
 

@@ -1,6 +1,6 @@
 """Hu et al., Towards Optimal Multi-draft Speculative Decoding (arXiv 2502.18779).
 
-Its Tables 1 and 2 and Figures 1 and 2: acceptance of rules and draft laws at one node, against
+Its Tables 1 and 2 and Figures 1 and 2: acceptance of rules and draft distributions at one node, against
 their optimum, by temperature and by number of drafts, and what trees of such drafts come to.
 """
 
@@ -11,15 +11,15 @@ import msgspec
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.estimates import Estimate
-from eaglegbv.eval.harvest import Harvest, Lead, harvest, lead_ratio
+from eaglegbv.eval.collect_probs import Harvest, Lead, harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import RULES
+from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Way, measure_cells
 from eaglegbv.eval.records import Environment, Setting, describe_environment, name_of_model
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.same_drafts import Sampling, collect
-from eaglegbv.tree import Law
+from eaglegbv.eval.statistics import Estimate
+from eaglegbv.tree import DraftSampling
 
 _SOURCE = "Hu et al., arXiv 2502.18779"
 _NOTES = "notes on it (temperature is not monotone; greedy drafts may lose their lead when hot)"
@@ -68,7 +68,7 @@ class NodeCells(msgspec.Struct, frozen=True, kw_only=True):
         suite: The questions' suite.
         questions: How many questions.
         places: Places at each temperature.
-        width: Most likely tokens that draft laws keep.
+        width: Most likely tokens that draft distributions keep.
         environment: Where and when.
         cells: What was measured.
     """
@@ -110,7 +110,7 @@ class Accepted:
 
 def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
     """Return the acceptance of every rule at every place, for every number of drafts."""
-    found = {(name, n): rule(places.laws, n) for n in drafts for name, rule in RULES.items()}
+    found = {(name, n): rule(places.dists, n) for n in drafts for name, rule in RULES.items()}
     return Accepted(places, found)
 
 
@@ -136,7 +136,7 @@ class NodePaper(Paper):
         title: Paper and what is compared.
         temperatures: Where n is the usual one.
         drafts: Where the temperature is the usual one.
-        width: Most likely tokens that draft laws keep.
+        width: Most likely tokens that draft distributions keep.
         trees: Trees whose nodes have such drafts.
     """
 
@@ -148,7 +148,7 @@ class NodePaper(Paper):
     trees: tuple[Setting, ...]
 
     def measure(self, site: Site) -> Report:
-        """Harvest laws, compute acceptances, judge trees; write ``nodes.json``, ``cells.json``."""
+        """Harvest distributions, compute acceptances, judge trees; write ``nodes.json``, ``cells.json``."""
         store = CellStore(site, self.name)
         by_temperature: dict[float, Accepted] = {}
         with site.progress("nodes", len(self.temperatures)) as bar:
@@ -188,7 +188,7 @@ class NodePaper(Paper):
                 NOT_SEEN,
                 "acceptance is exact at every place but for RRS without replacement, which is "
                 "averaged over drawn rejections; intervals are over questions",
-                f"draft laws keep their {self.width} most likely tokens",
+                f"draft distributions keep their {self.width} most likely tokens",
             ),
         )
 
@@ -216,7 +216,7 @@ class NodePaper(Paper):
             drafter=llm.drafter_name,
             suite=site.questions.suite,
             questions=len(site.questions.questions),
-            places={f"{t:g}": own.harvest.laws.count for t, own in found.items()},
+            places={f"{t:g}": own.harvest.dists.count for t, own in found.items()},
             width=self.width,
             environment=describe_environment(str(llm.device)),
             cells=tuple(
@@ -270,11 +270,13 @@ def _by_drafts(usual: Accepted, drafts: Sequence[int]) -> Table:
 
 
 def _trees(cells: Sequence[Cell]) -> Table:
-    rows = [["tokens a step", "law", "K", "L", "measured"]]
+    rows = [["tokens a step", "draft_sampling", "K", "L", "measured"]]
     for cell in cells:
         plan = cell.setting.plan
         figure = with_interval(cell.estimate(), 3)
-        rows.append([plan.verifier, str(plan.law), str(plan.paths), str(plan.depth), figure])
+        rows.append(
+            [plan.verifier, str(plan.draft_sampling), str(plan.paths), str(plan.depth), figure]
+        )
     return Table(
         title=f"Trees on the same texts, T = {USUAL_TEMPERATURE:g}",
         rows=rows,
@@ -287,27 +289,27 @@ def _trees(cells: Sequence[Cell]) -> Table:
 
 def _tree_settings() -> tuple[Setting, ...]:
     judged = (
-        ("specinfer", Law.IID),
-        ("spectr", Law.IID),
-        ("global_resolution", Law.IID),
-        ("otbv", Law.IID),
-        ("specinfer", Law.WOR),
-        ("greedy_draft", Law.GREEDY),
-        ("otbv", Law.GREEDY),
+        ("specinfer", DraftSampling.IID),
+        ("spectr", DraftSampling.IID),
+        ("global_resolution", DraftSampling.IID),
+        ("otbv", DraftSampling.IID),
+        ("specinfer", DraftSampling.WOR),
+        ("greedy_draft", DraftSampling.GREEDY),
+        ("otbv", DraftSampling.GREEDY),
     )
     return tuple(
         Setting(
-            plan=Plan(verifier=verifier, law=law, paths=paths, depth=depth),
+            plan=Plan(verifier=verifier, draft_sampling=dist, paths=paths, depth=depth),
             temperature=USUAL_TEMPERATURE,
         )
         for paths, depth in ((2, 4), (4, 3))
-        for verifier, law in judged
+        for verifier, dist in judged
     )
 
 
 MDSD = NodePaper(
     name="mdsd",
-    title=f"Optimal multi-draft speculative decoding ({_SOURCE}): acceptance by draft law",
+    title=f"Optimal multi-draft speculative decoding ({_SOURCE}): acceptance by draft distribution",
     temperatures=(0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2),
     drafts=(2, 3, 4, 6, 8),
     width=1024,

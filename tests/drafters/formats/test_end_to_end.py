@@ -11,7 +11,7 @@ from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.loading import load_pair
-from eaglegbv.params import SamplingParams
+from eaglegbv.sampling import SamplingParams
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 TOKENS = 10

@@ -40,10 +40,9 @@ from support.published_heads import (
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
-from eaglegbv.drafters.eagle_head import EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
-from eaglegbv.drafters.formats.base import VARIANTS, FormatName
-from eaglegbv.drafters.formats.remark import RemarkKind
+from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.formats.names import RemarkKind
+from eaglegbv.drafters.formats.read import VARIANTS, FormatName
 from eaglegbv.errors import DrafterMismatch
 
 TABLE = torch.zeros(VOCAB, HIDDEN)

@@ -65,7 +65,7 @@ def train() -> Run:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target whose logits are spread out, so that there is a law to learn."""
+    """A random target whose logits are spread out, so that there is a distribution to learn."""
     folder = tmp_path_factory.mktemp("target")
     tokenizer = train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
     tokenizer.save_pretrained(folder)

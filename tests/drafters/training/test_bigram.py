@@ -1,4 +1,4 @@
-"""Bigram tables: counted pairs, smoothed by the unigram law, drafting for the target."""
+"""Bigram tables: counted pairs, smoothed by the unigram distribution, drafting for the target."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_pairs_are_those_the_assistant_continued_weighted_by_document() -> None:
 
 
 @pytest.mark.parametrize("width", [2, VOCAB, 9])
-def test_a_table_is_the_smoothed_law_cut_to_the_likeliest(width: int) -> None:
+def test_a_table_is_the_smoothed_distribution_cut_to_the_likeliest(width: int) -> None:
     found, prior = pairs(), 2.0
     table = smoothed(found, prior, width)
     unigram = (1 + torch.bincount(found.keys % VOCAB, found.counts, VOCAB)).double()
@@ -46,17 +46,17 @@ def test_a_table_is_the_smoothed_law_cut_to_the_likeliest(width: int) -> None:
     dense.view(-1)[found.keys] = found.counts
     expected = (dense + prior * unigram) / (dense.sum(1, keepdim=True) + prior)
     rows = [*expected, unigram]
-    for state, law in enumerate(rows):
+    for state, dist in enumerate(rows):
         got = table.logits([state])[0].double().exp()
-        kept = law.topk(min(width, VOCAB)).values
+        kept = dist.topk(min(width, VOCAB)).values
         assert got.sort(descending=True).values[: len(kept)].tolist() == pytest.approx(
             kept.tolist(), rel=1e-6
         )
         listed = got > 0
-        assert got[listed].tolist() == pytest.approx(law[listed].tolist(), rel=1e-6)
+        assert got[listed].tolist() == pytest.approx(dist[listed].tolist(), rel=1e-6)
 
 
-def test_cross_entropy_is_that_of_the_smoothed_law() -> None:
+def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
     found, prior = pairs(), 2.0
     whole = smoothed(found, prior, VOCAB)
     first, second = found.keys // VOCAB, found.keys % VOCAB
@@ -75,7 +75,7 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}
     table = Table.load(tmp_path, vocab_size=facts["vocab_size"])
-    # The text is a fox and numbers: what follows a token is far from the unigram law.
+    # The text is a fox and numbers: what follows a token is far from the unigram distribution.
     assert facts["held_out_cross_entropy"] < 3.5
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
 

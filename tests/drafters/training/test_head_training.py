@@ -1,4 +1,4 @@
-"""Heads trained for a tiny random target: they learn its law, survive a kill, and load."""
+"""Heads trained for a tiny random target: they learn its distribution, survive a kill, and load."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from eaglegbv.drafters.checkpoint import load_head
-from eaglegbv.drafters.eagle_head_config import Arch
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
 from eaglegbv.drafters.training.samples import regenerate

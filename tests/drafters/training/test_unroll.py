@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.eagle_head import Eagle1Head, Eagle3Head, EagleHead
-from eaglegbv.drafters.eagle_head_config import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
     Anchors,
@@ -107,14 +106,14 @@ def test_unroll_equals_drafting_step_by_step(arch: Arch) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_targets_are_the_law_of_the_drafted_token() -> None:
+def test_targets_are_the_distribution_of_the_drafted_token() -> None:
     head = make_head(Arch.EAGLE3)
     run = make_run(head)
     anchors = Anchors(torch.tensor([[3], [1]]), torch.ones(2, 1, dtype=torch.bool))
     for d, depth in enumerate(unroll(head, run, anchors, 3)):
         for text, anchor in enumerate((3, 1)):
-            law = run.logits[text, anchor + 1 + d].softmax(0)[head.draft_to_target]
-            torch.testing.assert_close(depth.target_probs[text, 0], law)
+            dist = run.logits[text, anchor + 1 + d].softmax(0)[head.draft_to_target]
+            torch.testing.assert_close(depth.target_probs[text, 0], dist)
             assert depth.token_ids[text, 0] == run.token_ids[text, anchor + 2 + d]
             hidden = run.final_hidden[text, anchor + 1 + d]
             assert torch.equal(depth.target_hidden[text, 0], hidden)
@@ -173,14 +172,14 @@ def test_losses() -> None:
 
 
 def test_acceptance_counts_only_what_can_be_drafted() -> None:
-    # The target's law restricted to a draft vocabulary misses mass.
+    # The target's distribution restricted to a draft vocabulary misses mass.
     depth = one_depth(P[:2], Q[:2] / Q[:2].sum(), torch.zeros(1, 1, dtype=torch.int64))
     expected = torch.minimum(P[:2], Q[:2] / Q[:2].sum()).sum()
     torch.testing.assert_close(acceptance(depth)[0, 0], expected)
 
 
 def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
-    # Every text of three tokens, as often as a target of law P writes it.
+    # Every text of three tokens, as often as a target of distribution P writes it.
     counts = (P * 4).to(torch.int64)
     tokens = torch.arange(3).repeat_interleave(counts)
     texts = torch.cartesian_prod(tokens, tokens, tokens)
@@ -196,6 +195,6 @@ def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
 def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
     meter = AcceptanceMeter(2)
     texts = torch.tensor([[[5]], [[9]]])  # 5 can be drafted, 9 cannot
-    law = torch.tensor([1.0])
-    meter.add([one_depth(law, law, token) for token in texts[[1, 0]]], torch.tensor([5]))
+    dist = torch.tensor([1.0])
+    meter.add([one_depth(dist, dist, token) for token in texts[[1, 0]]], torch.tensor([5]))
     assert meter.estimate().block_efficiency == pytest.approx(2.0)

@@ -72,10 +72,10 @@ def sample_target_only(
         node, accepted = 0, 0
         accept_index[b, 0] = numbers[0]
         while True:
-            law = target_probs[b, node].double()
+            dist = target_probs[b, node].double()
             coin, mass, child, seen = float(uniform_samples[b, node]), 0.0, first[node], []
             while child != -1:
-                mass += float(law[tokens[child]])
+                mass += float(dist[tokens[child]])
                 if coin < mass:
                     break
                 seen.append(tokens[child])
@@ -86,8 +86,8 @@ def sample_target_only(
             node, accepted = child, accepted + 1
             accept_index[b, accepted] = numbers[node]
         accept_token_num[b] = accepted
-        left = law.clone()
-        if float(law[seen].sum()) < float(law.sum()):
+        left = dist.clone()
+        if float(dist[seen].sum()) < float(dist.sum()):
             left[seen] = 0
         cumulative = left.cumsum(0)
         draw = float(uniform_samples_for_final_sampling[b]) * float(cumulative[-1])

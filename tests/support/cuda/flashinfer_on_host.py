@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from eaglegbv.attention.flashinfer_kernels import FlashInferKernels
+from eaglegbv.attention.flashinfer import FlashInferKernels
 from support.cuda.runtime import PROCESSORS, HostRuntime
 
 # Tensors may be on the host: they are.

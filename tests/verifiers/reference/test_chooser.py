@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from eaglegbv.errors import InvalidProbabilities
-from eaglegbv.uniforms import Purpose, Stream
+from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.reference.chooser import (
+from eaglegbv.verifiers.proof.chooser import (
     GeneratorChooser,
     UniformChooser,
     accepts,
-    exact_law,
+    exact_probs,
     inverse_cdf,
     selection_index,
 )
@@ -40,13 +40,13 @@ def test_weights_without_mass_are_refused(weights: tuple[float, ...]) -> None:
         inverse_cdf(weights, 0.5)
 
 
-def test_exact_law_walks_every_branch_once() -> None:
+def test_exact_distribution_walks_every_branch_once() -> None:
     def run(chooser):
         if chooser.choose((Fraction(1, 3), 0, Fraction(2, 3)), Purpose.DRAFT, 0) == 0:
             return "a"
         return "b" + str(chooser.choose((Fraction(1, 4), Fraction(3, 4)), Purpose.ACCEPTANCE, 0))
 
-    assert exact_law(run) == {"a": Fraction(1, 3), "b0": Fraction(1, 6), "b1": Fraction(1, 2)}
+    assert exact_probs(run) == {"a": Fraction(1, 3), "b0": Fraction(1, 6), "b1": Fraction(1, 2)}
 
 
 def test_a_number_must_not_decide_twice() -> None:
@@ -55,11 +55,11 @@ def test_a_number_must_not_decide_twice() -> None:
         return chooser.choose((0.5, 0.5), Purpose.ACCEPTANCE, 3)
 
     with pytest.raises(IndexError, match="twice"):
-        exact_law(run)
+        exact_probs(run)
 
 
 def test_uniform_chooser_reads_the_numbers_it_names() -> None:
-    uniforms = VerifyUniforms.draw([Stream(1), Stream(2)], [4, 9], paths=3, length=2)
+    uniforms = VerifyUniforms.draw([RequestRng(1), RequestRng(2)], [4, 9], paths=3, length=2)
     chooser = UniformChooser(uniforms, request=1)
     for depth, path, which in [(0, 0, 0), (1, 2, 1), (1, 0, 1)]:
         u = float(uniforms.selection[1, depth, path, which])

@@ -10,64 +10,58 @@ from support.acceptance import claimed_length
 from support.published_spectr_gbv import published_spectr_gbv
 from support.tables import Model, Shape, constant, problem
 
-from eaglegbv.tree import Law
-from eaglegbv.uniforms import Purpose, Stream
-from eaglegbv.verifiers.reference.block import (
-    acceptance,
-    block_verification,
-    block_weights,
+from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.block import acceptance, block_verification, block_weights
+from eaglegbv.verifiers.gbv import gbv, skewed_probs
+from eaglegbv.verifiers.greedy_block import Step, Visit, greedy_block, greedy_verification
+from eaglegbv.verifiers.otbv import otbv, select_child
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    Number,
+    Probs,
+    accepts,
+    inverse_cdf,
+    residual,
+    residual_or_target,
 )
-from eaglegbv.verifiers.reference.chooser import Chooser, accepts, inverse_cdf
-from eaglegbv.verifiers.reference.drafting import draft_iid
-from eaglegbv.verifiers.reference.enumeration import (
+from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Verify,
     VerifyWithState,
     acceptance_length,
     max_error,
-    output_law,
+    output_probs,
     stateless,
     target_joint,
 )
-from eaglegbv.verifiers.reference.gbv import gbv, skewed_laws
-from eaglegbv.verifiers.reference.greedy_block import (
-    Step,
-    Visit,
-    greedy_block,
-    greedy_verification,
-)
-from eaglegbv.verifiers.reference.modified_target import (
-    ModifiedTarget,
-    entering_draw,
-)
-from eaglegbv.verifiers.reference.otbv import otbv, select_child
-from eaglegbv.verifiers.reference.probs import Number, Probs, residual, residual_or_target
-from eaglegbv.verifiers.reference.spectr_gbv import spectr_gbv
-from eaglegbv.verifiers.reference.tokenwise import token
-from eaglegbv.verifiers.reference.transport import ranked, transport
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, draft_iid
+from eaglegbv.verifiers.spectr_gbv import spectr_gbv
+from eaglegbv.verifiers.stateful import ModifiedTarget, entering_draw
+from eaglegbv.verifiers.token import token
+from eaglegbv.verifiers.transport import exact_transport, ranked
 
 CAUGHT = 1e-3
 """Far above the tolerance of 1e-12: a control that errs by less proves little."""
 
 
 def worst(verify: VerifyWithState, kind: str, shape: Shape, seeds: int = 6) -> float:
-    cases = [problem(Law.IID, Model(shape.vocab, kind, s), shape) for s in range(seeds)]
+    cases = [problem(DraftSampling.IID, Model(shape.vocab, kind, s), shape) for s in range(seeds)]
     return max(max_error(verify, [case], shape.length + 1) for case in cases)
 
 
 def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
     (path,) = tree.paths
-    laws = [tree.draft_law(path[:i]) for i in range(len(path))]
-    w = block_weights(tree, path, laws)
+    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    w = block_weights(tree, path, dists)
     for i in range(len(path), -1, -1):
-        p = tree.target_law(path[:i])
+        p = tree.target_dist(path[:i])
         h: Number = w[i]
         if i < len(path):
-            h = acceptance(w[i], sum(residual(1, p, laws[i])))
+            h = acceptance(w[i], sum(residual(1, p, dists[i])))
         if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
-            weights = p if i == len(path) else residual_or_target(w[i], p, laws[i])
+            weights = p if i == len(path) else residual_or_target(w[i], p, dists[i])
             return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
     raise AssertionError("the root accepts")
 
@@ -90,25 +84,25 @@ def test_a_greedy_rule_without_its_modified_target_is_rejected(
 
 
 def two_steps(verify: VerifyWithState, shape: Shape, seed: int = 1) -> float:
-    """Error over two steps whose draft laws differ."""
+    """Error over two steps whose draft distributions differ."""
     first, second = (Model(shape.vocab, "random", s) for s in (seed, seed + 1))
-    case = problem(Law.IID, first, shape)
-    return max_error(verify, [case, replace(case, draft_law=second.q)], 4)
+    case = problem(DraftSampling.IID, first, shape)
+    return max_error(verify, [case, replace(case, draft_dist=second.q)], 4)
 
 
-def test_a_debt_with_the_current_draft_law_is_rejected() -> None:
-    """A layer needs the draft law of the step that pushed it."""
+def test_a_debt_with_the_current_draft_distribution_is_rejected() -> None:
+    """A layer needs the draft distribution of the step that pushed it."""
 
-    def current_law(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+    def current_probs(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
         depth = len(target.context)
         layers = tuple(
-            replace(layer, draft_law=lambda prefix: tree.draft_law(prefix[depth:]))
+            replace(layer, draft_dist=lambda prefix: tree.draft_dist(prefix[depth:]))
             for layer in target.layers
         )
         return greedy_block(tree, replace(target, layers=layers), chooser)
 
     assert two_steps(greedy_block, Shape(2, 3, 1)) < 1e-12
-    assert two_steps(current_law, Shape(2, 3, 1)) > CAUGHT
+    assert two_steps(current_probs, Shape(2, 3, 1)) > CAUGHT
 
 
 def test_a_debt_that_keeps_its_number_of_drafts_is_rejected() -> None:
@@ -136,9 +130,9 @@ def spectr_gbv_selecting_by_p(
     path: tuple[int, ...] = ()
     visits, state = [], target
     while drafts := tree.drafts(path):
-        p = tree.target_law(path)
-        M = state.law(p)
-        honest = select_law(tree, path, M)
+        p = tree.target_dist(path)
+        M = state.dist(p)
+        honest = select_sampling(tree, path, M)
         selection = select_child(tree, path, p, chooser)
         visits.append(Visit(state, M, honest, len(drafts)))
         draw = entering_draw(tree, chooser, len(path), len(target.layers))
@@ -147,10 +141,10 @@ def spectr_gbv_selecting_by_p(
     return greedy_verification(tree, path, visits, state, chooser)
 
 
-def select_law(tree: ReferenceTree, prefix: tuple[int, ...], M: Probs) -> Probs:
-    q = tree.draft_law(prefix)
+def select_sampling(tree: ReferenceTree, prefix: tuple[int, ...], M: Probs) -> Probs:
+    q = tree.draft_dist(prefix)
     n = len(tree.drafts(prefix))
-    return q if n == 1 else transport(M, q, n).law
+    return q if n == 1 else exact_transport(M, q, n).draft_sampling
 
 
 def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -192,10 +186,12 @@ def test_the_published_rule_of_spectr_gbv_accepts_less_than_its_theorem_claims()
     lost, total_variation = [], []
     for seed in range(100):
         model = Model(3, "random", seed)
-        law = output_law(published_spectr_gbv, problem(Law.IID, model, Shape(3, 1, 2)))
+        draft_sampling = output_probs(
+            published_spectr_gbv, problem(DraftSampling.IID, model, Shape(3, 1, 2))
+        )
         claim = float(claimed_length(model.p, model.q, 2, 1))
-        lost.append(claim - float(acceptance_length(law)))
-        first = [sum(m for tokens, m in law.items() if tokens[0] == x) for x in range(3)]
+        lost.append(claim - float(acceptance_length(draft_sampling)))
+        first = [sum(m for tokens, m in draft_sampling.items() if tokens[0] == x) for x in range(3)]
         off = sum(abs(a - b) for a, b in zip(first, model.p(()), strict=True)) / 2
         total_variation.append(float(off))
     assert np.mean(lost) > 0.01
@@ -206,11 +202,11 @@ def gbv_first_drafted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """The best path by ratios alone: among equals the first drafted."""
 
     def ratios(path: tuple[int, ...]) -> tuple[float, ...]:
-        laws = ((tree.target_law(path[:i]), tree.draft_law(path[:i])) for i in range(len(path)))
-        return tuple(p[x] / q[x] for (p, q), x in zip(laws, path, strict=True))
+        dists = ((tree.target_dist(path[:i]), tree.draft_dist(path[:i])) for i in range(len(path)))
+        return tuple(p[x] / q[x] for (p, q), x in zip(dists, path, strict=True))
 
     path = max(tree.paths, key=ratios)
-    return block_verification(tree, path, skewed_laws(tree, path), chooser)
+    return block_verification(tree, path, skewed_probs(tree, path), chooser)
 
 
 def test_gbv_that_breaks_ties_by_order_of_drafting_is_rejected() -> None:
@@ -219,7 +215,7 @@ def test_gbv_that_breaks_ties_by_order_of_drafting_is_rejected() -> None:
 
 
 TOY = Problem(
-    Law.IID,
+    DraftSampling.IID,
     lambda prefix: (1 / 3, 2 / 3),
     lambda prefix: (2 / 3, 1 / 3),
     Shape(2, 3, 1),
@@ -229,7 +225,7 @@ TOY = Problem(
 class Numbers:
     """Decides by a request's stream; ``step_of`` and ``index_of`` say which number it takes."""
 
-    def __init__(self, stream: Stream, step_of, index_of) -> None:
+    def __init__(self, stream: RequestRng, step_of, index_of) -> None:
         self.stream, self.step_of, self.index_of = stream, step_of, index_of
 
     def choose(self, weights, purpose: Purpose, index: int) -> int:
@@ -243,21 +239,21 @@ def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int,
     tokens: tuple[int, ...] = ()
     step = 0
     while len(tokens) < total:
-        numbers = Numbers(Stream(seed), *keys(step, len(tokens)))
-        q, p = TOY.draft_law, TOY.target_law
+        numbers = Numbers(RequestRng(seed), *keys(step, len(tokens)))
+        q, p = TOY.draft_dist, TOY.target_dist
         paths = draft_iid(q, 1, TOY.shape.length, numbers)
-        tokens += verify(ReferenceTree(Law.IID, paths, p, q), numbers).tokens
+        tokens += verify(ReferenceTree(DraftSampling.IID, paths, p, q), numbers).tokens
         step += 1
     return tokens[:total]
 
 
 def p_value(verify: Verify, keys: Callable, requests: int = 3000, total: int = 4) -> float:
-    """G-test of the joint law of the first tokens."""
+    """G-test of the joint distribution of the first tokens."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(requests):
         key = written(verify, seed, total, keys)
         counts[key] = counts.get(key, 0) + 1
-    joint = target_joint(TOY.target_law, total)
+    joint = target_joint(TOY.target_dist, total)
     G = 2 * sum(n * np.log(n / (requests * joint[key])) for key, n in counts.items())
     return float(chi2.sf(G, len(joint) - 1))
 

@@ -1,4 +1,4 @@
-"""The completed output law of every verifier equals the target's, by exact enumeration."""
+"""The completed output distribution of every verifier equals the target's, by exact enumeration."""
 
 from dataclasses import replace
 
@@ -6,78 +6,89 @@ import numpy as np
 import pytest
 from support.tables import KINDS, Model, Shape, problem
 
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.block import block_verification
-from eaglegbv.verifiers.reference.chooser import exact_law
-from eaglegbv.verifiers.reference.drafting import draft_iid
-from eaglegbv.verifiers.reference.enumeration import (
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.block import block_verification
+from eaglegbv.verifiers.otbv import select_child
+from eaglegbv.verifiers.proof.chooser import exact_probs
+from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     completed,
     draft,
     max_error,
-    paths_law,
+    paths_probs,
     stateless,
     target_joint,
 )
-from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
-from eaglegbv.verifiers.reference.otbv import select_child
-from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.reference.tree import ReferenceTree
+from eaglegbv.verifiers.proof.tree import ReferenceTree, draft_iid
+from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.stateful import ModifiedTarget
 
 TOLERANCE = 1e-12
 
 SMALL = [Shape(4, 1, 3), Shape(3, 2, 2), Shape(2, 3, 2), Shape(2, 2, 3)]
 LARGE = [Shape(4, 2, 2), Shape(3, 3, 2), Shape(2, 3, 3), Shape(3, 2, 3)]
 
-PAIRS = [(name, law) for name, reference in REFERENCES.items() for law in sorted(reference.laws)]
+PAIRS = [
+    (name, draft_sampling)
+    for name, reference in REFERENCES.items()
+    for draft_sampling in sorted(reference.draft_samplings)
+]
 
 SLOW = {"otbv", "global_resolution", "spectr_gbv"}
 """Selection by the exact transport branches a lot on iid drafts: fewer instances."""
 
 
-def offered(name: str, law: Law, shape: Shape) -> Shape:
-    """The paths a verifier or a law can use."""
+def offered(name: str, draft_sampling: DraftSampling, shape: Shape) -> Shape:
+    """The paths a verifier or a distribution can use."""
     if REFERENCES[name].max_paths == 1:
         return replace(shape, paths=1)
-    return replace(shape, paths=2) if law is Law.HUB else shape
+    return replace(shape, paths=2) if draft_sampling is DraftSampling.HUB else shape
 
 
-def instances(name: str, law: Law, kind: str) -> int:
-    if name in SLOW and law is Law.IID:
+def instances(name: str, draft_sampling: DraftSampling, kind: str) -> int:
+    if name in SLOW and draft_sampling is DraftSampling.IID:
         return 1 if kind == "equal" else 4  # rounding makes every token of p = q a partner
     return 7
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_one_step(name: str, law: Law, kind: str) -> None:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_one_step(name: str, draft_sampling: DraftSampling, kind: str) -> None:
     for shape in SMALL:
-        shape = offered(name, law, shape)
-        for seed in range(instances(name, law, kind)):
-            case = problem(law, Model(shape.vocab, kind, seed), shape)
+        shape = offered(name, draft_sampling, shape)
+        for seed in range(instances(name, draft_sampling, kind)):
+            case = problem(draft_sampling, Model(shape.vocab, kind, seed), shape)
             error = max_error(REFERENCES[name].verify, [case], shape.length + 1)
             assert error < TOLERANCE, (shape, seed)
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_one_step_of_the_largest_problems(name: str, law: Law, shape: Shape) -> None:
-    shape = offered(name, law, shape)
-    if law not in (Law.IID, Law.FIXED) and shape.length == 3 and shape.vocab > 2:
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_one_step_of_the_largest_problems(
+    name: str, draft_sampling: DraftSampling, shape: Shape
+) -> None:
+    shape = offered(name, draft_sampling, shape)
+    if (
+        draft_sampling not in (DraftSampling.IID, DraftSampling.FIXED)
+        and shape.length == 3
+        and shape.vocab > 2
+    ):
         pytest.skip("a tree of 14 nodes drawn node by node has too many branches")
     for seed, kind in enumerate(["zeros"] if name in SLOW else ["random", "zeros", "ties"]):
-        case = problem(law, Model(shape.vocab, kind, seed), shape)
+        case = problem(draft_sampling, Model(shape.vocab, kind, seed), shape)
         error = max_error(REFERENCES[name].verify, [case], shape.length + 1)
         assert error < TOLERANCE, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_steps_in_a_row(name: str, law: Law, kind: str) -> None:
-    """Three steps, each with a draft law of its own; the state is carried along."""
-    shape = offered(name, law, Shape(2, 2, 2))
-    laws = [Model(2, kind, 1), Model(2, "random", 2), Model(2, "zeros", 3)]
-    cases = [replace(problem(law, laws[0], shape), draft_law=model.q) for model in laws]
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_steps_in_a_row(name: str, draft_sampling: DraftSampling, kind: str) -> None:
+    """Three steps, each with a draft distribution of its own; the state is carried along."""
+    shape = offered(name, draft_sampling, Shape(2, 2, 2))
+    dists = [Model(2, kind, 1), Model(2, "random", 2), Model(2, "zeros", 3)]
+    cases = [
+        replace(problem(draft_sampling, dists[0], shape), draft_dist=model.q) for model in dists
+    ]
     assert max_error(REFERENCES[name].verify, cases, 5) < TOLERANCE
 
 
@@ -97,7 +108,10 @@ def test_steps_in_a_row(name: str, law: Law, kind: str) -> None:
 def test_debts_of_several_steps_are_paid(name: str, shape: Shape, steps: int, kind: str) -> None:
     first = Model(shape.vocab, kind, 11)
     cases = [
-        replace(problem(Law.IID, first, shape), draft_law=Model(shape.vocab, kind, 11 + step).q)
+        replace(
+            problem(DraftSampling.IID, first, shape),
+            draft_dist=Model(shape.vocab, kind, 11 + step).q,
+        )
         for step in range(steps)
     ]
     assert max_error(REFERENCES[name].verify, cases, 4) < TOLERANCE
@@ -109,61 +123,61 @@ def ends(prefix: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros"])
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_paths_that_stop_early(name: str, law: Law, kind: str) -> None:
-    shape = offered(name, law, Shape(3, 2, 2))
+@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
+def test_paths_that_stop_early(name: str, draft_sampling: DraftSampling, kind: str) -> None:
+    shape = offered(name, draft_sampling, Shape(3, 2, 2))
     for seed in range(2):
-        case = problem(law, Model(3, kind, seed), shape, ends)
+        case = problem(draft_sampling, Model(3, kind, seed), shape, ends)
         assert max_error(REFERENCES[name].verify, [case], 3) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv"])
 def test_a_debt_ends_where_its_path_would_have_stopped(name: str) -> None:
-    shape = offered(name, Law.IID, Shape(2, 3, 2))
+    shape = offered(name, DraftSampling.IID, Shape(2, 3, 2))
     for seed in range(3):
         model = Model(2, "random", seed)
-        case = problem(Law.IID, model, shape, lambda prefix: len(prefix) == 2)
+        case = problem(DraftSampling.IID, model, shape, lambda prefix: len(prefix) == 2)
         unlimited = replace(case, stop=lambda prefix: False)
         assert max_error(REFERENCES[name].verify, [case, unlimited], 4) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_otbv_on_a_tree_of_mixed_laws(kind: str) -> None:
+def test_otbv_on_a_tree_of_mixed_distributions(kind: str) -> None:
     """Two fixed children of the root, two independent paths below each."""
 
     def otbv_mixed(tree, chooser):
-        path, laws = (), []
+        path, dists = (), []
         while tree.children(path):
-            node = replace(tree, law=Law.IID if path else Law.FIXED)
-            selection = select_child(node, path, tree.target_law(path), chooser)
+            node = replace(tree, draft_sampling=DraftSampling.IID if path else DraftSampling.FIXED)
+            selection = select_child(node, path, tree.target_dist(path), chooser)
             path = (*path, selection.token)
-            laws.append(selection.law)
-        return block_verification(tree, path, laws, chooser)
+            dists.append(selection.dist)
+        return block_verification(tree, path, dists, chooser)
 
     for seed in range(3):
         model = Model(3, kind, seed)
-        laws = {}
+        dists = {}
         for below in np.ndindex(3, 3, 3, 3):
             paths = ((0, below[0]), (0, below[1]), (2, below[2]), (2, below[3]))
             mass = np.prod([model.q(path[:1])[path[1]] for path in paths])
             if mass > 0:
-                tree = ReferenceTree(Law.FIXED, paths, model.p, model.q)
-                for outcome, share in exact_law(lambda c, tree=tree: otbv_mixed(tree, c)).items():
+                tree = ReferenceTree(DraftSampling.FIXED, paths, model.p, model.q)
+                for outcome, share in exact_probs(lambda c, tree=tree: otbv_mixed(tree, c)).items():
                     state = ModifiedTarget(outcome.tokens)
-                    laws[state] = laws.get(state, 0) + mass * share
+                    dists[state] = dists.get(state, 0) + mass * share
         joint = target_joint(model.p, 3)
-        full = completed(laws, model.p, 3)
+        full = completed(dists, model.p, 3)
         assert max(abs(full.get(tokens, 0) - mass) for tokens, mass in joint.items()) < TOLERANCE
 
 
 def test_one_path_of_spectr_gbv_is_greedy_block_verification() -> None:
     for seed in range(10):
         model = Model(3, "random", seed)
-        case = problem(Law.IID, model, Shape(3, 2, 1))
+        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
         for paths in draft_support(case):
-            tree = ReferenceTree(Law.IID, (paths,), model.p, model.q)
+            tree = ReferenceTree(DraftSampling.IID, (paths,), model.p, model.q)
             a, b = (
-                exact_law(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
+                exact_probs(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
                 for verify in (REFERENCES["spectr_gbv"].verify, REFERENCES["greedy_block"].verify)
             )
             assert a == b
@@ -172,20 +186,21 @@ def test_one_path_of_spectr_gbv_is_greedy_block_verification() -> None:
 def test_one_path_of_otbv_gbv_is_block_verification() -> None:
     for seed in range(10):
         model = Model(3, "random", seed)
-        case = problem(Law.IID, model, Shape(3, 2, 1))
+        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
         for path in draft_support(case):
-            tree = ReferenceTree(Law.IID, (path,), model.p, model.q)
-            laws = [
-                exact_law(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
+            tree = ReferenceTree(DraftSampling.IID, (path,), model.p, model.q)
+            dists = [
+                exact_probs(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
                 for verify in (REFERENCES[name].verify for name in ("block", "otbv", "gbv"))
             ]
-            assert laws[0] == laws[1]
-            assert laws[2] == pytest.approx(laws[0], abs=1e-15)
+            assert dists[0] == dists[1]
+            assert dists[2] == pytest.approx(dists[0], abs=1e-15)
 
 
 def draft_support(case: Problem) -> list[tuple[int, ...]]:
     return [
-        path for (path,) in exact_law(lambda c: draft_iid(case.draft_law, 1, case.shape.length, c))
+        path
+        for (path,) in exact_probs(lambda c: draft_iid(case.draft_dist, 1, case.shape.length, c))
     ]
 
 
@@ -193,14 +208,16 @@ def test_a_verifier_that_ignores_the_target_is_caught() -> None:
     def gullible(tree, chooser):
         return replace(REFERENCES["token"].verify(tree, ModifiedTarget(), chooser).outcome, token=0)
 
-    case = problem(Law.IID, Model(3, "random", 0), Shape(3, 2, 1))
+    case = problem(DraftSampling.IID, Model(3, "random", 0), Shape(3, 2, 1))
     assert max_error(stateless(gullible), [case], 3) > 0.01
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_the_law_of_the_drafts_is_that_of_drawing_them(law: Law) -> None:
+@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
+def test_the_distribution_of_the_drafts_is_that_of_drawing_them(
+    draft_sampling: DraftSampling,
+) -> None:
     shape = Shape(3, 2, 2)
     model = Model(3, "zeros", 5)
-    drawn = exact_law(lambda c: draft(law, model.q, shape, c))
-    assert paths_law(law, model.q, shape) == pytest.approx(drawn, abs=1e-15)
+    drawn = exact_probs(lambda c: draft(draft_sampling, model.q, shape, c))
+    assert paths_probs(draft_sampling, model.q, shape) == pytest.approx(drawn, abs=1e-15)
     assert sum(drawn.values()) == pytest.approx(1, abs=1e-15)

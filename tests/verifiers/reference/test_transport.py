@@ -3,33 +3,27 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from support.tables import KINDS, PAIRS, as_law
+from support.tables import KINDS, PAIRS, as_probs
 
-from eaglegbv.verifiers.reference.chooser import exact_law
-from eaglegbv.verifiers.reference.drafting import draft_iid
-from eaglegbv.verifiers.reference.probs import Probs, support
-from eaglegbv.verifiers.reference.transport import (
-    multiplicity_law,
-    ranked,
-    select,
-    transport,
-)
+from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
+from eaglegbv.verifiers.proof.tree import draft_iid
+from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked, select
 
 
 def pair(kind: str, vocab: int, seed: int) -> tuple[Probs, Probs]:
     p, q = PAIRS[kind](np.random.default_rng([seed, vocab]), vocab)
-    return as_law(p), as_law(q)
+    return as_probs(p), as_probs(q)
 
 
 def exact_pair(vocab: int, seed: int, total: int = 12) -> tuple[Probs, Probs]:
     """Twelfths: zeros and ties abound, and everything is exact."""
     rng = np.random.default_rng([seed, vocab])
 
-    def law() -> Probs:
+    def dist() -> Probs:
         counts = np.bincount(rng.integers(vocab, size=total), minlength=vocab)
         return tuple(Fraction(int(c), total) for c in counts)
 
-    return law(), law()
+    return dist(), dist()
 
 
 def optimal_acceptance(p: Probs, q: Probs, n: int) -> float | Fraction:
@@ -41,26 +35,26 @@ def optimal_acceptance(p: Probs, q: Probs, n: int) -> float | Fraction:
 
 
 def selected(p: Probs, q: Probs, n: int):
-    """The exact joint law of (selected token, number of drafts on it)."""
-    node = transport(p, q, n)
+    """The exact joint distribution of (selected token, number of drafts on it)."""
+    node = exact_transport(p, q, n)
 
     def run(chooser):
         drafts = {k: path[0] for k, path in enumerate(draft_iid(lambda _: q, n, 1, chooser))}
         token = select(node, drafts, 0, n, chooser)
         return token, list(drafts.values()).count(token)
 
-    return exact_law(run)
+    return exact_probs(run)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_b_is_a_law_that_attains_the_optimum(kind: str, n: int) -> None:
+def test_b_is_a_distribution_that_attains_the_optimum(kind: str, n: int) -> None:
     for seed in range(20):
         p, q = pair(kind, 5, seed)
-        node = transport(p, q, n)
-        assert min(node.law) >= 0
-        assert sum(node.law) == pytest.approx(1, abs=1e-14)
-        assert all(node.law[x] == 0 for x in range(5) if q[x] == 0)
+        node = exact_transport(p, q, n)
+        assert min(node.dist) >= 0
+        assert sum(node.dist) == pytest.approx(1, abs=1e-14)
+        assert all(node.dist[x] == 0 for x in range(5) if q[x] == 0)
         assert node.acceptance(p) == pytest.approx(optimal_acceptance(p, q, n), abs=1e-14)
 
 
@@ -68,43 +62,45 @@ def test_b_is_a_law_that_attains_the_optimum(kind: str, n: int) -> None:
 def test_optimum_is_attained_exactly_in_rationals(n: int) -> None:
     for seed in range(40):
         p, q = exact_pair(4, seed)
-        node = transport(p, q, n)
-        assert sum(node.law) == 1
+        node = exact_transport(p, q, n)
+        assert sum(node.dist) == 1
         assert node.acceptance(p) == optimal_acceptance(p, q, n)
 
 
 @pytest.mark.parametrize(("vocab", "n", "seeds"), [(2, 2, 20), (4, 2, 30), (3, 3, 20), (4, 3, 8)])
-def test_selection_has_law_b_and_the_multiplicity_law(vocab: int, n: int, seeds: int) -> None:
+def test_selection_has_distribution_b_and_the_multiplicity_distribution(
+    vocab: int, n: int, seeds: int
+) -> None:
     """Exact equality of rationals: no tolerance."""
     for seed in range(seeds):
         p, q = exact_pair(vocab, seed)
-        node = transport(p, q, n)
+        node = exact_transport(p, q, n)
         joint = selected(p, q, n)
         for x in support(q):
-            assert sum(joint.get((x, m), 0) for m in range(1, n + 1)) == node.law[x]
-            for m, share in enumerate(multiplicity_law(node, x), start=1):
-                assert joint.get((x, m), 0) == share * node.law[x]
+            assert sum(joint.get((x, m), 0) for m in range(1, n + 1)) == node.dist[x]
+            for m, share in enumerate(multiplicity_probs(node, x), start=1):
+                assert joint.get((x, m), 0) == share * node.dist[x]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection_and_multiplicity_in_floating_point(kind: str) -> None:
     for seed in range(6):
         p, q = pair(kind, 4, seed)
-        node = transport(p, q, 3)
+        node = exact_transport(p, q, 3)
         joint = selected(p, q, 3)
         for x in support(q):
-            for m, share in enumerate(multiplicity_law(node, x), start=1):
-                assert joint.get((x, m), 0) == pytest.approx(share * node.law[x], abs=1e-14)
+            for m, share in enumerate(multiplicity_probs(node, x), start=1):
+                assert joint.get((x, m), 0) == pytest.approx(share * node.dist[x], abs=1e-14)
 
 
 def test_labels_keep_q_stationary() -> None:
     for seed in range(40):
         p, q = exact_pair(5, seed)
         for n in (2, 3, 4):
-            node = transport(p, q, n)
+            node = exact_transport(p, q, n)
             labelled = [Fraction(0)] * len(node.order)
             for rank, mass in enumerate(node.q):
-                for label, share in node.label_law(rank).items():
+                for label, share in node.label_probs(rank).items():
                     assert 0 <= share <= 1
                     labelled[label] += mass * share
             assert labelled == list(node.q)
@@ -113,14 +109,14 @@ def test_labels_keep_q_stationary() -> None:
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_floating_point_agrees_with_rationals_on_a_long_vocabulary(n: int) -> None:
     rng = np.random.default_rng(n)
-    p, q = (as_law(rng.dirichlet(np.full(300, 0.1))) for _ in range(2))
-    exact_p, exact_q = (tuple(Fraction(x) for x in law) for law in (p, q))
-    rounded, exact = transport(p, q, n), transport(exact_p, exact_q, n)
+    p, q = (as_probs(rng.dirichlet(np.full(300, 0.1))) for _ in range(2))
+    exact_p, exact_q = (tuple(Fraction(x) for x in dist) for dist in (p, q))
+    rounded, exact = exact_transport(p, q, n), exact_transport(exact_p, exact_q, n)
     assert rounded.order == exact.order
     errors = [abs(a - float(b)) for a, b in zip(rounded.b, exact.b, strict=True)]
     assert max(errors) < 1e-15
     rank = max(range(len(exact.order)), key=lambda r: exact.b[r])
-    a, b = (multiplicity_law(node, node.order[rank]) for node in (rounded, exact))
+    a, b = (multiplicity_probs(node, node.order[rank]) for node in (rounded, exact))
     assert a == pytest.approx([float(x) for x in b], abs=1e-12)
 
 
@@ -128,8 +124,8 @@ def test_b_is_not_computed_by_a_cancelling_difference() -> None:
     """A tiny token's b keeps its relative precision; a difference of sums near 1 loses it all."""
     p = (1 - 1e-17, 1e-17, 0.0)
     q = (0.5, 1e-17, 0.5 - 1e-17)
-    node = transport(p, q, 2)
-    exact = transport(*(tuple(Fraction(x) for x in law) for law in (p, q)), 2)
+    node = exact_transport(p, q, 2)
+    exact = exact_transport(*(tuple(Fraction(x) for x in dist) for dist in (p, q)), 2)
     rank = exact.order.index(1)
     assert node.b[rank] == pytest.approx(float(exact.b[rank]), rel=1e-9)
 
@@ -140,18 +136,18 @@ def test_ranking_breaks_ties_by_token_id() -> None:
     assert ranked(p, q) == (1, 3, 0, 2, 4)
 
 
-def test_a_token_too_rare_to_move_the_cumulative_law() -> None:
+def test_a_token_too_rare_to_move_the_cumulative_distribution() -> None:
     q = (0.6, 1e-19, 0.4)
-    node = transport((0.2, 0.5, 0.3), q, 3)
-    assert sum(node.law) == pytest.approx(1, abs=1e-15)
-    law = multiplicity_law(node, 1)
-    assert law[0] == pytest.approx(1, abs=1e-15)
+    node = exact_transport((0.2, 0.5, 0.3), q, 3)
+    assert sum(node.dist) == pytest.approx(1, abs=1e-15)
+    dist = multiplicity_probs(node, 1)
+    assert dist[0] == pytest.approx(1, abs=1e-15)
 
 
 def test_fractions_and_floats_are_kept_apart() -> None:
     """Equal numbers of two kinds: neither is answered by what was worked out for the other."""
     exact = (Fraction(1, 4), Fraction(3, 4)), (Fraction(5, 8), Fraction(3, 8))
-    rounded = tuple(tuple(float(x) for x in law) for law in exact)
+    rounded = tuple(tuple(float(x) for x in dist) for dist in exact)
     assert rounded == exact
-    assert {type(b) for b in transport(*exact, 2).b} == {Fraction}
-    assert {type(b) for b in transport(*rounded, 2).b} == {float}
+    assert {type(b) for b in exact_transport(*exact, 2).b} == {Fraction}
+    assert {type(b) for b in exact_transport(*rounded, 2).b} == {float}

@@ -11,19 +11,24 @@ import pytest
 import torch
 from support.tables import Model, Shape, problem
 
-from eaglegbv.params import SamplingParams
-from eaglegbv.tree import Law
-from eaglegbv.uniforms import Purpose
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers import transport as transport_module
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.reference import transport as transport_module
-from eaglegbv.verifiers.reference.block import block, block_verification
-from eaglegbv.verifiers.reference.chooser import (
+from eaglegbv.verifiers.block import block, block_verification
+from eaglegbv.verifiers.otbv import otbv
+from eaglegbv.verifiers.proof.chooser import (
     Chooser,
+    Prefix,
+    Probs,
+    ProbsAt,
     UniformChooser,
-    exact_law,
+    exact_probs,
     inverse_cdf,
+    residual,
 )
-from eaglegbv.verifiers.reference.enumeration import (
+from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Verify,
     completed,
@@ -32,15 +37,13 @@ from eaglegbv.verifiers.reference.enumeration import (
     stateless,
     target_joint,
 )
-from eaglegbv.verifiers.reference.modified_target import ModifiedTarget
-from eaglegbv.verifiers.reference.otbv import otbv
-from eaglegbv.verifiers.reference.probs import LawAt, Prefix, Probs, residual
-from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.reference.specinfer import specinfer
-from eaglegbv.verifiers.reference.target_only import target_only
-from eaglegbv.verifiers.reference.tokenwise import token
-from eaglegbv.verifiers.reference.transport import select, transport
-from eaglegbv.verifiers.reference.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.specinfer import specinfer
+from eaglegbv.verifiers.stateful import ModifiedTarget
+from eaglegbv.verifiers.target_only import target_only
+from eaglegbv.verifiers.token import token
+from eaglegbv.verifiers.transport import exact_transport, select
 
 CAUGHT = 1e-3
 
@@ -49,33 +52,35 @@ def error(verify: Verify, case: Problem) -> float:
     return max_error(stateless(verify), [case], case.shape.length + 1)
 
 
-def worst(verify: Verify, law: Law, kind: str, shape: Shape, seeds: int = 6) -> float:
-    cases = [problem(law, Model(shape.vocab, kind, s), shape) for s in range(seeds)]
+def worst(
+    verify: Verify, draft_sampling: DraftSampling, kind: str, shape: Shape, seeds: int = 6
+) -> float:
+    cases = [problem(draft_sampling, Model(shape.vocab, kind, s), shape) for s in range(seeds)]
     return max(error(verify, case) for case in cases)
 
 
-def test_ties_are_ordered_alike_in_selection_and_law() -> None:
-    """Planted: the law ranks ties by token id, the selection by descending id."""
+def test_ties_are_ordered_alike_in_selection_and_distribution() -> None:
+    """Planted: the distribution ranks ties by token id, the selection by descending id."""
 
     def otbv_reversed_ties(tree: ReferenceTree, chooser: Chooser) -> Outcome:
-        path, laws = (), []
+        path, dists = (), []
         while drafts := tree.drafts(path):
-            p, q = tree.target_law(path), tree.draft_law(path)
-            node = transport(p, q, len(drafts))
+            p, q = tree.target_dist(path), tree.draft_dist(path)
+            node = exact_transport(p, q, len(drafts))
             order = tuple(sorted(node.order, key=lambda x: (p[x] / q[x], -x)))
             other = replace(
                 node,
                 order=order,
                 q=tuple(q[x] for x in order),
                 v=node.v,
-                b=tuple(node.law[x] for x in order),
+                b=tuple(node.dist[x] for x in order),
             )
-            laws.append(node.law)
+            dists.append(node.dist)
             path = (*path, select(other, drafts, len(path), len(tree.paths), chooser))
-        return block_verification(tree, path, laws, chooser)
+        return block_verification(tree, path, dists, chooser)
 
-    assert worst(otbv, Law.IID, "ties", Shape(4, 1, 2), seeds=40) < 1e-12
-    assert worst(otbv_reversed_ties, Law.IID, "ties", Shape(4, 1, 2), seeds=40) > CAUGHT
+    assert worst(otbv, DraftSampling.IID, "ties", Shape(4, 1, 2), seeds=40) < 1e-12
+    assert worst(otbv_reversed_ties, DraftSampling.IID, "ties", Shape(4, 1, 2), seeds=40) > CAUGHT
 
 
 def uniforms(u: float, paths: int, length: int) -> VerifyUniforms:
@@ -106,9 +111,9 @@ def impossible(make_chooser: Callable[[ReferenceTree], Chooser], name: str) -> b
     for seed in range(20):
         model = Model(4, "zeros", seed)
         shape = Shape(4, 2, 1 if reference.max_paths == 1 else 2)
-        law = min(reference.laws)
-        for paths in exact_law(lambda c, m=model, s=shape, w=law: draft(w, m.q, s, c)):
-            tree = ReferenceTree(law, paths, model.p, model.q)
+        draft_sampling = min(reference.draft_samplings)
+        for paths in exact_probs(lambda c, m=model, s=shape, w=draft_sampling: draft(w, m.q, s, c)):
+            tree = ReferenceTree(draft_sampling, paths, model.p, model.q)
             try:
                 step = reference.verify(tree, ModifiedTarget(), make_chooser(tree))
                 tokens = step.outcome.tokens
@@ -125,7 +130,7 @@ STATELESS = [n for n, r in REFERENCES.items() if not r.keeps_state or r.max_path
 @pytest.mark.parametrize("name", STATELESS)
 @pytest.mark.parametrize("u", [0.0, np.nextafter(1.0, 0.0), 1.0])
 def test_extreme_numbers_never_commit_an_impossible_token(name: str, u: float) -> None:
-    """u = 0 meets h = 0, and u = 1 (a number rounded up) the end of the law."""
+    """u = 0 meets h = 0, and u = 1 (a number rounded up) the end of the distribution."""
     assert not impossible(
         lambda tree: UniformChooser(uniforms(u, len(tree.paths), tree.length)), name
     )
@@ -163,7 +168,7 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
     def rejecting(weights: list[float], u: float) -> int:
         return 1 if len(weights) == 2 else inverse_cdf(weights, u)
 
-    tree = ReferenceTree(Law.IID, ((1,),), lambda prefix: p, lambda prefix: p)
+    tree = ReferenceTree(DraftSampling.IID, ((1,),), lambda prefix: p, lambda prefix: p)
     for verify in (token, block, specinfer):
         for u in (0.0, 0.5, 1.0):
             outcome = verify(tree, Planted(u, rejecting))
@@ -180,9 +185,9 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
     def by_its_sum(p: Probs, q: Probs, u: float) -> int:
         weights = np.array(residual(1, p, q))
         with np.errstate(invalid="ignore"):
-            law = weights / weights.sum()
-        assert np.isnan(law).all()
-        return int(np.argmax(np.cumsum(law) > u))
+            dist = weights / weights.sum()
+        assert np.isnan(dist).all()
+        return int(np.argmax(np.cumsum(dist) > u))
 
     for planted in (to_token_0, uniformly, by_its_sum):
         assert p[planted(p, p, 0.2)] == 0
@@ -192,10 +197,10 @@ def test_ratio_tests_on_children_that_were_not_drawn() -> None:
     """Planted: the most likely tokens are judged as if they had been sampled from q."""
 
     def as_if_drawn(tree: ReferenceTree, chooser: Chooser) -> Outcome:
-        return specinfer(replace(tree, law=Law.WOR), chooser)
+        return specinfer(replace(tree, draft_sampling=DraftSampling.WOR), chooser)
 
-    assert worst(target_only, Law.FIXED, "random", Shape(3, 2, 2)) < 1e-12
-    assert worst(as_if_drawn, Law.FIXED, "random", Shape(3, 2, 2)) > CAUGHT
+    assert worst(target_only, DraftSampling.FIXED, "random", Shape(3, 2, 2)) < 1e-12
+    assert worst(as_if_drawn, DraftSampling.FIXED, "random", Shape(3, 2, 2)) > CAUGHT
 
 
 @pytest.mark.parametrize("name", ["otbv", "gbv", "spectr", "specinfer", "global_resolution"])
@@ -206,17 +211,19 @@ def test_duplicated_paths_count_as_often_as_they_were_drawn(name: str) -> None:
     def merged(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser):
         return verify(replace(tree, paths=tuple(dict.fromkeys(tree.paths))), target, chooser)
 
-    cases = [problem(Law.IID, Model(3, "random", s), Shape(3, 1, 3)) for s in range(4)]
+    cases = [problem(DraftSampling.IID, Model(3, "random", s), Shape(3, 1, 3)) for s in range(4)]
     assert max(max_error(verify, [case], 2) for case in cases) < 1e-12
     assert max(max_error(merged, [case], 2) for case in cases) > CAUGHT
 
 
-def draws_differ(verify: Verify, law: Law, sampled: LawAt, model: Model, shape: Shape) -> float:
+def draws_differ(
+    verify: Verify, draft_sampling: DraftSampling, sampled: ProbsAt, model: Model, shape: Shape
+) -> float:
     """Error when drafts come from ``sampled`` and the verifier is handed the model's q."""
     outputs: dict[ModifiedTarget, float] = {}
-    for paths, mass in exact_law(lambda c: draft(law, sampled, shape, c)).items():
-        tree = ReferenceTree(law, paths, model.p, model.q)
-        for outcome, share in exact_law(lambda c, tree=tree: verify(tree, c)).items():
+    for paths, mass in exact_probs(lambda c: draft(draft_sampling, sampled, shape, c)).items():
+        tree = ReferenceTree(draft_sampling, paths, model.p, model.q)
+        for outcome, share in exact_probs(lambda c, tree=tree: verify(tree, c)).items():
             state = ModifiedTarget(outcome.tokens)
             outputs[state] = outputs.get(state, 0) + mass * share
     total = shape.length + 1
@@ -224,58 +231,58 @@ def draws_differ(verify: Verify, law: Law, sampled: LawAt, model: Model, shape: 
     return max(abs(full.get(k, 0) - mass) for k, mass in target_joint(model.p, total).items())
 
 
-def test_the_draft_law_handed_on_is_the_one_sampled() -> None:
+def test_the_draft_distribution_handed_on_is_the_one_sampled() -> None:
     """Planted: sampling from q in bfloat16, or from the top of q, and handing on q itself."""
     model, shape = Model(4, "random", 3), Shape(4, 2, 1)
 
     def rounded(prefix: Prefix) -> Probs:
-        law = torch.tensor(model.q(prefix)).bfloat16().to(torch.float64)
-        return tuple((law / law.sum()).tolist())
+        dist = torch.tensor(model.q(prefix)).bfloat16().to(torch.float64)
+        return tuple((dist / dist.sum()).tolist())
 
     def top_3(prefix: Prefix) -> Probs:
-        law = np.array(model.q(prefix))
-        law[law.argmin()] = 0.0
-        return tuple((law / law.sum()).tolist())
+        dist = np.array(model.q(prefix))
+        dist[dist.argmin()] = 0.0
+        return tuple((dist / dist.sum()).tolist())
 
     for verify in (token, block):
-        assert draws_differ(verify, Law.IID, model.q, model, shape) < 1e-12
-        assert draws_differ(verify, Law.IID, rounded, model, shape) > 1e-5
-        assert draws_differ(verify, Law.IID, top_3, model, shape) > CAUGHT
+        assert draws_differ(verify, DraftSampling.IID, model.q, model, shape) < 1e-12
+        assert draws_differ(verify, DraftSampling.IID, rounded, model, shape) > 1e-5
+        assert draws_differ(verify, DraftSampling.IID, top_3, model, shape) > CAUGHT
 
 
-def test_a_truncated_draft_law_is_lossless_if_handed_on() -> None:
-    """The top of q, renormalised and zero elsewhere, is a draft law like any other."""
+def test_a_truncated_draft_distribution_is_lossless_if_handed_on() -> None:
+    """The top of q, renormalised and zero elsewhere, is a draft distribution like any other."""
     model, shape = Model(4, "random", 3), Shape(4, 2, 2)
 
     def top_2(prefix: Prefix) -> Probs:
-        law = np.array(model.q(prefix))
-        law[np.argsort(law)[:2]] = 0.0
-        return tuple((law / law.sum()).tolist())
+        dist = np.array(model.q(prefix))
+        dist[np.argsort(dist)[:2]] = 0.0
+        return tuple((dist / dist.sum()).tolist())
 
     for name in ("gbv", "otbv", "spectr", "specinfer", "traversal"):
-        case = Problem(Law.IID, model.p, top_2, shape)
+        case = Problem(DraftSampling.IID, model.p, top_2, shape)
         assert max_error(REFERENCES[name].verify, [case], 3) < 1e-12
 
 
-def test_the_bonus_token_follows_the_warped_law() -> None:
+def test_the_bonus_token_follows_the_warped_distribution() -> None:
     """Planted: the token after a fully accepted path is drawn from the unwarped logits."""
     temperature = SamplingParams(temperature=0.5).temperature
     base = Model(3, "random", 4)
 
     def warped(prefix: Prefix) -> Probs:
-        law = np.array(base.p(prefix)) ** (1 / temperature)
-        return tuple((law / law.sum()).tolist())
+        dist = np.array(base.p(prefix)) ** (1 / temperature)
+        return tuple((dist / dist.sum()).tolist())
 
     def unwarped_leaf(verify: Verify) -> Verify:
         def planted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
             def p(prefix: Prefix) -> Probs:
                 return base.p(prefix) if len(prefix) == 2 else warped(prefix)
 
-            return verify(replace(tree, target_law=p), chooser)
+            return verify(replace(tree, target_dist=p), chooser)
 
         return planted
 
-    case = Problem(Law.IID, warped, base.q, Shape(3, 2, 1))
+    case = Problem(DraftSampling.IID, warped, base.q, Shape(3, 2, 1))
     for verify in (token, block):
         assert error(verify, case) < 1e-12
         assert error(unwarped_leaf(verify), case) > CAUGHT
@@ -287,14 +294,14 @@ def test_paths_stop_by_what_is_emitted_only() -> None:
     Planted: a path whose next token would be the end token stops before it.
     """
     model, shape = Model(3, "random", 2), Shape(3, 2, 1)
-    case = problem(Law.IID, model, shape, stop=lambda prefix: 0 in prefix)
+    case = problem(DraftSampling.IID, model, shape, stop=lambda prefix: 0 in prefix)
     assert error(block, case) < 1e-12
 
     outputs: dict[ModifiedTarget, float] = {}
-    for (path,), mass in exact_law(lambda c: draft(Law.IID, model.q, shape, c)).items():
+    for (path,), mass in exact_probs(lambda c: draft(DraftSampling.IID, model.q, shape, c)).items():
         seen = path[: path.index(0)] if 0 in path else path
-        tree = ReferenceTree(Law.IID, (seen,), model.p, model.q)
-        for outcome, share in exact_law(lambda c, tree=tree: block(tree, c)).items():
+        tree = ReferenceTree(DraftSampling.IID, (seen,), model.p, model.q)
+        for outcome, share in exact_probs(lambda c, tree=tree: block(tree, c)).items():
             state = ModifiedTarget(outcome.tokens)
             outputs[state] = outputs.get(state, 0) + mass * share
     full = completed(outputs, model.p, 3)
@@ -309,18 +316,23 @@ def test_padding_of_the_vocabulary_is_never_committed() -> None:
     """
 
     def target(padding: float) -> Probs:
-        law = torch.softmax(torch.tensor([1.0, 0.5, padding, padding], dtype=torch.float64), 0)
-        return tuple(law.tolist())
+        dist = torch.softmax(torch.tensor([1.0, 0.5, padding, padding], dtype=torch.float64), 0)
+        return tuple(dist.tolist())
 
     def committed(padding: float) -> set[int]:
-        tree_law = target(padding)
+        tree_probs = target(padding)
         case = Problem(
-            Law.IID, lambda prefix: tree_law, lambda prefix: (0.2, 0.3, 0.1, 0.4), Shape(4, 2, 2)
+            DraftSampling.IID,
+            lambda prefix: tree_probs,
+            lambda prefix: (0.2, 0.3, 0.1, 0.4),
+            Shape(4, 2, 2),
         )
         tokens: set[int] = set()
-        for paths in exact_law(lambda c: draft(Law.IID, case.draft_law, case.shape, c)):
-            tree = ReferenceTree(Law.IID, paths, case.target_law, case.draft_law)
-            for outcome in exact_law(lambda c, tree=tree: otbv(tree, c)):
+        for paths in exact_probs(
+            lambda c: draft(DraftSampling.IID, case.draft_dist, case.shape, c)
+        ):
+            tree = ReferenceTree(DraftSampling.IID, paths, case.target_dist, case.draft_dist)
+            for outcome in exact_probs(lambda c, tree=tree: otbv(tree, c)):
                 tokens |= set(outcome.tokens)
         return tokens
 

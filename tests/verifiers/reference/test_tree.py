@@ -1,13 +1,12 @@
 import torch
 
-from eaglegbv.target_law import TargetLaw
-from eaglegbv.tree import DraftTree, Law, check_tree
-from eaglegbv.verifiers.reference.tree import from_draft_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.verifiers.proof.tree import from_draft_tree
 
 
 def test_a_request_of_a_batch_reads_as_token_paths() -> None:
     tree = DraftTree(
-        law=Law.IID,
+        draft_sampling=DraftSampling.IID,
         token_ids=torch.tensor([[9, 0, 0, 0], [9, 2, 1, 0]]),
         parents=torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1]]),
         depth=torch.tensor([[0, 0, 0, 0], [0, 1, 2, 2]]),
@@ -20,14 +19,14 @@ def test_a_request_of_a_batch_reads_as_token_paths() -> None:
     check_tree(tree)
     probs = torch.rand(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     probs /= probs.sum(-1, keepdim=True)
-    one = from_draft_tree(tree, TargetLaw.of_probs(probs), 1)
+    one = from_draft_tree(tree, TargetProbs.of_probs(probs), 1)
     assert one.paths == ((2, 1), (2, 0))
     assert one.nodes() == {(2,): 1, (2, 1): 2, (2, 0): 3}
     assert one.drafts(()) == {0: 2, 1: 2}
     assert one.children((2,)) == {1: 0, 0: 1}
     assert one.paths_through((2, 1)) == ()
-    assert torch.allclose(torch.tensor(one.draft_law(())), torch.tensor([0.0, 0.1, 0.9]))
-    assert torch.allclose(torch.tensor(one.draft_law((2,))), torch.tensor([0.7, 0.3, 0.0]))
-    law = torch.tensor(one.target_law((2, 0)), dtype=torch.float64)
-    assert torch.allclose(law, probs[1, 3], atol=1e-15)
-    assert from_draft_tree(tree, TargetLaw.of_probs(probs), 0).children(()) == {}
+    assert torch.allclose(torch.tensor(one.draft_dist(())), torch.tensor([0.0, 0.1, 0.9]))
+    assert torch.allclose(torch.tensor(one.draft_dist((2,))), torch.tensor([0.7, 0.3, 0.0]))
+    dist = torch.tensor(one.target_dist((2, 0)), dtype=torch.float64)
+    assert torch.allclose(dist, probs[1, 3], atol=1e-15)
+    assert from_draft_tree(tree, TargetProbs.of_probs(probs), 0).children(()) == {}

@@ -18,18 +18,19 @@ from support.acceptance import (
 )
 from support.tables import KINDS, Model, Shape, constant, problem
 
-from eaglegbv.tree import Law
-from eaglegbv.verifiers.reference.enumeration import (
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.global_resolution import GlobalResolution, Solver
+from eaglegbv.verifiers.proof.chooser import Number
+from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     acceptance_length,
     drafted_paths,
     iterate,
     max_error,
-    output_law,
+    output_probs,
     stateless,
 )
-from eaglegbv.verifiers.reference.global_resolution import GlobalResolution, Solver
-from eaglegbv.verifiers.reference.oracles import (
+from eaglegbv.verifiers.proof.lp import (
     alpha_greedy,
     alpha_iid,
     alpha_wor,
@@ -39,9 +40,8 @@ from eaglegbv.verifiers.reference.oracles import (
     lp_acceptance,
     lp_acceptance_length,
 )
-from eaglegbv.verifiers.reference.probs import Number
-from eaglegbv.verifiers.reference.registry import REFERENCES
-from eaglegbv.verifiers.reference.spectr import scale, spectr
+from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.spectr import scale, spectr
 
 TOY = (constant("1/3", "2/3"), constant("2/3", "1/3"))
 THREE = (constant(".1", ".5", ".4"), constant(".5", ".4", ".1"))
@@ -50,10 +50,10 @@ FOUR = (constant(".4", ".3", ".2", ".1"), constant(".1", ".2", ".3", ".4"))
 
 def length(name: str, case: Problem) -> Number:
     states = iterate(REFERENCES[name].verify, [case], case.shape.length + 1)
-    law: dict = {}
+    dist: dict = {}
     for state, mass in states.items():
-        law[state.context] = law.get(state.context, 0) + mass
-    return acceptance_length(law)
+        dist[state.context] = dist.get(state.context, 0) + mass
+    return acceptance_length(dist)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def length(name: str, case: Problem) -> Number:
     ],
 )
 def test_toy(name: str, depth: int, paths: int, expected: str) -> None:
-    case = Problem(Law.IID, *TOY, Shape(2, depth, paths))
+    case = Problem(DraftSampling.IID, *TOY, Shape(2, depth, paths))
     assert length(name, case) == Fraction(expected)
     assert max_error(REFERENCES[name].verify, [case], depth + 1) == 0
 
@@ -91,13 +91,13 @@ def test_toy(name: str, depth: int, paths: int, expected: str) -> None:
     [(1, 2, "8/9"), (2, 2, "131/81"), (2, 3, "1351/729"), (3, 2, "1621/729")],
 )
 def test_toy_optimum(depth: int, paths: int, expected: str) -> None:
-    case = Problem(Law.IID, *TOY, Shape(2, depth, paths))
+    case = Problem(DraftSampling.IID, *TOY, Shape(2, depth, paths))
     optimum = lp_acceptance_length(TOY[0], 2, drafted_paths(case))
     assert optimum == pytest.approx(float(Fraction(expected)), abs=1e-9)
 
 
 ONE_STEP = [
-    # laws, n, alpha* iid, RRS, K-SEQ, rho, alpha* wor, RRS-wo, greedy
+    # distributions, n, alpha* iid, RRS, K-SEQ, rho, alpha* wor, RRS-wo, greedy
     (TOY, 2, "8/9", "7/9", 0.8114195153, 1.4342585459, "1", "1", "1"),
     (THREE, 2, "79/100", "37/50", 3 / 4, 3 / 2, "13/15", "39/50", "4/5"),
     (THREE, 3, "871/1000", "383/500", 0.7939499683, 1.9394996831, "1", "1", "1"),
@@ -111,22 +111,22 @@ def test_one_step_table(row) -> None:
     (p, q), n, iid, rrs, k_seq, rho, wor, rrs_wor, greedy = row
     shape = Shape(len(p(())), 1, n)
 
-    def exact(name: str, law: Law) -> Number:
-        return length(name, Problem(law, p, q, shape))
+    def exact(name: str, draft_sampling: DraftSampling) -> Number:
+        return length(name, Problem(draft_sampling, p, q, shape))
 
     assert alpha_iid(p(()), q(()), n) == Fraction(iid)
-    assert exact("otbv", Law.IID) == Fraction(iid)
-    assert exact("global_resolution", Law.IID) == Fraction(iid)
-    assert exact("specinfer", Law.IID) == Fraction(rrs)
-    assert exact("spectr", Law.IID) == pytest.approx(k_seq, abs=1e-10)
+    assert exact("otbv", DraftSampling.IID) == Fraction(iid)
+    assert exact("global_resolution", DraftSampling.IID) == Fraction(iid)
+    assert exact("specinfer", DraftSampling.IID) == Fraction(rrs)
+    assert exact("spectr", DraftSampling.IID) == pytest.approx(k_seq, abs=1e-10)
     assert scale(p(()), q(()), n) == pytest.approx(rho, abs=1e-10)
     assert alpha_wor(p(()), q(()), n) == Fraction(wor)
-    assert exact("specinfer", Law.WOR) == Fraction(rrs_wor)
+    assert exact("specinfer", DraftSampling.WOR) == Fraction(rrs_wor)
     assert alpha_greedy(p(()), q(()), n) == Fraction(greedy)
-    assert exact("greedy_draft", Law.GREEDY) == Fraction(greedy)
-    assert exact("otbv", Law.GREEDY) == Fraction(greedy)
+    assert exact("greedy_draft", DraftSampling.GREEDY) == Fraction(greedy)
+    assert exact("otbv", DraftSampling.GREEDY) == Fraction(greedy)
     if n == 2:
-        assert exact("spechub", Law.HUB) == Fraction(greedy)
+        assert exact("spechub", DraftSampling.HUB) == Fraction(greedy)
 
 
 def draft_sets(case: Problem) -> dict[frozenset[int], Number]:
@@ -145,32 +145,40 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
     for seed in range(4):
         model = Model(4, kind, seed)
         p, q = model.p(()), model.q(())
-        cases = {law: problem(law, model, shape) for law in Law if law is not Law.HUB or n == 2}
-        optimum = {law: lp_acceptance(p, draft_sets(case)) for law, case in cases.items()}
-        assert optimum[Law.IID] == pytest.approx(lp_acceptance(p, draft_sets_iid(q, n)), abs=1e-9)
-        assert alpha_iid(p, q, n) == pytest.approx(optimum[Law.IID], abs=1e-9)
-        assert alpha_wor(p, q, n) == pytest.approx(optimum[Law.WOR], abs=1e-9)
-        assert alpha_greedy(p, q, n) == pytest.approx(optimum[Law.GREEDY], abs=1e-9)
+        cases = {
+            draft_sampling: problem(draft_sampling, model, shape)
+            for draft_sampling in DraftSampling
+            if draft_sampling is not DraftSampling.HUB or n == 2
+        }
+        optimum = {dist: lp_acceptance(p, draft_sets(case)) for dist, case in cases.items()}
+        assert optimum[DraftSampling.IID] == pytest.approx(
+            lp_acceptance(p, draft_sets_iid(q, n)), abs=1e-9
+        )
+        assert alpha_iid(p, q, n) == pytest.approx(optimum[DraftSampling.IID], abs=1e-9)
+        assert alpha_wor(p, q, n) == pytest.approx(optimum[DraftSampling.WOR], abs=1e-9)
+        assert alpha_greedy(p, q, n) == pytest.approx(optimum[DraftSampling.GREEDY], abs=1e-9)
         attained = [
-            ("otbv", Law.IID),
-            ("otbv", Law.GREEDY),
-            ("otbv", Law.FIXED),
-            ("greedy_draft", Law.GREEDY),
-            ("global_resolution", Law.IID),
-            ("target_only", Law.FIXED),
-            *([("spechub", Law.HUB)] if n == 2 else []),
+            ("otbv", DraftSampling.IID),
+            ("otbv", DraftSampling.GREEDY),
+            ("otbv", DraftSampling.FIXED),
+            ("greedy_draft", DraftSampling.GREEDY),
+            ("global_resolution", DraftSampling.IID),
+            ("target_only", DraftSampling.FIXED),
+            *([("spechub", DraftSampling.HUB)] if n == 2 else []),
         ]
-        for name, law in attained:
-            assert length(name, cases[law]) == pytest.approx(optimum[law], abs=1e-9), name
+        for name, dist in attained:
+            assert length(name, cases[dist]) == pytest.approx(optimum[dist], abs=1e-9), name
         for solver in ("convex", "race", "max_flow"):
             name = f"global_resolution_{solver}"
-            assert length(name, cases[Law.IID]) == pytest.approx(optimum[Law.IID], abs=1e-3), name
-        assert length("global_resolution_lp", cases[Law.IID]) == pytest.approx(
-            optimum[Law.IID], abs=1e-8
+            assert length(name, cases[DraftSampling.IID]) == pytest.approx(
+                optimum[DraftSampling.IID], abs=1e-3
+            ), name
+        assert length("global_resolution_lp", cases[DraftSampling.IID]) == pytest.approx(
+            optimum[DraftSampling.IID], abs=1e-8
         )
         for name in ("specinfer", "traversal"):
-            for law in (Law.IID, Law.WOR):
-                assert length(name, cases[law]) <= optimum[law] + 1e-9
+            for dist in (DraftSampling.IID, DraftSampling.WOR):
+                assert length(name, cases[dist]) <= optimum[dist] + 1e-9
 
 
 def test_k_seq_accepts_what_its_formula_says() -> None:
@@ -180,7 +188,7 @@ def test_k_seq_accepts_what_its_formula_says() -> None:
         rho = scale(p, q, n)
         beta = sum(min(qx, px / rho) for px, qx in zip(p, q, strict=True))
         assert 1 - (1 - beta) ** n == pytest.approx(rho * beta, abs=1e-12)
-        case = problem(Law.IID, model, Shape(4, 1, n))
+        case = problem(DraftSampling.IID, model, Shape(4, 1, n))
         assert length("spectr", case) == pytest.approx(1 - (1 - beta) ** n, abs=1e-12)
 
 
@@ -198,7 +206,7 @@ def test_one_path(kind: str) -> None:
     """Block verification is optimal; the greedy rule reaches the ideal of one step."""
     for seed in range(4):
         model = Model(3, kind, seed)
-        case = problem(Law.IID, model, Shape(3, 2, 1))
+        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         assert length("block", case) == pytest.approx(optimum, abs=1e-9)
         ideal = ideal_length(model.p, model.q, 2)
@@ -210,18 +218,20 @@ def test_one_path(kind: str) -> None:
 def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> None:
     for seed in range(3):
         model = Model(3, kind, seed)
-        case = problem(Law.FIXED, model, Shape(3, 2, 2))
+        case = problem(DraftSampling.FIXED, model, Shape(3, 2, 2))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         for name in ("target_only", "otbv"):
             assert length(name, case) == pytest.approx(optimum, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [n for n, r in REFERENCES.items() if Law.IID in r.laws])
+@pytest.mark.parametrize(
+    "name", [n for n, r in REFERENCES.items() if DraftSampling.IID in r.draft_samplings]
+)
 def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
     for seed in range(4):
         model = Model(3, KINDS[seed], seed)
         paths = REFERENCES[name].max_paths or 2
-        case = problem(Law.IID, model, Shape(3, 2, paths))
+        case = problem(DraftSampling.IID, model, Shape(3, 2, paths))
         if not REFERENCES[name].keeps_state:
             optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
             assert length(name, case) <= optimum + 1e-9
@@ -231,7 +241,7 @@ def test_lengths_by_recursion_equal_enumeration() -> None:
     for seed, kind in enumerate(KINDS):
         for shape in (Shape(3, 2, 2), Shape(2, 2, 3), Shape(2, 3, 2)):
             model = Model(shape.vocab, kind, seed)
-            case = problem(Law.IID, model, shape)
+            case = problem(DraftSampling.IID, model, shape)
             sizes = (model.p, model.q, shape.paths, shape.length)
             assert length("otbv", case) == pytest.approx(otbv_length(*sizes), abs=1e-12)
             assert length("gbv", case) == pytest.approx(gbv_length(*sizes), abs=1e-12)
@@ -252,7 +262,7 @@ def test_drawing_without_replacement_as_a_race() -> None:
             assert inside_wor_race(q, H, n) == pytest.approx(exact, abs=1e-10)
 
 
-def test_a_ratio_of_symmetric_polynomials_is_another_law() -> None:
+def test_a_ratio_of_symmetric_polynomials_is_another_distribution() -> None:
     """The formula printed for draws without replacement gives 132/145 where 13/15 is right."""
     p, q = THREE[0](()), THREE[1](())
 
@@ -301,7 +311,7 @@ def test_otbv_is_close_to_the_optimum_on_average(
     table: dict[str, list[float]] = {}
     for seed in range(TREES):
         model = Model(3, drafter, 1000 + seed)
-        case = problem(Law.IID, model, Shape(3, 2, paths))
+        case = problem(DraftSampling.IID, model, Shape(3, 2, paths))
         sizes = (model.p, model.q, paths, 2)
         row = {
             "optimum": lp_acceptance_length(model.p, 3, drafted_paths(case)),
@@ -367,7 +377,8 @@ def test_more_paths_accept_more_under_spectr_gbv() -> None:
     for seed in range(6):
         model = Model(2, "random", seed)
         one, two, three = (
-            length("spectr_gbv", problem(Law.IID, model, Shape(2, 2, paths))) for paths in (1, 2, 3)
+            length("spectr_gbv", problem(DraftSampling.IID, model, Shape(2, 2, paths)))
+            for paths in (1, 2, 3)
         )
         assert one <= two + 1e-12
         assert two <= three + 1e-12
@@ -376,11 +387,11 @@ def test_more_paths_accept_more_under_spectr_gbv() -> None:
 @pytest.mark.parametrize("solver", ["convex", "race", "max_flow", "lp"])
 def test_a_solver_that_fails_falls_back_to_k_seq_and_counts_it(solver: str) -> None:
     """No solver is within a negative tolerance: every node with two drafts falls back."""
-    case = problem(Law.IID, Model(3, "random", 1), Shape(3, 1, 2))
+    case = problem(DraftSampling.IID, Model(3, "random", 1), Shape(3, 1, 2))
     failing = GlobalResolution(Solver(solver), tolerance=-1.0)
     working = GlobalResolution(Solver(solver))
-    assert output_law(failing, case) == output_law(spectr, case)
+    assert output_probs(failing, case) == output_probs(spectr, case)
     assert failing.fallbacks > 0
     assert max_error(stateless(failing), [case], 2) < 1e-12
-    assert output_law(working, case) != output_law(spectr, case)
+    assert output_probs(working, case) != output_probs(spectr, case)
     assert working.fallbacks == 0

@@ -1,0 +1,208 @@
+"""A small language model as a drafter, with the target's tokenizer and its own KV pool.
+
+It reads tokens, so its row at position t reads x_t and predicts x_{t+1}. With x_0 ... x_c known the
+root of the tree is x_c, which the target has not read yet and neither has the model:
+
+    position   0 ... c-1  |  c      c+1         c+2
+    token      committed  | root    node at     node at
+                          |         depth 1     depth 2
+    predicts              | depth 1 depth 2     depth 3
+
+The model's pool is numbered like the target's: rows of committed tokens are in their own slots,
+those of the root and of drafted nodes in scratch slots. Nodes that are committed are run again at
+their own slots, in the same forward as the next root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.config import Plan
+from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
+from eaglegbv.drafters.tree_growth import (
+    GROWN_SAMPLINGS,
+    DraftedRows,
+    DraftProbs,
+    GrowingTree,
+    ProbsSettings,
+    RowSnapshot,
+    draft_trees,
+    next_rows,
+    replayed_probs,
+)
+from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.tree import DraftSampling, DraftTree
+
+
+class Scores(Protocol):
+    """What a forward computes."""
+
+    @property
+    def logits(self) -> Tensor:
+        """``[rows asked for, vocab]`` float32."""
+
+
+class LanguageModel(Protocol):
+    """A model that scores packed segments over its own paged KV pool, as targets do."""
+
+    vocab_size: int
+    device: torch.device
+
+    def forward(self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> Scores:
+        """Run the new tokens of ``segments``; return the logits of the packed rows asked for."""
+
+
+@dataclass(slots=True)
+class StandaloneState(DraftState):
+    """The model's memory of one request.
+
+    Attributes:
+        context: Committed tokens whose rows are in their own slots.
+        logits: ``[vocab]``, of what follows the root of the last tree; None before the first.
+    """
+
+    context: int = 0
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneSnapshot(RowSnapshot):
+    """A step's root and the tokens appended since.
+
+    Its context includes the root, which has since been committed, and was run at its own slot
+    before the next tree was drawn.
+
+    Attributes:
+        logits: ``[vocab]``, of what follows.
+    """
+
+    logits: Tensor
+
+
+class StandaloneDrafter(RecallingDrafter):
+    """Drafts with a language model."""
+
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+
+    def __init__(self, model: LanguageModel, *, vocab_size: int) -> None:
+        """Wrap a model.
+
+        Args:
+            model: The model; its slots are numbered like the target's.
+            vocab_size: The target's number of tokens. If the two tables are padded differently,
+                the model drafts the tokens that both have, and reads a token without a row as its
+                last one.
+        """
+        self.model = model
+        self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
+
+    def observe(self, request: Request, features: Tensor) -> None:
+        """Do nothing: the request's tokens and slots are all that is needed."""
+
+    def forget(self, request: Request) -> None:
+        """Drop the request's memory; its KV slots are the engine's to free."""
+        request.draft_states.pop(StandaloneState, None)
+
+    def shareable(self, request: Request) -> int:
+        """Return how many tokens were run at their own slots; see :meth:`Drafter.shareable`."""
+        return _state(request).context
+
+    @torch.inference_mode()
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Run the committed tokens that have not been run, in one forward."""
+        behind = [r for r in requests if _state(r).context < r.context]
+        if not behind:
+            return
+        segments = [self._committed(request, request.slots) for request in behind]
+        # A forward returns the logits of at least one row.
+        self._run(segments, torch.zeros(1, dtype=torch.int64))
+        for request in behind:
+            _state(request).context = request.context
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree:
+        """Propose one tree per request; see :meth:`Drafter.draft`."""
+        known = [
+            torch.cat((request.slots, slots[:1]))
+            for request, slots in zip(requests, tree_slots, strict=True)
+        ]
+        segments = [
+            self._committed(request, slots) for request, slots in zip(requests, known, strict=True)
+        ]
+        ends = torch.tensor([s.num_new for s in segments]).cumsum(0) - 1
+        logits = self._run(segments, ends)
+        for request, own in zip(requests, logits, strict=True):
+            state = _state(request)
+            state.context, state.logits = request.context, own
+        drafted = [
+            DraftedRows(slots, free[1:]) for slots, free in zip(known, tree_slots, strict=True)
+        ]
+
+        def follow(
+            trees: Sequence[GrowingTree],
+            nodes: Sequence[Sequence[int]],
+            parents: list[int],  # noqa: ARG001  keys and values are all a row needs
+        ) -> Tensor:
+            return self._run(DraftedRows.segments(drafted, trees, nodes), None)
+
+        return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
+
+    def snapshot(self, request: Request) -> StandaloneSnapshot:
+        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
+        state = _state(request)
+        if state.logits is None:
+            raise RuntimeError(f"request {request.number} has drafted no tree")
+        return StandaloneSnapshot(
+            context=state.context + 1,
+            rows=request.slots[:0],
+            # A copy, as the row would keep the output of its whole batch alive.
+            logits=state.logits.clone(),
+            settings=ProbsSettings.of(request, len(self._ids)),
+        )
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row for each; see :meth:`RecallingDrafter.advance`."""
+        own = own_snapshots(snapshots, StandaloneSnapshot)
+        logits = self._run(next_rows(requests, own, tokens, slots), None)
+        return [
+            replace(s, rows=torch.cat((s.rows, slot)), logits=row)
+            for s, slot, row in zip(own, slots.split(1), logits, strict=True)
+        ]
+
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
+        own = own_snapshots(snapshots, StandaloneSnapshot)
+        logits = torch.stack([s.logits for s in own])
+        return replayed_probs(logits, [s.settings for s in own], self._ids)
+
+    def _committed(self, request: Request, slots: Tensor) -> Segment:
+        """Return the rows of the tokens from the last one run to the last one with a slot."""
+        start = _state(request).context
+        tokens = request.tokens_from(start)[: len(slots) - start]
+        return Segment.causal(torch.tensor(tokens), slots[:start], slots[start:])
+
+    def _run(self, segments: Sequence[Segment], logit_rows: Tensor | None) -> Tensor:
+        last = self.model.vocab_size - 1
+        readable = [replace(s, token_ids=s.token_ids.clamp(max=last)) for s in segments]
+        return self.model.forward(readable, logit_rows=logit_rows).logits[:, : len(self._ids)]
+
+
+def _state(request: Request) -> StandaloneState:
+    return own_state(request, StandaloneState, lambda: StandaloneState(context=request.shared))

@@ -1,0 +1,620 @@
+"""Sizes and settings of an EAGLE head, and which published head it is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eaglegbv.attention.base import PagedAttention, Segment, pack
+from eaglegbv.attention.opaque import PagedCall
+from eaglegbv.errors import DrafterMismatch, one_of
+from eaglegbv.fused_linears import PackedProduct, Product, Quantization, prepare, product_of
+
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class Arch(StrEnum):
+    """Which published head."""
+
+    EAGLE1 = "eagle1"
+    """EAGLE-1 and EAGLE-2, whose weights are the same."""
+    EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHeadConfig:
+    """Sizes and settings of a head.
+
+    Attributes:
+        arch: Which published head.
+        hidden_size: Width of the head's residual stream.
+        target_hidden_size: Width of the target's; EAGLE-1 needs both to be equal.
+        intermediate_size: Width of the feed-forward layer.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        vocab_size: Tokens of the target.
+        draft_vocab_size: Tokens the head can draft; EAGLE-1 drafts all.
+        feature_layers: EAGLE-3: the target layers whose inputs are the features, low to high.
+            EAGLE-1: empty, the feature being the hidden state after the final norm.
+        rms_norm_eps: Added to the mean square in norms.
+        rope_parameters: Rotary embedding settings, as in transformers' configurations.
+        fc_bias: Whether ``fc`` has a bias.
+        qkv_bias: Whether the query, key and value projections have biases.
+        o_bias: Whether the output projection of attention has a bias.
+        qk_norm: Whether queries and keys are normed before they are rotated, as in Qwen3.
+        norm_before_fc: EAGLE-3: the features are normed together before ``fc`` (``input_norm``).
+        fc_norm: EAGLE-3: each layer's features are normed on their own before ``fc``.
+        norm_before_residual: EAGLE-3: the residual stream starts at the normed state.
+        norm_output: EAGLE-3: the recurrent state is the one the output layer reads, after the last
+            norm, and not the one before it.
+    """
+
+    arch: Arch
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...] = ()
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in _FIXED_ROPE_TYPES:
+            raise DrafterMismatch(
+                "rope_type", rope_type, one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
+            )
+        rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
+        if rotated != 1.0:
+            raise DrafterMismatch("partial_rotary_factor", rotated, "1.0, the whole head rotated")
+        if self.num_heads % self.num_kv_heads:
+            raise DrafterMismatch("num_kv_heads", self.num_kv_heads, f"to divide {self.num_heads}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DrafterMismatch(
+                "draft_vocab_size", self.draft_vocab_size, f"an integer in [1, {self.vocab_size}]"
+            )
+        if self.arch is Arch.EAGLE1:
+            self._check_eagle1()
+
+    def _check_eagle1(self) -> None:
+        if self.hidden_size != self.target_hidden_size:
+            raise DrafterMismatch(
+                "hidden_size", self.hidden_size, f"the target's, {self.target_hidden_size}"
+            )
+        if self.draft_vocab_size != self.vocab_size:
+            raise DrafterMismatch(
+                "draft_vocab_size", self.draft_vocab_size, f"the target's, {self.vocab_size}"
+            )
+        if self.feature_layers:
+            raise DrafterMismatch("feature_layers", self.feature_layers, "none for an EAGLE-1 head")
+        for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"):
+            if getattr(self, name):
+                raise DrafterMismatch(name, True, "false for an EAGLE-1 head")
+
+    @property
+    def feature_size(self) -> int:
+        """Width F of the target's features of a token."""
+        return max(1, len(self.feature_layers)) * self.target_hidden_size
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the target layers whose inputs EAGLE-3 reads when a checkpoint names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+# Rotary position embeddings of an EAGLE head.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Rotary angles, for the half-split layout of Llama.
+
+    It has no equality, and so no hash of its fields, because PyTorch before 2.13 hashes what is
+    called while it traces.
+
+    Attributes:
+        cos: ``[..., 1, head_dim]``, the cosines, twice.
+        sin: ``[..., 1, head_dim]``, the sines, negative and then positive.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate ``x`` ``[..., heads, head_dim]``."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
+
+    def at(self, positions: Tensor) -> "Rotation":
+        """Return the rows of these angles that ``positions`` ``[rows]`` int64 select."""
+        return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary angles with transformers' frequencies and scaling."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__()
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        # A head may be built on the meta device and filled from a file, which has no frequencies.
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(llama)
+        self.register_buffer("frequencies", rotary.inv_freq, persistent=False)
+        self.scaling = float(rotary.attention_scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.frequencies
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Frequencies rounded to half precision would misplace far positions.
+        self.frequencies = exact.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the angles of ``positions`` ``[...]`` int64, computed in float32, in ``dtype``."""
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(-2)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+
+
+# The parts of an EAGLE head's decoder layer: attention, feed-forward layer, norms.
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, ``q`` and
+``k`` already rotated, to ``[..., heads, head_dim]``."""
+
+
+class Attention(nn.Module):
+    """Projections around an attention that is passed in."""
+
+    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        self.q_proj = nn.Linear(input_size, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Attend from ``x`` ``[..., input_size]``; return ``[..., hidden]``."""
+        q, k, v = self.heads(x)
+        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
+        return out
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        return q, k, v
+
+
+class _NormedAttention(Attention):
+    """Attention whose queries and keys are normed head by head (Qwen3)."""
+
+    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
+        super().__init__(config, input_size)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+def attention_of(config: EagleHeadConfig, input_size: int) -> Attention:
+    """Return the attention of a head of ``config`` that reads rows of ``input_size`` numbers."""
+    return (_NormedAttention if config.qk_norm else Attention)(config, input_size)
+
+
+class NormEach(nn.ModuleList):
+    """One norm for the features of each layer."""
+
+    def __init__(self, layers: int, width: int, eps: float) -> None:
+        super().__init__(nn.RMSNorm(width // layers, eps) for _ in range(layers))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Norm ``features`` ``[..., width]``, those of each layer separately."""
+        parts = features.chunk(len(self), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SiLU-gated feed-forward layer."""
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__()
+        size, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, wide, bias=False)
+        self.up_proj = nn.Linear(size, wide, bias=False)
+        self.down_proj = nn.Linear(wide, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., hidden]`` of ``x`` ``[..., hidden]``."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+# EAGLE heads: one decoder layer that continues a target's features.
+#
+# One definition serves training and inference: attention is passed in as a function, so the layer
+# knows neither masks nor caches. Tensor names and the forward follow the published checkpoints of
+# EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
+
+
+class EagleHead(nn.Module, ABC):
+    """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level.
+
+    Attributes:
+        config: Sizes and settings.
+        embedding: ``[vocab, hidden]``, the target's token embedding unless the checkpoint has one.
+        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+    """
+
+    embedding: Tensor
+    draft_to_target: Tensor
+
+    def __init__(
+        self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
+    ) -> None:
+        """Build a head with fresh weights.
+
+        Args:
+            config: Sizes and settings.
+            embedding: ``[vocab, hidden]``; shared, not copied, and not saved with the head.
+            draft_to_target: ``[draft_vocab]`` int64; None for the full vocabulary.
+        """
+        super().__init__()
+        self.config = config
+        if draft_to_target is None:
+            draft_to_target = torch.arange(config.draft_vocab_size, device=embedding.device)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
+        self.rotary = RotaryEmbedding(config)
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Run the layer once and return the next hidden state, ``[..., hidden]``.
+
+        Args:
+            token_ids: ``[...]`` int64, the token *after* the position whose feature is ``hidden``.
+            hidden: ``[..., hidden]``, a fused feature or this function's earlier result.
+            positions: ``[...]`` int64, rotary positions.
+            attend: Attention over whatever the caller keeps.
+        """
+        embedded = functional.embedding(token_ids, self.embedding)
+        return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
+
+    @torch.no_grad()
+    def prepare_products(
+        self, quantization: Quantization, *, generated: bool = False
+    ) -> list[PackedProduct]:
+        """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
+
+        Call it once, on the head's final device and in its final dtype; do not train it afterwards.
+
+        Args:
+            quantization: Quantization of the weights; not ``auto``.
+            generated: Whether the products will be generated instead of packed.
+
+        Returns:
+            The packed products, which a compiled head calls back by number.
+        """
+        return prepare(self, self._run_once, quantization, generated=self if generated else None)
+
+    def _run_once(self) -> None:
+        """Run every layer once, on one row."""
+        config, kind = self.config, self.embedding
+        group = config.num_heads // config.num_kv_heads
+        zero = torch.zeros(1, dtype=torch.int64, device=kind.device)
+        features = kind.new_zeros((1, config.feature_size))
+
+        def attend(_q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+            return v.repeat_interleave(group, dim=-2)
+
+        self.logits(self(zero, self.fuse(features), zero, attend))
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Turn the target's features ``[..., F]`` into a first hidden state, ``[..., hidden]``."""
+
+    @abstractmethod
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Run the layer on embedded tokens ``[..., hidden]``; see :meth:`forward`."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[..., draft_vocab]`` logits of the token after next."""
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and EAGLE-2: the recurrent state is in the space the target's output layer reads.
+
+    ``x = fc(cat(embedding, hidden)); x += attention(x); x += mlp(norm(x))``, without a norm before
+    attention; logits are the target's own output layer on ``x``.
+    """
+
+    target_lm_head: Tensor
+
+    def __init__(self, config: EagleHeadConfig, embedding: Tensor, target_lm_head: Tensor) -> None:
+        """Build a head over the target's embedding and output layer, both ``[vocab, hidden]``."""
+        super().__init__(config, embedding)
+        self.register_buffer("target_lm_head", target_lm_head, persistent=False)
+        self._output: Product | None = None
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layer = nn.ModuleDict(
+            {
+                "self_attn": attention_of(config, size),
+                "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
+                "mlp": FeedForward(config),
+            }
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the target's final hidden state as it is."""
+        return features
+
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """See :class:`Eagle1Head`."""
+        # Under autocast the residual stream keeps the type of the state it continues.
+        x = self.fc(torch.cat((embedded, hidden), dim=-1)).to(hidden.dtype)
+        x = x + self.layer["self_attn"](x, rotation, attend)
+        result: Tensor = x + self.layer["mlp"](self.layer["post_attention_layernorm"](x))
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the target's output layer on ``hidden``."""
+        if self._output is not None:
+            return self._output(hidden)
+        return functional.linear(hidden, self.target_lm_head)
+
+    def prepare_products(
+        self, quantization: Quantization, *, generated: bool = False
+    ) -> list[PackedProduct]:
+        """See :meth:`EagleHead.prepare_products`."""
+        packed = super().prepare_products(quantization, generated=generated)
+        weight = self.target_lm_head
+        output = product_of(weight, None, quantization, generated=generated, index=len(packed))
+        self._output = output
+        return [*packed, output] if isinstance(output, PackedProduct) else packed
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: features of three target layers, and its own output layer.
+
+    ``x = hidden + attention(cat(norm(embedding), norm(hidden))); x += mlp(norm(x))``; logits are
+    ``lm_head(norm(x))``, the recurrent state is ``x`` before that norm. Variants: features normed
+    before ``fc``, a residual that starts at ``norm(hidden)``, ``norm(x)`` as recurrent state; see
+    :class:`EagleHeadConfig`.
+    """
+
+    def __init__(
+        self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
+    ) -> None:
+        """See :class:`EagleHead`."""
+        super().__init__(config, embedding, draft_to_target)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        width, layers = config.feature_size, len(config.feature_layers)
+        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
+        self.fc_norm = NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
+        self.fc = nn.Linear(width, size, bias=config.fc_bias)
+        self.layer = nn.ModuleDict(
+            {
+                "input_layernorm": nn.RMSNorm(size, eps),
+                "hidden_norm": nn.RMSNorm(size, eps),
+                "self_attn": attention_of(config, 2 * size),
+                "post_attention_layernorm": nn.RMSNorm(size, eps),
+                "mlp": FeedForward(config),
+            }
+        )
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self._norm_before_residual = config.norm_before_residual
+        self._norm_output = config.norm_output
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Project the features of three layers, low, middle and high, onto the hidden size."""
+        fused: Tensor = self.fc(self.fc_norm(self.input_norm(features)))
+        return fused
+
+    def step(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """See :class:`Eagle3Head`."""
+        layer = self.layer
+        normed = layer["hidden_norm"](hidden)
+        both = torch.cat((layer["input_layernorm"](embedded), normed), dim=-1)
+        residual = normed if self._norm_before_residual else hidden
+        x = residual + layer["self_attn"](both, rotation, attend)
+        result: Tensor = x + layer["mlp"](layer["post_attention_layernorm"](x))
+        return self.norm(result) if self._norm_output else result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's own output layer on the normed ``hidden``."""
+        normed = hidden if self._norm_output else self.norm(hidden)
+        logits: Tensor = self.lm_head(normed)
+        return logits
+
+
+# Forwards of an EAGLE head over rows, as functions of tensors and of attention.
+
+
+class Drafted(NamedTuple):
+    """Result of rows that continue the head's own output.
+
+    Attributes:
+        hidden: ``[rows, hidden]``.
+        logits: ``[rows, draft_vocab]``, of the token after next.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of a forward, apart from the states they continue.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        positions: ``[rows]`` int64.
+        angles: The angles of positions 0, 1, ...
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    angles: Rotation
+
+    @property
+    def rotation(self) -> Rotation:
+        """The angles of the rows."""
+        return self.angles.at(self.positions)
+
+
+class LevelRows(NamedTuple):
+    """Rows of one level of a draft loop; angles are computed for all levels at once.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        rotation: The angles of the rows.
+    """
+
+    token_ids: Tensor
+    rotation: Rotation
+
+
+Result = TypeVar("Result")
+
+Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
+"""A forward of a head over rows, given its attention and the states that the rows continue."""
+
+
+def step_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Tensor:
+    """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
+    embedded = functional.embedding(rows.token_ids, head.embedding)
+    return head.step(embedded, hidden, rows.rotation, attend)
+
+
+def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> Tensor:
+    """Run rows on the target's ``features`` ``[rows, F]``; return ``[rows, hidden]``."""
+    return step_rows(head, attend, rows, head.fuse(features))
+
+
+def go_on_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Drafted:
+    """Run rows on the head's own output ``[rows, hidden]``, with logits."""
+    hidden = step_rows(head, attend, rows, hidden)
+    return Drafted(hidden, head.logits(hidden))
+
+
+# Forwards of an EAGLE head over packed rows and a pool.
+
+
+_FIRST_ANGLES = 1023
+"""Positions whose angles are known from the start: 1023, because no model dimension equals it, and
+the compiler treats sizes that coincide while tracing as always equal."""
+
+
+class HeadForward:
+    """A head over a one-layer pool.
+
+    Attributes:
+        attention: Paged attention over the pool.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        attention: PagedAttention,
+        *,
+        quantization: Quantization,
+        generated: bool = False,
+    ) -> None:
+        """Take a head on its final device and in its final dtype.
+
+        Args:
+            head: The head; its products are made ready for few rows.
+            attention: Paged attention over its pool, of four slots or more, none of them in use.
+            quantization: Quantization of its weights; not ``auto``.
+            generated: Whether its products will be generated instead of packed.
+        """
+        self._products = head.prepare_products(quantization, generated=generated)
+        self._head = head
+        self.attention = attention
+        self._scale = head.config.head_dim**-0.5
+        self._angles = self._angles_of(_FIRST_ANGLES)
+
+    def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
+        """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
+        return self._run(step_rows, segments, hidden)
+
+    def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
+        """Run rows on ``features`` ``[rows, F]``, contiguous; return the next hidden states."""
+        return self._run(read_rows, segments, features)
+
+    def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
+        """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
+        return self._run(go_on_rows, segments, hidden)
+
+    def level(self, rows: LevelRows, hidden: Tensor, attend: Attend) -> Drafted:
+        """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""
+        return go_on_rows(self._head, attend, rows, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
+        return self._head.logits(hidden)
+
+    def _run(self, forward: Forward[Result], segments: Sequence[Segment], above: Tensor) -> Result:
+        """Run a forward without a graph."""
+        batch = pack(segments, self._head.embedding.device)
+        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
+        rows = self._rows(batch.token_ids, batch.positions, segments)
+        return forward(self._head, attend, rows, above)
+
+    def _rows(self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Rows:
+        longest = max(segment.num_keys for segment in segments)
+        return Rows(token_ids, positions, self._rotations(longest))
+
+    def _rotations(self, count: int) -> Rotation:
+        """Return the angles of the first ``count`` positions or more: computed once, then kept."""
+        known = len(self._angles.cos)
+        if known < count:
+            self._angles = self._angles_of(max(count, 2 * known))
+        return self._angles
+
+    @torch.inference_mode()
+    def _angles_of(self, count: int) -> Rotation:
+        embedding = self._head.embedding
+        positions = torch.arange(count, device=embedding.device)
+        angles: Rotation = self._head.rotary(positions, embedding.dtype)
+        return angles

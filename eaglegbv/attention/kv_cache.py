@@ -1,0 +1,364 @@
+"""The paged KV pool: keys and values of every layer, with one token a page, and its slot owners.
+
+Slots are numbers, kept on the host; pools are storage. One allocator serves both the target's pool
+and the drafter's: the token at position t of a request owns the same slot number in both. A
+committed tree node keeps its slot, a rejected one gives it back, and nothing is ever copied.
+"""
+
+import heapq
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eaglegbv.errors import InvalidArgument, OutOfSlots
+
+_BLANK, _TAKEN, _KEPT = 0, 1, 2
+"""States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
+again."""
+
+_LINE = 64
+"""Bytes of a cache line, to which pools are aligned."""
+
+
+class SlotAllocator:
+    """Hands out slots 0 ... ``num_slots`` - 1, the lowest blank ones first.
+
+    Handing out the lowest slots keeps the slots of few requests dense, so that attention may read
+    their keys as one slice of the pool instead of gathering them.
+
+    A free slot may be *kept*: it is handed out only after all blank ones, and until then its keeper
+    may take it back with its contents. Blank slots below a kept one (nooks) are handed out after
+    the blank slots above it, because a single one among a request's slots would make them sparse.
+
+        blank --allocate--> taken --release--> blank
+                              |  ^
+                        keep  v  |  take_back
+                             kept  --blank--> blank
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Start with every slot free.
+
+        Args:
+            num_slots: Number of slots, at least 1.
+
+        Raises:
+            InvalidArgument: ``num_slots`` is below 1.
+        """
+        if num_slots < 1:
+            raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
+        self.num_slots = num_slots
+        # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
+        self._blank = list(range(num_slots))
+        self._nooks: list[int] = []
+        self._floor = 0
+        self._num_kept = 0
+        self._state = bytearray(num_slots)
+        self._keepers: list[Callable[[int], None]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots, blank or kept."""
+        return self._num_blank + self._num_kept
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that are not free."""
+        return self.num_slots - self.num_free
+
+    @property
+    def num_kept(self) -> int:
+        """Number of free slots that are kept."""
+        return self._num_kept
+
+    def add_keeper(self, blank: Callable[[int], None]) -> None:
+        """Register ``blank(count)``, to be called when blank slots are short by ``count``.
+
+        It must call :meth:`blank` for as many of its kept slots, or for all if it has fewer.
+        """
+        self._keepers.append(blank)
+
+    def allocate(self, count: int) -> Tensor:
+        """Take ``count`` slots and return them: ``[count]`` int64, ascending.
+
+        Raises:
+            OutOfSlots: Fewer than ``count`` are free; none is taken then.
+            InvalidArgument: ``count`` is negative.
+        """
+        if count < 0:
+            raise InvalidArgument("count", count, "an integer of at least 0")
+        if count > self.num_free:
+            raise OutOfSlots(count, self.num_free, self.num_slots)
+        for blank in self._keepers:
+            if count > self._num_blank:
+                blank(count - self._num_blank)
+        slots = [heapq.heappop(self._blank or self._nooks) for _ in range(count)]
+        slots.sort()
+        for slot in slots:
+            self._state[slot] = _TAKEN
+        return torch.tensor(slots, dtype=torch.int64)
+
+    def release(self, slots: Tensor) -> None:
+        """Give back ``slots``, ``[count]``.
+
+        Raises:
+            InvalidArgument: A slot is not taken (released twice, or never handed out); the slots
+                before it in ``slots`` are free then.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _TAKEN, _BLANK, "slots that are taken, each released once")
+            self._push(slot)
+
+    def keep(self, slots: Tensor) -> None:
+        """Give back ``slots`` so that they are handed out last.
+
+        Raises:
+            InvalidArgument: A slot is not taken.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _TAKEN, _KEPT, "slots that are taken")
+            self._num_kept += 1
+            self._floor = max(self._floor, slot + 1)
+        while self._blank and self._blank[0] < self._floor:
+            heapq.heappush(self._nooks, heapq.heappop(self._blank))
+
+    def take_back(self, slots: Tensor) -> None:
+        """Take kept slots again, with their contents.
+
+        Raises:
+            InvalidArgument: A slot is not kept.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _KEPT, _TAKEN, "slots that are kept")
+            self._num_kept -= 1
+
+    def blank(self, slots: Tensor) -> None:
+        """Stop keeping ``slots``: their contents are no longer needed.
+
+        Raises:
+            InvalidArgument: A slot is not kept.
+        """
+        for slot in slots.tolist():
+            self._change(slot, _KEPT, _BLANK, "slots that are kept")
+            self._num_kept -= 1
+            self._push(slot)
+        if self._num_kept == 0:
+            self._blank, self._nooks, self._floor = sorted(self._blank + self._nooks), [], 0
+
+    def check(self, owned: Iterable[Tensor]) -> None:
+        """Check that every slot occurs once among ``owned``, all owners' slots, and the free ones.
+
+        Raises:
+            InvalidArgument: A slot has two owners, an owner holds a free slot, or a taken slot has
+                no owner (a leak).
+        """
+        taken = [state == _TAKEN for state in self._state]
+        owners = [False] * self.num_slots
+        for slots in owned:
+            for slot in slots.tolist():
+                if not 0 <= slot < self.num_slots or not taken[slot]:
+                    raise InvalidArgument("owned", slot, "slots that are taken")
+                if owners[slot]:
+                    raise InvalidArgument("owned", slot, "slots with one owner each")
+                owners[slot] = True
+        if owners != taken:
+            leaked = [s for s in range(self.num_slots) if taken[s] and not owners[s]]
+            raise InvalidArgument("owned", leaked[:16], "an owner of every taken slot (leak)")
+        blank = [slot for slot in range(self.num_slots) if self._state[slot] == _BLANK]
+        if sorted(self._blank + self._nooks) != blank:
+            raise InvalidArgument("blank", self._num_blank, "every blank slot, once")
+        if self._state.count(_KEPT) != self._num_kept:
+            raise InvalidArgument("num_kept", self._num_kept, str(self._state.count(_KEPT)))
+
+    @property
+    def _num_blank(self) -> int:
+        return len(self._blank) + len(self._nooks)
+
+    def _push(self, slot: int) -> None:
+        """Add a slot to the blank ones."""
+        heapq.heappush(self._nooks if slot < self._floor else self._blank, slot)
+
+    def _change(self, slot: int, before: int, after: int, expected: str) -> None:
+        if not 0 <= slot < self.num_slots or self._state[slot] != before:
+            raise InvalidArgument("slots", slot, expected)
+        self._state[slot] = after
+
+
+class KVPool:
+    """Keys and values, by layer and slot.
+
+    Attributes:
+        keys: ``[layers, slots, kv_heads, head_dim]``.
+        values: ``[layers, slots, kv_heads, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the pool, all zeros; on a CPU, memory is touched only when slots come into use.
+
+        Raises:
+            InvalidArgument: A size is below 1.
+        """
+        sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise InvalidArgument(name, size, "an integer of at least 1")
+        shape = (layers, slots, kv_heads, head_dim)
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
+        # The views are made once: indexing a tensor by layer costs as much as a small kernel.
+        self._layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, each ``[slots, kv_heads, head_dim]``, as views."""
+        return self._layers[index]
+
+    def write(
+        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values of new tokens to one layer.
+
+        Args:
+            layer: Index of the layer.
+            slots: ``[rows]`` int64, on the pool's device.
+            keys: ``[rows, kv_heads, head_dim]``.
+            values: ``[rows, kv_heads, head_dim]``.
+
+        Returns:
+            Keys and values of the whole layer, as from :meth:`layer`.
+        """
+        all_keys, all_values = self.layer(layer)
+        all_keys.index_copy_(0, slots, keys)
+        all_values.index_copy_(0, slots, values)
+        return all_keys, all_values
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return self.keys.shape[1]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        layers, _, kv_heads, head_dim = self.keys.shape
+        return slot_bytes(layers, kv_heads, head_dim, self.keys.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU, they are zero pages that the system provides on first use."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write them all: seconds for a large pool, and memory that may not be needed.
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+
+
+def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values over all layers."""
+    return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+
+# How many tokens the KV pools of a target and its drafter hold: as given, or as memory allows.
+
+
+ACCELERATOR_SHARE, CPU_SHARE = 0.8, 0.25
+"""Shares of free memory that pools take by default. The rest is for what a step computes and, on a
+CPU, for other programs."""
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_USED = Path("/sys/fs/cgroup/memory.current")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The size of the target's and the drafter's pool, which have the same slot numbers.
+
+    Attributes:
+        slots: Number of slots; None if memory decides.
+        bytes: Bytes of all pools together; None for a share of free memory. Excludes ``slots``.
+        longest_texts: How many texts of full length to make room for at most, if free memory
+            decides.
+        beside: Bytes that a slot takes in the drafter's pool.
+    """
+
+    slots: int | None = None
+    bytes: int | None = None
+    longest_texts: int = 16
+    beside: int = 0
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.bytes is not None:
+            raise InvalidArgument("kv_bytes", self.bytes, "None where kv_slots is given")
+
+    @classmethod
+    def of(cls, size: "int | PoolSize") -> "PoolSize":
+        """Return the size for a number of slots; a size is returned unchanged."""
+        return size if isinstance(size, PoolSize) else cls(slots=size)
+
+    def slots_of(
+        self, bytes_per_slot: int, *, max_context: int, least: int, device: torch.device
+    ) -> int:
+        """Return the number of slots.
+
+        Args:
+            bytes_per_slot: Bytes that a slot takes in the target's pool.
+            max_context: Length of the longest text.
+            least: Least number of slots required.
+            device: Where the pools will be.
+
+        Raises:
+            InvalidArgument: There are too few slots.
+        """
+        if self.slots is not None:
+            if self.slots < least:
+                raise InvalidArgument("max_slots", self.slots, f"at least {least} slots")
+            return self.slots
+        each = bytes_per_slot + self.beside
+        room = self.bytes
+        if room is None:
+            share = CPU_SHARE if device.type == "cpu" else ACCELERATOR_SHARE
+            # Further slots could never be used: trees and recalled steps are small.
+            of_use = self.longest_texts * max_context + 4096
+            room = min(int(share * free_memory(device)), of_use * each)
+        if room < least * each:
+            expected = f"at least {least * each} bytes: {least} slots of {each} bytes"
+            raise InvalidArgument("kv_bytes", room, expected)
+        return room // each
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the number of free bytes on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that PyTorch caches is free too
+        return int(torch.cuda.mem_get_info(device)[0])
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([pages, *_limits()])
+
+
+def _limits() -> list[int]:
+    """Return the bytes that Linux reports as available, and those a container may still take."""
+    found: list[int] = []
+    if _MEMINFO.is_file():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        found += [1024 * int(available[1])] if available else []
+    if _LIMIT.is_file() and _USED.is_file():
+        limit = _LIMIT.read_text().strip()
+        found += [int(limit) - int(_USED.read_text())] if limit.isdigit() else []
+    return found

@@ -1,0 +1,452 @@
+"""Random tiny problems for an audit: pairs of distributions that cover all special cases of a verifier."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import comb, perm
+from time import perf_counter
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.base import Rule
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs
+from eaglegbv.verifiers.proof.enumeration import (
+    Problem,
+    Shape,
+    VerifyWithState,
+    deviation,
+    drafted_paths,
+    states_by_step,
+)
+from eaglegbv.verifiers.proof.lp import lp_acceptance_length
+from eaglegbv.verifiers.registry import REFERENCES, STATEFUL_VERIFIERS, VERIFIERS
+from eaglegbv.verifiers.stateful import ModifiedTarget
+
+Weights = NDArray[np.float64]
+Target = Callable[[np.random.Generator, int], Weights]
+Draft = Callable[[np.random.Generator, Weights], Weights]
+
+EIGHTHS = 8
+NEARNESS = 0.9
+
+
+def random_weights(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return a distribution drawn uniformly from all distributions."""
+    return rng.dirichlet(np.ones(vocab))
+
+
+def weights_with_zeros(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return weights of which two in five, but never all, are 0."""
+    kept = rng.random(vocab) < 0.6
+    kept[rng.integers(vocab)] = True
+    return random_weights(rng, vocab) * kept
+
+
+def tied_weights(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return multiples of 1/8: ratios p/q often tie exactly, and are often 0, 1 or infinite."""
+    return rng.multinomial(EIGHTHS, np.full(vocab, 1 / vocab)) / EIGHTHS
+
+
+def point_mass(rng: np.random.Generator, vocab: int) -> Weights:
+    """Return weights with all mass on one token."""
+    weights = np.zeros(vocab)
+    weights[rng.integers(vocab)] = 1.0
+    return weights
+
+
+def _disjoint(rng: np.random.Generator, p: Weights) -> Weights:
+    """Return weights off the target's support, or anywhere if that is the whole vocabulary."""
+    off = random_weights(rng, len(p)) * (p == 0)
+    return off if off.sum() > 0 else random_weights(rng, len(p))
+
+
+def _equal(rng: np.random.Generator, p: Weights) -> Weights:
+    del rng
+    return p
+
+
+def _near(rng: np.random.Generator, p: Weights) -> Weights:
+    return NEARNESS * p + (1 - NEARNESS) * random_weights(rng, len(p))
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        "random": random_weights,
+        "zeros": weights_with_zeros,
+        "ties": tied_weights,
+        "one_hot": point_mass,
+    }
+)
+"""Functions that draw a target's distribution at a prefix, by kind."""
+
+DRAFTS: Mapping[str, Draft] = MappingProxyType(
+    {
+        "random": lambda rng, p: random_weights(rng, len(p)),
+        "zeros": lambda rng, p: weights_with_zeros(rng, len(p)),
+        "ties": lambda rng, p: tied_weights(rng, len(p)),
+        "equal": _equal,
+        "disjoint": _disjoint,
+        "near": _near,
+        "one_hot": lambda rng, p: point_mass(rng, len(p)),
+    }
+)
+"""Functions that draw a draft distribution, given the target's distribution at the same prefix, by kind."""
+
+ROUND = ("random", "zeros", "random", "ties", "one_hot")
+"""Order of target kinds in a round; two in five are positive everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTarget:
+    """A target whose distribution at every prefix is drawn on demand, as a function of the fields."""
+
+    vocab: int
+    kind: str
+    seed: tuple[int, ...]
+
+    def __call__(self, prefix: Prefix) -> Probs:
+        """Return p(. | prefix)."""
+        return _target_dist(self, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraft:
+    """A drafter for a target, whose distribution at every prefix is drawn in the same way."""
+
+    target: RandomTarget
+    kind: str
+    seed: tuple[int, ...]
+
+    def __call__(self, prefix: Prefix) -> Probs:
+        """Return q(. | prefix)."""
+        return _draft_dist(self, prefix)
+
+
+@lru_cache(maxsize=1 << 14)
+def _target_dist(target: RandomTarget, prefix: Prefix) -> Probs:
+    rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
+    return as_probs(TARGETS[target.kind](rng, target.vocab))
+
+
+@lru_cache(maxsize=1 << 14)
+def _draft_dist(draft: RandomDraft, prefix: Prefix) -> Probs:
+    rng = np.random.default_rng([*draft.seed, len(prefix), *prefix])
+    p = draft.target(prefix)
+    weights = np.array(p, dtype=np.float64)
+    q = DRAFTS[draft.kind](rng, weights)
+    return p if q is weights else as_probs(q)  # a second division could break p = q
+
+
+def as_probs(weights: Weights) -> Probs:
+    """Return the distribution proportional to ``weights``."""
+    return tuple((weights / weights.sum()).tolist())
+
+
+def instance(
+    draft_sampling: DraftSampling, shape: Shape, number: int, *, steps: int, seed: int
+) -> Sequence[Problem]:
+    """Return problem ``number``: one target, and for each of ``steps`` a separate draft distribution.
+
+    The kinds rotate so that every target kind meets every draft kind within 35 instances.
+
+    Args:
+        draft_sampling: How a tree's children arise.
+        shape: Sizes of the problem.
+        number: Number of the instance, from 0.
+        steps: Number of steps in a row.
+        seed: Seed of the whole audit.
+    """
+    kinds = list(DRAFTS)
+    target = RandomTarget(shape.vocab, ROUND[number % len(ROUND)], (seed, number, 0))
+    return [
+        Problem(
+            draft_sampling,
+            target,
+            RandomDraft(target, kinds[(number + step) % len(kinds)], (seed, number, 1 + step)),
+            shape,
+        )
+        for step in range(steps)
+    ]
+
+
+# The exact audit: a verifier's output distribution on random tiny problems, computed by enumeration.
+
+
+MOST_TREES = 20_000
+"""Most draft trees of one problem that are listed."""
+
+MOST_LP_ENTRIES = 5_000_000
+"""Most entries of the linear program's matrix; with more, the optimum is not computed."""
+
+HUB_PATHS = 2
+"""Number of paths of SpecHub, which drafts pairs."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of an audit.
+
+    Attributes:
+        vocab: Number of tokens.
+        depth: Length of a path, L.
+        paths: Paths of an ``iid`` tree, K; for the other distributions, children of every node.
+        instances: Number of random problems.
+        iterations: Steps in a row, between which stateful verifiers keep their state.
+        seed: Seed of the problems.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    vocab: int = 3
+    depth: int = 2
+    paths: int = 2
+    instances: int = 50
+    iterations: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "vocab": (2, 16),
+            "depth": (1, 8),
+            "paths": (1, 8),
+            "instances": (1, 1_000_000),
+            "iterations": (1, 8),
+            "seed": (0, 2**63 - 1),
+        }
+        for name, (low, high) in limits.items():
+            value = msgspec.structs.asdict(self)[name]
+            if not low <= value <= high:
+                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of one problem."""
+        return Shape(self.vocab, self.depth, self.paths)
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an audit.
+
+    Attributes:
+        verifier: Name of the verifier.
+        draft_sampling: The draft distribution.
+        instances: Number of random problems.
+    """
+
+    verifier: str
+    draft_sampling: str
+    instances: int
+
+    def passed(self, tolerance: float) -> bool:
+        """Return whether the verifier passed; ``tolerance`` limits the error of exact audits."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, str]:
+        """Return the measured figures as text, by name."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject(ABC):
+    """A verifier under audit, and its claims.
+
+    Attributes:
+        name: Name of the verifier.
+        draft_samplings: Draft distributions for which it claims to be lossless.
+        default_sampling: The distribution to audit if none is named.
+        max_paths: Most paths it can use; ``None`` for any number.
+    """
+
+    name: str
+    draft_samplings: frozenset[DraftSampling]
+    default_sampling: DraftSampling
+    max_paths: int | None = None
+
+    def fitting_paths(self, draft_sampling: DraftSampling, paths: int) -> int:
+        """Return ``paths``, or the most that the verifier and the distribution allow."""
+        if draft_sampling is DraftSampling.HUB:
+            return HUB_PATHS
+        return paths if self.max_paths is None else min(paths, self.max_paths)
+
+    def check(self, draft_sampling: DraftSampling, shape: Shape) -> None:
+        """Check that the verifier claims to be lossless for ``draft_sampling``, and that trees can be listed.
+
+        Raises:
+            SamplingMismatch: The verifier makes no claim for this draft sampling or number of paths.
+            InvalidArgument: There are too many draft trees.
+        """
+        if draft_sampling not in self.draft_samplings:
+            expected = f"{one_of(sorted(self.draft_samplings))} for verifier {self.name!r}"
+            raise SamplingMismatch("draft_sampling", str(draft_sampling), expected)
+        fitting = self.fitting_paths(draft_sampling, shape.paths)
+        if draft_sampling is DraftSampling.HUB and shape.paths != fitting:
+            raise SamplingMismatch(
+                "paths", shape.paths, f"{HUB_PATHS}: the distribution 'hub' draws pairs"
+            )
+        if shape.paths != fitting:
+            raise SamplingMismatch("paths", shape.paths, f"at most {fitting} for {self.name!r}")
+        trees = count_trees(draft_sampling, shape)
+        if trees > MOST_TREES:
+            sizes = (shape.vocab, shape.length, shape.paths)
+            expected = f"at most {MOST_TREES} draft trees to list; here {trees} of distribution {str(draft_sampling)!r}"
+            raise InvalidArgument("(vocab, depth, paths)", sizes, expected)
+
+    @abstractmethod
+    def audit(
+        self,
+        draft_sampling: DraftSampling,
+        sizes: Sizes,
+        on_instance: Callable[[float], None] | None = None,
+    ) -> Result:
+        """Audit the verifier on drafts of ``draft_sampling``.
+
+        ``on_instance`` is called with the figure of each problem.
+
+        Raises:
+            SamplingMismatch: The verifier makes no claim for this draft sampling or number of paths.
+            InvalidArgument: The problems are too large.
+        """
+
+
+class AuditResult(Result, frozen=True, kw_only=True):
+    """Result of an exact audit.
+
+    Attributes:
+        max_abs_error: Largest deviation, over all problems and texts of ``depth + 1`` tokens, of
+            the text's probability from the target's.
+        block_efficiency: Mean over the problems of the expected tokens committed by one step.
+        lp_optimum: Mean of the largest block efficiency that a lossless step can have (GBV, Theorem
+            4.3); None where the linear program is too large. A rule that leaves a modified target
+            may exceed it, because it borrows from later steps.
+        seconds: Wall time.
+    """
+
+    max_abs_error: float
+    block_efficiency: float
+    lp_optimum: float | None
+    seconds: float
+
+    def passed(self, tolerance: float) -> bool:
+        """Return whether the error is within ``tolerance``."""
+        return self.max_abs_error <= tolerance
+
+    def figures(self) -> dict[str, str]:
+        """See :meth:`Result.figures`."""
+        return {
+            "max error": f"{self.max_abs_error:.1e}",
+            "block efficiency": f"{self.block_efficiency:.4f}",
+            "LP optimum": "-" if self.lp_optimum is None else f"{self.lp_optimum:.4f}",
+            "seconds": f"{self.seconds:.1f}",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactSubject(Subject):
+    """A verifier whose reference implementation is audited by enumeration.
+
+    Attributes:
+        verify: The reference implementation.
+    """
+
+    verify: VerifyWithState
+
+    def audit(
+        self,
+        draft_sampling: DraftSampling,
+        sizes: Sizes,
+        on_instance: Callable[[float], None] | None = None,
+    ) -> AuditResult:
+        """Enumerate the distribution of the texts that the verifier writes on random problems.
+
+        The (modified) target completes the steps' texts. The distribution of the first ``depth + 1`` tokens,
+        within which every debt of a first step falls due, is compared with the target's.
+        ``on_instance`` is called with each problem's error.
+        """
+        self.check(draft_sampling, sizes.shape)
+        start = perf_counter()
+        worst, efficiency, optimum = 0.0, 0.0, 0.0
+        with_optimum = _lp_entries(draft_sampling, sizes.shape) <= MOST_LP_ENTRIES
+        for number in range(sizes.instances):
+            problems = instance(
+                draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
+            )
+            total = sizes.depth + 1
+            first, *later = states_by_step(self.verify, problems, total)
+            error = deviation([first, *later][-1], problems[0].target_dist, total)
+            worst = max(worst, error)
+            efficiency += committed(first)
+            if with_optimum:
+                optimum += optimal_block_efficiency(problems[0])
+            if on_instance is not None:
+                on_instance(error)
+        return AuditResult(
+            verifier=self.name,
+            draft_sampling=str(draft_sampling),
+            instances=sizes.instances,
+            max_abs_error=worst,
+            block_efficiency=efficiency / sizes.instances,
+            lp_optimum=optimum / sizes.instances if with_optimum else None,
+            seconds=perf_counter() - start,
+        )
+
+
+def package_subjects() -> dict[str, ExactSubject]:
+    """Return all verifiers of the package by name."""
+    rules: Mapping[str, type[Rule]] = {**VERIFIERS, **STATEFUL_VERIFIERS}
+    return {
+        name: ExactSubject(
+            name=name,
+            draft_samplings=reference.draft_samplings,
+            default_sampling=rules[name].default_sampling,
+            max_paths=reference.max_paths,
+            verify=reference.verify,
+        )
+        for name, reference in REFERENCES.items()
+    }
+
+
+def committed(states: Mapping[ModifiedTarget, Number]) -> float:
+    """Return the expected number of tokens committed, given the distribution of the states."""
+    return float(sum(mass * len(state.context) for state, mass in states.items()))
+
+
+def optimal_block_efficiency(problem: Problem) -> float:
+    """Return the most tokens a lossless step can be expected to commit (GBV, Theorem 4.3)."""
+    trees = drafted_paths(problem)
+    return 1 + lp_acceptance_length(problem.target_dist, problem.shape.vocab, trees)
+
+
+def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:
+    """Return the largest possible number of draft trees of positive probability."""
+    vocab, paths = shape.vocab, shape.paths
+    if draft_sampling is DraftSampling.IID:
+        return int(vocab ** (paths * shape.length))
+    if draft_sampling is DraftSampling.FIXED:
+        return 1
+    children = min(paths, vocab)
+    inner = sum(children**depth for depth in range(shape.length))
+    ways = {
+        DraftSampling.WOR: perm(vocab, children),
+        DraftSampling.GREEDY: vocab - children + 1,
+        DraftSampling.HUB: 2 * (vocab - 1),
+    }
+    return int(ways[draft_sampling] ** inner)
+
+
+def _lp_entries(draft_sampling: DraftSampling, shape: Shape) -> int:
+    """Return a bound on the entries of the linear program's matrix."""
+    vocab, length, paths = shape.vocab, shape.length, shape.paths
+    if draft_sampling is DraftSampling.IID:
+        trees = comb(vocab**length + paths - 1, paths)
+        nodes = 1 + paths * length
+    else:
+        trees = count_trees(draft_sampling, shape)
+        nodes = sum(min(paths, vocab) ** depth for depth in range(length + 1))
+    prefixes = sum(vocab**depth for depth in range(1, length + 1))
+    return int(trees * nodes * (trees + prefixes))

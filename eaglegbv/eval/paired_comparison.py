@@ -1,0 +1,503 @@
+"""Draft trees with the target's distributions at their nodes, and the smaller trees they contain."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
+from eaglegbv.eval.audit_sampled import latin_hypercube
+from eaglegbv.eval.questions import Question
+from eaglegbv.eval.records import Setting
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.llm import LLM
+from eaglegbv.loading import Pair
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.rng import RequestRng, request_seed
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.batch import Chunk, Forward, Group
+from eaglegbv.scheduler.kv_slots import KVSlots
+from eaglegbv.scheduler.prefix_cache import PrefixCache
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verification import judge_name, probs_of_nodes, sampling_of
+from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
+from eaglegbv.verifiers.registry import make_verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Draft trees to be judged.
+
+    Attributes:
+        tree: The draft trees of a batch.
+        target: The target's distributions at their nodes.
+    """
+
+    tree: DraftTree
+    target: TargetProbs
+
+    def part(self, paths: int, length: int) -> Self:
+        """Return the trees of the first ``paths`` paths, each cut after ``length`` tokens.
+
+        Independent paths are drawn without regard to each other, token by token. So the part has
+        the same distribution as trees drawn with that many paths of that length, and it keeps the
+        order of its nodes.
+
+        Raises:
+            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of its
+                distribution.
+        """
+        tree = self.tree
+        if (paths, length) == (tree.paths, tree.length):
+            return self
+        if tree.draft_sampling is not DraftSampling.IID:
+            raise SamplingMismatch(
+                "draft_sampling", str(tree.draft_sampling), "iid, to take a part of a tree"
+            )
+        path_nodes = tree.path_nodes[:, :paths, :length]
+        used = torch.zeros_like(tree.token_ids, dtype=torch.bool)
+        used[:, 0] = True
+        used.scatter_(1, path_nodes.flatten(1), value=True)
+        count = used.sum(dim=1)
+        number = used.cumsum(dim=1) - 1
+        order = (~used).int().argsort(dim=1, stable=True)[:, : int(count.max())]
+        real = torch.arange(order.shape[1], device=order.device) < count.unsqueeze(1)
+        places = order.where(real, 0)
+        depth = tree.depth.gather(1, places)
+        # Nothing is drafted below the last level.
+        inner = (depth < length).unsqueeze(2)
+        wide = places.unsqueeze(2).expand(-1, -1, tree.width)
+        part = DraftTree(
+            draft_sampling=tree.draft_sampling,
+            token_ids=tree.token_ids.gather(1, places).where(real, 0),
+            parents=number.gather(1, tree.parents.gather(1, places)),
+            depth=depth,
+            num_nodes=count,
+            path_nodes=number.gather(1, path_nodes.flatten(1)).view_as(path_nodes),
+            path_lengths=tree.path_lengths[:, :paths].clamp(max=length),
+            draft_ids=tree.draft_ids.gather(1, wide).where(inner, 0),
+            draft_probs=tree.draft_probs.gather(1, wide).where(inner, 0),
+        )
+        target = TargetProbs(
+            self.target.logits, self.target.log_normaliser, self.target.rows.gather(1, places)
+        )
+        return type(self)(part, target)
+
+
+# Verifiers on the same drafts: what each accepts of the very same trees.
+#
+# At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
+# verifier judges it several times with different random numbers. All verifiers see the same tokens,
+# draft distributions and target distributions, and use the same numbers, so what makes a place easy or hard cancels out
+# in the ratio of two of them.
+#
+# What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
+# from texts that follow the target's distribution. This is not the engine's block efficiency, because the
+# engine's steps begin where earlier ones ended. More of them begin where the drafter is weak, since
+# steps are short there, so the engine's figure is lower. Verifiers that keep state from step to step
+# (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing about them, and
+# they are measured in the engine instead.
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """A plainly decoded answer.
+
+    Attributes:
+        name: Id of the question.
+        seed: Seed of the text's places, drafts and judgements.
+        prompt_ids: Tokens of the prompt.
+        token_ids: Tokens of the answer.
+    """
+
+    name: str
+    seed: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sizes of the sample.
+
+    Attributes:
+        places: Places of each text, drawn without replacement; all of them if a text has fewer.
+        judgements: How often each verifier judges each tree, each time with other random numbers.
+        batch: Number of texts read together.
+    """
+
+    places: int = 5
+    judgements: int = 4
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("places", "judgements", "batch"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one verifier on the drafts of one setting.
+
+    Attributes:
+        setting: The setting.
+        tokens: For each text, tokens a step, summed over its places: the accepted tokens and the
+            one that follows them.
+        places: For each text, the number of places.
+        nodes: For each text, nodes the target scored for it, summed over its places, without the
+            roots.
+    """
+
+    setting: Setting
+    tokens: tuple[float, ...]
+    places: tuple[int, ...]
+    nodes: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens a step."""
+        return sum(self.tokens) / sum(self.places)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Mean number of drafted nodes of a tree."""
+        return sum(self.nodes) / sum(self.places)
+
+    def estimate(self) -> Estimate:
+        """Return tokens a step with its 95% bootstrap interval over texts."""
+        return bootstrap_ratio(self.tokens, self.places)
+
+    def over(self, other: "Tally") -> Estimate:
+        """Return the ratio to another verifier's tokens a step, paired by text."""
+        return bootstrap_ratio_of_ratios(self.tokens, self.places, other.tokens, other.places)
+
+
+def collect(
+    llm: LLM,
+    questions: Sequence[Question],
+    *,
+    temperature: float,
+    max_tokens: int,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[Text]:
+    """Let the target answer the first turn of each question by plain decoding.
+
+    Raises:
+        EagleGBVError: A question cannot be answered, for example because it is too long.
+    """
+    seeds = [request_seed(seed, number) for number in range(len(questions))]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=own) for own in seeds
+    ]
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    answers = llm.generate(prompts, params, plan=PLAIN, progress=progress)
+    for question, answer in zip(questions, answers, strict=True):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    return [
+        # Drafts and judgements must not share random numbers with the text they are about.
+        Text(
+            name=question.id,
+            seed=request_seed(own, 0),
+            prompt_ids=tuple(answer.prompt_token_ids),
+            token_ids=tuple(answer.token_ids),
+        )
+        for question, own, answer in zip(questions, seeds, answers, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def offers(
+    pair: Pair, texts: Sequence[Text], setting: Setting, sampling: Sampling | None = None
+) -> Iterator[tuple[list[int], Offer]]:
+    """Yield the trees of ``setting`` at the places of ``texts`` with the target's distributions.
+
+    The first item of each pair is the text number of each tree of the batch. Trees and places are
+    those that :func:`same_drafts` judges.
+
+    Raises:
+        InvalidArgument: The setting does not speculate.
+        SamplingMismatch: The setting's verifier is not lossless for its draft sampling.
+    """
+    sampling = sampling or Sampling()
+    [drafting] = _draftings(pair, [setting])
+    bench = _Bench(pair, sampling)
+    for begin in range(0, len(texts), sampling.batch):
+        for readers in bench.visit(texts, range(begin, min(begin + sampling.batch, len(texts)))):
+            yield list(readers), bench.draft(list(readers.values()), drafting)
+
+
+@torch.inference_mode()
+def same_drafts(
+    pair: Pair,
+    texts: Sequence[Text],
+    settings: Sequence[Setting],
+    sampling: Sampling | None = None,
+    *,
+    on_texts: Callable[[int], object] = lambda _: None,
+) -> list[Tally]:
+    """Judge the same drafts with the verifier of every setting.
+
+    Settings that differ only in the verifier, or in the number and length of independent paths,
+    judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and judged
+    by the greedy walk.
+
+    Args:
+        pair: Target and drafter; their engine, if any, must have no request running.
+        texts: From :func:`collect`, usually at the settings' temperature.
+        settings: The settings to compare.
+        sampling: Sizes of the sample.
+        on_texts: Called with the number of texts that have just been done.
+
+    Returns:
+        One tally for each setting.
+
+    Raises:
+        InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,
+            or no text has a second token.
+        SamplingMismatch: A verifier is not lossless for its draft sampling.
+        InvalidProbabilities: A distribution is not a probability distribution.
+        OutOfSlots: The texts of a batch and their trees need more KV slots than there are.
+    """
+    sampling = sampling or Sampling()
+    if not any(len(text.token_ids) > 1 for text in texts):
+        raise InvalidArgument("texts", len(texts), "at least one of two tokens or more")
+    draftings = _draftings(pair, settings)
+    bench = _Bench(pair, sampling)
+    tokens, nodes = np.zeros((2, len(settings), len(texts)))
+    places = np.zeros(len(texts), dtype=np.int64)
+    for begin in range(0, len(texts), sampling.batch):
+        numbers = range(begin, min(begin + sampling.batch, len(texts)))
+        for reader, found in bench.judge(texts, numbers, draftings):
+            for setting, one in found.items():
+                tokens[setting, reader] += one.tokens
+                nodes[setting, reader] += one.nodes
+            places[reader] += 1
+        on_texts(len(numbers))
+    return [
+        Tally(
+            setting=s,
+            tokens=tuple(own.tolist()),
+            places=tuple(places.tolist()),
+            nodes=tuple(sizes.tolist()),
+        )
+        for s, own, sizes in zip(settings, tokens, nodes, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Result of a setting at one place: tokens a step, and number of drafted nodes."""
+
+    tokens: float
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A setting that judges a part of a tree."""
+
+    number: int
+    verifier: Verifier
+    paths: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """One tree for each place, and the settings that judge it or parts of it.
+
+    Attributes:
+        plan: The largest of the members' plans.
+        draft_sampling: How children arise.
+        temperature: Sampling temperature.
+        members: The settings.
+    """
+
+    plan: Plan
+    draft_sampling: DraftSampling
+    temperature: float
+    members: tuple[_Member, ...]
+
+
+def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
+    """Gather the settings that can share a tree."""
+    drafter = pair.drafter
+    if drafter is None:
+        raise InvalidArgument("drafter", None, "a drafter")
+    gathered: dict[tuple[Plan, float], list[_Member]] = {}
+    for number, setting in enumerate(settings):
+        plan = setting.plan
+        if not plan.speculative:
+            raise InvalidArgument("settings", setting.name, "settings that draft")
+        rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
+        rule.check_sampling(sampling_of(plan, rule, drafter, greedy=False), plan.paths)
+        dist = sampling_of(plan, rule, drafter, greedy=greedy)
+        verifier = make_verifier(judge_name(plan, greedy=greedy))
+        size = {"paths": 1, "depth": 1} if dist is DraftSampling.IID else {}
+        alike = msgspec.structs.replace(plan, verifier=Plan().verifier, draft_sampling=dist, **size)
+        member = _Member(number, verifier, plan.paths, plan.depth)
+        gathered.setdefault((alike, setting.temperature), []).append(member)
+    return [
+        _Drafting(
+            plan=msgspec.structs.replace(
+                plan,
+                paths=max(member.paths for member in members),
+                depth=max(member.length for member in members),
+            ),
+            draft_sampling=DraftSampling.IID
+            if plan.draft_sampling is None
+            else plan.draft_sampling,
+            temperature=temperature,
+            members=tuple(members),
+        )
+        for (plan, temperature), members in gathered.items()
+    ]
+
+
+class _Bench:
+    """Reads texts up to their places, and has verifiers judge trees there."""
+
+    def __init__(self, pair: Pair, sampling: Sampling) -> None:
+        if pair.drafter is None:
+            raise InvalidArgument("drafter", None, "a drafter")
+        self._target, self._drafter = pair.target, pair.drafter
+        self._sampling = sampling
+        allocator = pair.target.allocator
+        self._holdings = KVSlots(allocator, PrefixCache(allocator, enabled=False))
+
+    def judge(
+        self, texts: Sequence[Text], numbers: Iterable[int], draftings: Sequence[_Drafting]
+    ) -> Iterable[tuple[int, Mapping[int, _Found]]]:
+        """Yield, for each place of each text, the text's number and the results of the settings."""
+        for readers in self.visit(texts, numbers):
+            found = self._judge_here(list(readers.values()), draftings)
+            yield from zip(readers, found, strict=True)
+
+    def visit(
+        self, texts: Sequence[Text], numbers: Iterable[int]
+    ) -> Iterator[Mapping[int, Request]]:
+        """Yield requests that have reached a place of their text, by the number of the text."""
+        waiting = {n: self._places(texts[n]) for n in numbers}
+        requests = {n: self._open(n, texts[n]) for n, places in waiting.items() if places}
+        while requests:
+            here = {n: waiting[n].pop(0) for n in requests}
+            self._advance([(requests[n], texts[n].token_ids[:place]) for n, place in here.items()])
+            yield requests
+            for n in [n for n in requests if not waiting[n]]:
+                self._close(requests.pop(n))
+
+    def _places(self, text: Text) -> list[int]:
+        """Draw where trees begin, as numbers of known tokens of the answer."""
+        generator = np.random.default_rng(text.seed)
+        count = min(self._sampling.places, len(text.token_ids) - 1)
+        if count < 1:
+            return []
+        drawn = generator.choice(len(text.token_ids) - 1, size=count, replace=False)
+        return sorted((1 + drawn).tolist())
+
+    def _open(self, number: int, text: Text) -> Request:
+        return Request(
+            number=number,
+            prompt_ids=text.prompt_ids,
+            params=SamplingParams(),
+            plan=PLAIN,
+            stream=RequestRng(text.seed),
+            max_tokens=len(text.token_ids),
+            drafted=True,
+            slots=self._target.allocator.allocate(0),
+            borrowed=self._target.allocator.allocate(0),
+        )
+
+    def _close(self, request: Request) -> None:
+        self._holdings.vacate(request)
+        self._drafter.forget(request)
+
+    def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
+        """Read each text up to its last known token, which is the root of the trees."""
+        chunks = []
+        for request, token_ids in reached:
+            request.token_ids = list(token_ids)
+            request.step = len(token_ids)
+            chunks.append(Chunk.of(request, self._holdings.borrow(request, request.unread)))
+        forward = Forward.of([], chunks)
+        output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
+        for chunk in chunks:
+            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
+        if output.features is not None:
+            parts = forward.chunk_features(output.features)
+            for chunk, features in zip(chunks, parts, strict=True):
+                self._drafter.observe(chunk.request, features)
+        self._drafter.catch_up([request for request, _ in reached])
+
+    def _judge_here(
+        self, requests: list[Request], draftings: Sequence[_Drafting]
+    ) -> list[dict[int, _Found]]:
+        found: list[dict[int, _Found]] = [{} for _ in requests]
+        for drafting in draftings:
+            offer = self.draft(requests, drafting)
+            sizes = dict.fromkeys((member.paths, member.length) for member in drafting.members)
+            for paths, length in sizes:
+                members = [m for m in drafting.members if (m.paths, m.length) == (paths, length)]
+                part = (
+                    offer.part(paths, length)
+                    if drafting.draft_sampling is DraftSampling.IID
+                    else offer
+                )
+                nodes = (part.tree.num_nodes - 1).tolist()
+                for number, values in self._verify(requests, part, members).items():
+                    for own, value, size in zip(found, values.tolist(), nodes, strict=True):
+                        own[number] = _Found(value, size)
+        return found
+
+    def draft(self, requests: list[Request], drafting: _Drafting) -> Offer:
+        """Draft a tree for each request and score it, without keeping any of it."""
+        params = SamplingParams(temperature=drafting.temperature)
+        for request in requests:
+            request.params, request.plan = params, drafting.plan
+        slots = [self._holdings.borrow(r, drafting.plan.tree_slots) for r in requests]
+        tree = self._drafter.draft(
+            requests, drafting.plan, drafting.draft_sampling, [s[:-1] for s in slots]
+        )
+        group = Group.decode(requests, tree, slots)
+        forward = Forward.of([group], [])
+        logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
+        dist = probs_of_nodes(group, forward.layouts[0], logits)
+        for request in requests:
+            self._holdings.keep(request, [])
+        for request, faults in zip(requests, find_faults(tree, dist).tolist(), strict=True):
+            if faults:
+                raise fault_error(faults, request.number)
+        return Offer(tree, dist)
+
+    def _verify(
+        self, requests: Sequence[Request], offer: Offer, members: Sequence[_Member]
+    ) -> dict[int, NDArray[np.float64]]:
+        """Return tokens a step of each request, by the number of the setting."""
+        accepted: dict[int, Tensor] = {}
+        for uniforms in self._numbers(requests, offer.tree):
+            for member in members:
+                verdict = member.verifier.verify(offer.tree, offer.target, uniforms)
+                counts = verdict.accepted.double()
+                accepted[member.number] = accepted.get(member.number, 0) + counts
+        share = 1 / self._sampling.judgements
+        return {n: (1 + share * total).cpu().numpy() for n, total in accepted.items()}
+
+    def _numbers(self, requests: Sequence[Request], tree: DraftTree) -> list[VerifyUniforms]:
+        """Return the uniform numbers of each judgement."""
+        drawn = [
+            VerifyUniforms.draw(
+                [RequestRng(request_seed(request.stream.seed, judgement)) for request in requests],
+                [request.step for request in requests],
+                paths=tree.paths,
+                length=tree.length,
+            )
+            for judgement in range(self._sampling.judgements)
+        ]
+        return latin_hypercube(drawn, [[r.stream.seed, r.step] for r in requests])

@@ -1,0 +1,439 @@
+"""One timed call of a way to generate, and the load at which it was timed."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+import msgspec
+
+from eaglegbv.config import Planning
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.eval.baselines import Generation
+from eaglegbv.llm import LLM
+from eaglegbv.metrics import FORWARDS, REASONS, Metric
+from eaglegbv.rng import request_seed
+from eaglegbv.sampling import SamplingParams
+
+
+class Cell(msgspec.Struct, frozen=True, order=True):
+    """A load.
+
+    Attributes:
+        temperature: Sampling temperature.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        batch: Number of prompts.
+    """
+
+    temperature: float
+    context: int
+    batch: int
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """One timed call, prompts included.
+
+    Attributes:
+        way: Name of the way.
+        batch: Number of prompts.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        temperature: Sampling temperature.
+        repeat: Number of the repeat.
+        tokens: Number of tokens generated.
+        seconds: Wall time.
+        first: Number of the first prompt.
+    """
+
+    way: str
+    batch: int
+    context: int
+    temperature: float
+    repeat: int
+    tokens: int
+    seconds: float
+    first: int = 0
+
+    @property
+    def cell(self) -> Cell:
+        """The load at which it was measured."""
+        return Cell(self.temperature, self.context, self.batch)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+# Ways to generate: the engine with one planning, watched or not, and transformers.
+
+
+_CHOICES = (FORWARDS, REASONS)
+
+
+class Way(Protocol):
+    """A way to generate."""
+
+    @property
+    def name(self) -> str:
+        """Name of the way in tables."""
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most prompts it takes at once; None for any number."""
+
+    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+        """Answer all prompts with ``tokens`` tokens each.
+
+        Args:
+            prompts: Token ids.
+            tokens: Length of each answer.
+            temperature: Sampling temperature.
+            seed: Seed of all random numbers.
+
+        Returns:
+            Number of tokens generated, all answers together.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWay:
+    """The engine with one planning; see :class:`Way`.
+
+    Attributes:
+        name: Name of the way in tables.
+        llm: The engine.
+        plan: How all requests are planned.
+        max_batch: None, because the engine takes any number of prompts.
+    """
+
+    name: str
+    llm: LLM
+    plan: Planning
+    max_batch: int | None = None
+
+    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+        """See :meth:`Way.run`."""
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=tokens,
+                ignore_eos=True,
+                seed=request_seed(seed, n),
+            )
+            for n in range(len(prompts))
+        ]
+        answers = self.llm.generate(prompts, params, plan=self.plan)
+        for answer in answers:
+            if answer.error is not None:  # for example, a prompt longer than the model's context
+                raise EagleGBVError(answer.error)
+        return sum(len(answer.token_ids) for answer in answers)
+
+
+@dataclass(slots=True)
+class WatchedWay:
+    """A way of the engine that counts the plans chosen in each cell; see :class:`Way`.
+
+    Ways share an engine and its counters, so what was counted before a call is subtracted.
+
+    Attributes:
+        way: The way.
+        chosen: Decoding forwards, counted once per request, by plan and by reason in each cell.
+    """
+
+    way: EngineWay
+    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
+    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
+
+    @property
+    def name(self) -> str:
+        """See :attr:`Way.name`."""
+        return self.way.name
+
+    @property
+    def max_batch(self) -> int | None:
+        """See :attr:`Way.max_batch`."""
+        return self.way.max_batch
+
+    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+        """See :meth:`Way.run`."""
+        before = self._counted()
+        generated = self.way.run(prompts, tokens, temperature=temperature, seed=seed)
+        self._last = {m: counts - before[m] for m, counts in self._counted().items()}
+        return generated
+
+    def note(self, timing: Timing) -> None:
+        """Count the last call if the timing is of this way; calls without one only warmed up."""
+        if timing.way == self.name:
+            chosen = self.chosen.setdefault(timing.cell, {})
+            for metric, counts in self._last.items():
+                chosen.setdefault(metric, Counter()).update(counts)
+
+    def _counted(self) -> dict[Metric, Counter[str]]:
+        values = self.way.llm.metrics.values
+        return {m: Counter({k: int(n) for k, n in values.get(m, {}).items()}) for m in _CHOICES}
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersWay:
+    """transformers' ``generate``; see :class:`Way`.
+
+    Attributes:
+        name: Name of the way in tables.
+        generation: Plain or assisted generation, with ends of sequence ignored.
+    """
+
+    name: str
+    generation: Generation
+
+    @property
+    def max_batch(self) -> int | None:
+        """See :attr:`Way.max_batch`."""
+        return self.generation.baseline.max_batch
+
+    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+        """See :meth:`Way.run`."""
+        return self.generation(prompts, tokens, temperature=temperature, seed=seed).numel()
+
+
+# Tokens a second by batch and context of several ways to generate, which take turns in a process.
+#
+# Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
+# time is that of the whole call, including prompts. Ways take turns, and which one begins changes, so
+# that whatever slows the machine for a while slows all of them alike. A small batch is measured on
+# several prompts, batch after batch, because drafts of a single text may be good or bad by chance.
+
+
+BASELINE = "none"
+"""The way that others are compared with: the engine's plain decoding."""
+
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Settings of a measurement.
+
+    Attributes:
+        batches: Numbers of prompts.
+        contexts: Lengths of the prompts; 0 for the questions as they are.
+        temperatures: Sampling temperatures.
+        tokens: Tokens of an answer.
+        repeats: Number of repeats.
+        prompts: Least number of prompts that a repeat answers, batch after batch.
+        seed: Seed of all random numbers.
+    """
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    temperatures: Sequence[float]
+    tokens: int
+    repeats: int
+    prompts: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, values, low in (
+            ("batches", self.batches, 1),
+            ("contexts", self.contexts, 0),
+            ("tokens", (self.tokens,), 1),
+            ("repeats", (self.repeats,), 1),
+            ("prompts", (self.prompts,), 1),
+        ):
+            if not values or min(values) < low:
+                raise InvalidArgument(name, list(values), f"integers of at least {low}")
+
+    def calls(self, batch: int) -> int:
+        """Return how many batches of this size are answered in a repeat."""
+        return -(-self.prompts // batch)
+
+
+def measure(
+    ways: Sequence[Way],
+    prompts: Callable[[int, int], list[list[int]]],
+    grid: Grid,
+) -> Iterator[Timing]:
+    """Time every way in every cell of a grid.
+
+    Args:
+        ways: The ways to compare.
+        prompts: Returns the given number of prompts of the given length (0: as they are).
+        grid: What to measure.
+    """
+    for temperature in grid.temperatures:
+        for context in grid.contexts:
+            for batch in grid.batches:
+                fit = [way for way in ways if way.max_batch is None or batch <= way.max_batch]
+                asked = prompts(batch * grid.calls(batch), context)
+                batches = [asked[n : n + batch] for n in range(0, len(asked), batch)]
+                yield from _cell(fit, batches, grid, context, temperature)
+
+
+def _cell(
+    ways: Sequence[Way],
+    batches: Sequence[list[list[int]]],
+    grid: Grid,
+    context: int,
+    temperature: float,
+) -> Iterator[Timing]:
+    for way in ways:
+        tokens = min(grid.tokens, WARM_UP_TOKENS)
+        way.run(batches[0], tokens, temperature=temperature, seed=grid.seed)
+    for repeat in range(grid.repeats):
+        for number, asked in enumerate(batches):
+            seed = request_seed(grid.seed, repeat * len(batches) + number)
+            for place in range(len(ways)):
+                way = ways[(place + repeat + number) % len(ways)]
+                start = time.perf_counter()
+                tokens = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
+                yield Timing(
+                    way=way.name,
+                    batch=len(asked),
+                    context=context,
+                    temperature=temperature,
+                    repeat=repeat,
+                    tokens=tokens,
+                    seconds=time.perf_counter() - start,
+                    first=number * len(asked),
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures of a way in a cell, over the repeats.
+
+    Attributes:
+        way: Name of the way.
+        batch: Number of prompts.
+        context: Tokens of each prompt; 0 for the questions as they are.
+        temperature: Sampling temperature.
+        rate: Median tokens a second.
+        ratio: Median ratio to plain decoding in the same repeat; None if that was not measured.
+    """
+
+    way: str
+    batch: int
+    context: int
+    temperature: float
+    rate: float
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Speeds of a way in a cell.
+
+    Attributes:
+        rates: Tokens a second of each repeat.
+        ratios: Ratio of the rate to that of plain decoding in the same repeat, where both were
+            measured.
+    """
+
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+
+def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
+    """Return the speeds of each way by cell, in order of first appearance."""
+    cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
+    for t in timings:
+        ways = cells.setdefault(t.cell, {})
+        ways.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
+    return {cell: _speeds(ways) for cell, ways in cells.items()}
+
+
+def _speeds(ways: Mapping[str, Mapping[int, Sequence[Timing]]]) -> dict[str, Speeds]:
+    """Return the speeds of the ways in one cell, given their calls by repeat."""
+    rates = {
+        way: {repeat: _rate(calls) for repeat, calls in own.items()} for way, own in ways.items()
+    }
+    plain = rates.get(BASELINE, {})
+    return {
+        way: Speeds(
+            rates=tuple(own.values()),
+            ratios=tuple(rate / plain[repeat] for repeat, rate in own.items() if repeat in plain),
+        )
+        for way, own in rates.items()
+    }
+
+
+def _rate(calls: Sequence[Timing]) -> float:
+    """Return tokens a second over all calls of a repeat."""
+    return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
+
+
+def summarise(timings: Iterable[Timing]) -> list[Row]:
+    """Return medians over the repeats, in order of first appearance."""
+    return [
+        Row(
+            way=way,
+            batch=cell.batch,
+            context=cell.context,
+            temperature=cell.temperature,
+            rate=median(own.rates),
+            ratio=median(own.ratios) if own.ratios else None,
+        )
+        for cell, ways in speeds_by_cell(timings).items()
+        for way, own in ways.items()
+    ]
+
+
+# Tables for a terminal of tokens a second and of the plans chosen.
+
+
+FEW = 0.02
+"""Plans with a smaller share than this are shown together."""
+
+
+def rate_table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:
+    """Return table rows, headings first: one row for each way, one column for each batch size.
+
+    Args:
+        rows: Rows in the order of the table.
+        lengths: Whether to state the lengths of the prompts, needed where they differ.
+    """
+    batches = sorted({row.batch for row in rows})
+    lines: dict[tuple[float, int, str], dict[int, Row]] = {}
+    for row in rows:
+        lines.setdefault((row.temperature, row.context, row.way), {})[row.batch] = row
+
+    def figure(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        ratio = "" if row.ratio is None else f" ({row.ratio:.2f})"
+        return f"{row.rate:.0f}{ratio}"
+
+    body = [
+        [
+            _label(temperature, context, way, lengths=lengths),
+            *(figure(found.get(b)) for b in batches),
+        ]
+        for (temperature, context, way), found in lines.items()
+    ]
+    return [["tokens/s (of none)", *(f"batch {b}" for b in batches)], *body]
+
+
+def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
+    """Return the heading of a row; a context of 0 means questions at their original lengths."""
+    length = f" {context or 'own'} tokens," if lengths else ""
+    return f"T={temperature:g},{length} {way}"
+
+
+def choice_lines(way: WatchedWay) -> list[str]:
+    """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
+    lengths = any(cell.context for cell in way.chosen)
+    return [
+        f"{_label(cell.temperature, cell.context, way.name, lengths=lengths)}, batch {cell.batch}: "
+        f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
+        for cell, counted in way.chosen.items()
+    ]
+
+
+def _shares(counted: Counter[str]) -> str:
+    """Return names with their shares, the largest first and the small ones combined."""
+    total = max(1, counted.total())
+    large = [(name, n) for name, n in counted.most_common() if n >= FEW * total]
+    rest = counted.total() - sum(n for _, n in large)
+    shown = [*large, ("others", rest)] if rest else large
+    return ", ".join(f"{name} {n / total:.0%}" for name, n in shown)

@@ -1,0 +1,295 @@
+"""Attention functions for transformers' layers: one for uncompiled and one for compiled models."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
+from eaglegbv.attention.opaque import PagedCall, attend_opaque
+from eaglegbv.config import MIN_SLOTS
+from eaglegbv.errors import ModelNotSupported
+from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+
+PLAIN = "eaglegbv_paged"
+"""Name of the attention function of an uncompiled model."""
+
+COMPILED = "eaglegbv_paged_opaque"
+"""Name of the attention function of a compiled model."""
+
+
+class _Settings(TypedDict, total=False):
+    """Settings that a layer passes to its attention, by transformers' names; others are ignored."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: Tensor | None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
+    *,
+    eaglegbv_call: PagedCall | None = None,
+    **settings: Unpack[_Settings],
+) -> tuple[Tensor, None]:
+    if eaglegbv_call is None:
+        raise ModelNotSupported(
+            "model", type(module).__name__, "attention that is handed the forward's keywords"
+        )
+    return _attend_by(eaglegbv_call.attend, module, query, key, value, **settings)
+
+
+def _attend_compiled(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    **settings: Unpack[_Settings],
+) -> tuple[Tensor, None]:
+    return _attend_by(attend_opaque, module, query, key, value, **settings)
+
+
+def _attend_by(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
+    out = attend(
+        _layer_of(module),
+        _by_row(query),
+        _by_row(key),
+        _by_row(value),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def _by_row(part: Tensor) -> Tensor:
+    return part.squeeze(0).transpose(0, 1)
+
+
+def _layer_of(module: nn.Module) -> int:
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
+    return layer
+
+
+AttentionInterface.register(PLAIN, _attend)
+AttentionInterface.register(COMPILED, _attend_compiled)
+
+# Check, when a target is built, that a transformers model honours the paged attention.
+#
+# Some models never call the attention function they are given, and some drop its arguments; their
+# logits would be plausible and wrong. So a model must
+#
+# 1. call the function once in every layer, with the sliding window its configuration names;
+# 2. return, for a packed forward of two draft trees, the logits and features that the plain model
+# returns path by path.
+
+
+_TOLERANCE = 1e-4
+_LOW_PRECISION_TOLERANCE = 5e-2
+"""Largest difference allowed, as a fraction of the largest value; the second is for bfloat16 and
+float16. A model that attends in another way misses them by far: its nodes see their siblings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A prompt and a draft tree after it: tokens before the root, and each node's parent."""
+
+    prompt: int
+    parents: tuple[int, ...]
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the root to ``node``."""
+        return [0] if node == 0 else [*self.path(self.parents[node]), node]
+
+
+_SAMPLES = (_Sample(5, (0, 0, 0, 1, 1, 2)), _Sample(2, (0, 0, 1, 1)))
+
+
+def _tokens(sample: _Sample, vocab_size: int) -> list[int]:
+    """Return arbitrary tokens for the prompt and the nodes, all different if possible."""
+    count = sample.prompt + len(sample.parents)
+    return [(7919 * (sample.prompt + i) + 13) % vocab_size for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """The attention that one layer asked for."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+
+
+class Probe(PagedAttention):
+    """Attention of a single first token, which sees only itself; records each layer's call."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+
+    @staticmethod
+    def segment() -> Segment:
+        """Return the segment of that token."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        return Segment.causal(zero, zero[:0], zero)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PackedBatch,  # noqa: ARG002
+        *,
+        scale: float,  # noqa: ARG002
+        window: int | None = None,
+        softcap: float | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """Return the token's value, once per query head."""
+        self.calls.append(LayerCall(layer, k.shape[1], k.shape[2], v.shape[2], window))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def check_layers(
+    name: str, calls: Sequence[LayerCall], config: PreTrainedConfig, max_context: int
+) -> None:
+    """Check the calls of one probing forward.
+
+    Raises:
+        ModelNotSupported: A layer did not call the function, layers differ in shape, or a window
+            differs from the configuration's.
+    """
+    layers = [call.layer for call in calls]
+    if layers != list(range(config.num_hidden_layers)):
+        raise ModelNotSupported(
+            "model",
+            name,
+            f"one attention call in each of {config.num_hidden_layers} layers, got {layers}",
+        )
+    shapes = {(call.kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1 or any(call.value_dim != call.head_dim for call in calls):
+        raise ModelNotSupported(
+            "model", name, f"keys and values of one shape in all layers, got {sorted(shapes)}"
+        )
+    facts = config.to_dict()
+    kinds = facts.get("layer_types") or [None] * len(calls)
+    for call, kind in zip(calls, kinds, strict=True):
+        expected = None if kind == "full_attention" else facts.get("sliding_window")
+        if kind not in (None, "full_attention", "sliding_attention"):
+            raise ModelNotSupported("model", name, f"full or sliding attention, got {kind!r}")
+        if _reach(call.window, max_context) != _reach(expected, max_context):
+            raise ModelNotSupported(
+                "model",
+                name,
+                f"the window {expected} of its configuration in layer {call.layer}, "
+                f"got {call.window}",
+            )
+
+
+def _reach(window: int | None, max_context: int) -> int:
+    return max_context if window is None else min(window, max_context)
+
+
+def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
+    """Return the plain model's output at every node of the sample trees, path by path."""
+    vocab = int(model.config.get_text_config(decoder=True).vocab_size)
+    width = max(s.prompt + len(s.parents) for s in _SAMPLES)
+    texts: list[list[int]] = []
+    ends: list[int] = []
+    for sample in _SAMPLES:
+        tokens = _tokens(sample, vocab)
+        prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
+        for node in range(len(nodes)):
+            text = prompt + [nodes[i] for i in sample.path(node)]
+            ends.append(len(text) - 1)
+            texts.append(text + [0] * (width - len(text)))  # no token sees the padding after it
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(texts, device=model.device),
+            use_cache=False,
+            output_hidden_states=features.kind is not FeatureKind.NONE,
+        )
+    rows = torch.arange(len(ends), device=model.device), torch.tensor(ends, device=model.device)
+    states: list[Tensor] = []
+    match features.kind:
+        case FeatureKind.FINAL:
+            states = [out.hidden_states[-1][rows]]
+        case FeatureKind.LAYERS:
+            states = [out.hidden_states[layer][rows] for layer in features.layers]
+    return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
+
+
+def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
+    """Check a packed prefill and a packed tree forward of the sample trees.
+
+    Raises:
+        ModelNotSupported: Logits or features differ from ``expected`` by more than rounding.
+    """
+    taken = target.allocator.allocate(MIN_SLOTS)
+    slots = taken.flip(0)  # the order of slots must not matter
+    prefills: list[Segment] = []
+    trees: list[Segment] = []
+    start = 0
+    for sample in _SAMPLES:
+        tokens = torch.tensor(_tokens(sample, target.vocab_size))
+        own = slots[start : start + len(tokens)]
+        start += len(tokens)
+        prompt = own[: sample.prompt]
+        prefills.append(Segment.causal(tokens[: sample.prompt], prompt[:0], prompt))
+        trees.append(_tree_segment(sample, tokens[sample.prompt :], prompt, own[sample.prompt :]))
+    last_rows = torch.tensor([s.prompt for s in _SAMPLES]).cumsum(0) - 1
+    prefill = target.forward(prefills, logit_rows=last_rows)
+    if prefill.logits.shape != (len(_SAMPLES), target.vocab_size):
+        raise ModelNotSupported("model", name, "logits of the rows asked for (logits_to_keep)")
+    actual = target.forward(trees)
+    target.allocator.release(taken)
+    _compare(name, "logits", actual.logits, expected.logits, target.dtype)
+    if expected.features is not None:
+        assert actual.features is not None
+        _compare(name, "features", actual.features, expected.features, target.dtype)
+
+
+def _tree_segment(sample: _Sample, tokens: Tensor, prompt: Tensor, slots: Tensor) -> Segment:
+    nodes = range(len(sample.parents))
+    visible = torch.zeros((len(nodes), len(nodes)), dtype=torch.bool)
+    for node in nodes:
+        visible[node, sample.path(node)] = True
+    positions = sample.prompt + visible.sum(1) - 1
+    return Segment(tokens, positions, prompt, slots, positions, visible)
+
+
+def _compare(name: str, what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    low = dtype in (torch.bfloat16, torch.float16)
+    allowed = (_LOW_PRECISION_TOLERANCE if low else _TOLERANCE) * float(expected.abs().max())
+    error = float((actual - expected).abs().max()) if actual.shape == expected.shape else torch.inf
+    if not error <= allowed:
+        raise ModelNotSupported(
+            "model", name, f"{what} of the plain model within {allowed:.2g}, off by {error:.2g}"
+        )

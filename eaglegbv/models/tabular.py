@@ -1,0 +1,124 @@
+"""An exact toy target: the next token's distribution is a table over the last few tokens.
+
+Its distributions are known in closed form, so tests can compare what an engine emits with the exact joint
+distribution. A table of tokens by slot takes the place of a KV pool: a slot freed too early, or a tree node
+that sees its sibling, changes the distribution.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment, pack
+from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+
+_MAX_STATES = 1 << 20
+
+
+class TabularTarget(Target):
+    """Random logits for every state, where a state is the last ``order`` tokens.
+
+    A state's features are a random vector f, and its logits are W f with one random output matrix
+    W. So heads that share the output layer have a true relation to learn.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        order: int = 2,
+        seed: int = 0,
+        scale: float = 1.5,
+        hidden_size: int = 8,
+        max_context: int = 1024,
+        max_slots: int = 1024,
+        eos_token_ids: frozenset[int] = frozenset(),
+        features: FeatureSpec | None = None,
+    ) -> None:
+        """Draw the tables.
+
+        Args:
+            vocab_size: Number of tokens, at least 2.
+            order: Tokens a distribution depends on; positions before the text's start count as one more
+                token.
+            seed: Seed of the tables.
+            scale: Standard deviation of the logits; larger values give more peaked distributions.
+            hidden_size: Width of a state's features.
+            max_context: Most positions.
+            max_slots: Number of slots.
+            eos_token_ids: Tokens that end a text.
+            features: ``final``, or None for no features.
+
+        Raises:
+            InvalidArgument: A size is out of range, or features of layers are requested, which the
+                target lacks.
+        """
+        if vocab_size < 2:
+            raise InvalidArgument("vocab_size", vocab_size, "an integer of at least 2")
+        if order < 1 or (vocab_size + 1) ** order > _MAX_STATES:
+            raise InvalidArgument("order", order, f"from 1, with at most {_MAX_STATES} states")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_layers = 1
+        self.max_context = max_context
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.eos_token_ids = eos_token_ids
+        self.features = FeatureSpec.none() if features is None else features
+        self.features.check(self.num_layers)
+        self.allocator = SlotAllocator(max_slots)
+        generator = torch.Generator().manual_seed(seed)
+        states = int((vocab_size + 1) ** order)
+        self._order = order
+        self._embedding = torch.randn((vocab_size, hidden_size), generator=generator)
+        self._output = torch.randn((vocab_size, hidden_size), generator=generator)
+        self._features = torch.randn((states, hidden_size), generator=generator)
+        self._logits: Tensor = self._features @ self._output.T * (scale / hidden_size**0.5)
+        self._token_of_slot = torch.full((max_slots,), vocab_size)
+
+    def logits_after(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits ``[vocab]`` float32 that follow the text ``token_ids``."""
+        start = [self.vocab_size] * self._order
+        state = 0
+        for token in [*start, *token_ids][-self._order :]:
+            state = state * (self.vocab_size + 1) + token
+        return self._logits[state]
+
+    def forward(
+        self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
+    ) -> TargetOutput:
+        """See :meth:`Target.forward`."""
+        batch = pack(segments)
+        self._token_of_slot[batch.slots] = batch.token_ids
+        states = torch.cat([self._states(segment) for segment in batch.segments])
+        wanted = states if logit_rows is None else states[logit_rows]
+        with_features = self.features.kind is not FeatureKind.NONE
+        return TargetOutput(self._logits[wanted], self._features[states] if with_features else None)
+
+    def _states(self, segment: Segment) -> Tensor:
+        """Return each new token's state, ``[q]``, read from the slots it may see."""
+        tokens = self._token_of_slot[segment.key_slots()]
+        key_positions = torch.cat((torch.arange(segment.num_context), segment.tree_positions))
+        seen = segment.key_mask(None)
+        state = torch.zeros_like(segment.positions)
+        for back in range(self._order - 1, -1, -1):
+            here = key_positions == (segment.positions - back).unsqueeze(1)
+            if seen is not None:
+                here &= seen
+            # At most one visible token is at each position, and none before the text's start.
+            found = torch.where(here.any(1), tokens[here.int().argmax(1)], self.vocab_size)
+            state = state * (self.vocab_size + 1) + found
+        return state
+
+    @property
+    def input_embeddings(self) -> Tensor:
+        """See :meth:`Target.input_embeddings`."""
+        return self._embedding
+
+    @property
+    def output_embeddings(self) -> Tensor:
+        """See :meth:`Target.output_embeddings`."""
+        return self._output

@@ -1,0 +1,155 @@
+"""Interface of targets: next-token logits, and features for the drafter, of packed segments."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.devices import send
+from eaglegbv.errors import InvalidArgument
+
+
+class FeatureKind(StrEnum):
+    """Which hidden states a drafter reads."""
+
+    NONE = "none"
+    FINAL = "final"
+    """The hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2)."""
+    LAYERS = "layers"
+    """The inputs of several layers, concatenated (EAGLE-3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """The features a target hands to a drafter.
+
+    Attributes:
+        kind: Which hidden states.
+        layers: For ``LAYERS``: numbers of the layers whose inputs are taken, 1 ... num_layers - 1;
+            the input of layer i is the output of layer i - 1, before any final norm.
+    """
+
+    kind: FeatureKind
+    layers: tuple[int, ...] = ()
+
+    @classmethod
+    def none(cls) -> Self:
+        """Return a specification without features."""
+        return cls(FeatureKind.NONE)
+
+    @classmethod
+    def final(cls) -> Self:
+        """Return the specification of the final normed hidden state, ``[rows, hidden_size]``."""
+        return cls(FeatureKind.FINAL)
+
+    @classmethod
+    def layer_inputs(cls, layers: Sequence[int]) -> Self:
+        """Specify the concatenated inputs of ``layers``: ``[rows, len(layers) * hidden_size]``."""
+        return cls(FeatureKind.LAYERS, tuple(layers))
+
+    def width(self, hidden_size: int) -> int:
+        """Return the number of features of a token, 0 for none."""
+        count = {FeatureKind.NONE: 0, FeatureKind.FINAL: 1, FeatureKind.LAYERS: len(self.layers)}
+        return count[self.kind] * hidden_size
+
+    def check(self, num_layers: int) -> None:
+        """Raise :class:`InvalidArgument` unless a model of ``num_layers`` has these features."""
+        if self.kind is FeatureKind.LAYERS and not self.layers:
+            raise InvalidArgument("features.layers", self.layers, "at least one layer")
+        for layer in self.layers:
+            if not 1 <= layer < num_layers:
+                raise InvalidArgument(
+                    "features.layers", layer, f"layers from 1 to {num_layers - 1} (their inputs)"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """Result of a forward. It is valid until the next forward, which may overwrite it.
+
+    Attributes:
+        logits: ``[rows asked for, vocab]`` float32, not warped.
+        features: ``[packed rows, width]`` in the target's dtype, or None where the target was built
+            with no features.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """Keep the logits of some rows, ``[rows]`` int64 on the host."""
+        if len(rows) == len(self.logits) and torch.equal(rows, torch.arange(len(rows))):
+            return self
+        return replace(self, logits=self.logits.index_select(0, send(rows, self.logits.device)))
+
+
+class Target(ABC):
+    """A language model that scores packed tree segments over a paged KV pool.
+
+    Attributes:
+        vocab_size: Number of logits.
+        hidden_size: Width of a hidden state.
+        num_layers: Number of decoder layers.
+        max_context: Most positions the model handles.
+        dtype: Dtype of weights, keys and features.
+        device: Device of the model and its KV pool.
+        eos_token_ids: Tokens that end a text.
+        features: What :meth:`forward` captures, fixed when the target is built.
+        allocator: Owner of the slots, shared with the drafter's pool.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_context: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: frozenset[int]
+    features: FeatureSpec
+    allocator: SlotAllocator
+
+    @property
+    def graph_counts(self) -> Mapping[str, int]:
+        """Number of forwards that replayed a recording, or by why not; empty without recordings."""
+        return {}
+
+    @property
+    def attention_fallbacks(self) -> Mapping[str, int]:
+        """Attention calls that fell back to the slower backend, by what the faster one lacks."""
+        return {}
+
+    @property
+    def max_slots(self) -> int:
+        """Number of slots of the KV pool."""
+        return self.allocator.num_slots
+
+    @abstractmethod
+    def forward(
+        self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Score the new tokens of ``segments`` and write their keys and values to their slots.
+
+        Args:
+            segments: One per request; their slots must be taken from :attr:`allocator`.
+            logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted (a prefill needs
+                only its last row); None for all rows.
+
+        Raises:
+            InvalidArgument: ``segments`` is empty.
+        """
+
+    @property
+    @abstractmethod
+    def input_embeddings(self) -> Tensor:
+        """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
+
+    @property
+    @abstractmethod
+    def output_embeddings(self) -> Tensor:
+        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""

@@ -1,0 +1,317 @@
+"""How one request is sampled."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from eaglegbv.devices import upload
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import require_integer, require_number
+
+HOTTEST = 100.0
+"""The highest temperature of a distribution, a request's or a draft's."""
+COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
+"""Logits divided by less overflow."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
+
+    The target distribution of a token is ``softmax`` of the logits after, in this order, penalties,
+    temperature, top-k, top-p and min-p (see :mod:`eaglegbv.sampling`).
+
+    Attributes:
+        temperature: Divides the logits; at least 1e-37, at most 100. 0 means greedy decoding.
+        top_p: Keep the smallest set of most likely tokens whose mass reaches ``top_p``.
+        top_k: Keep the ``top_k`` most likely tokens; ``None`` keeps all, as do 0 and -1.
+        min_p: Drop tokens less likely than ``min_p`` times the most likely one.
+        max_tokens: Number of tokens to generate at most; None for as many as the model's context
+            and the engine's memory have room for.
+        stop: Strings that end the text; the text is cut before the first of them.
+        stop_token_ids: Token ids that end the text, besides the model's end-of-sequence tokens. The
+            one that does is the last of ``token_ids``, and its text is left out.
+        seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
+            else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
+            running number, and a seed need not reproduce a text; the distribution is the same. ``None``
+            derives one from the engine's seed and the request's number.
+        ignore_eos: Go on past end-of-sequence tokens.
+        repetition_penalty: Divides positive and multiplies negative logits of every token that
+            occurs in the prompt or the text so far; 1 is none.
+        presence_penalty: Subtracted from the logit of every generated token; 0 is none.
+        frequency_penalty: Subtracted once per occurrence in the generated text; 0 is none.
+
+    Raises:
+        InvalidArgument: A value is out of range; the message says which and what is accepted.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int | None = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._make_tuple("stop", stop, "non-empty strings")
+        self._make_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        if type(self.top_k) is int and self.top_k in (0, -1):  # what other engines call all
+            msgspec.structs.force_setattr(self, "top_k", None)
+        self._check_ranges()
+
+    def _make_tuple(self, name: str, values: object, expected: str) -> None:
+        if values is not None and not isinstance(values, Iterable):
+            raise InvalidArgument(name, values, expected)
+        msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
+
+    def _check_ranges(self) -> None:
+        require_number("temperature", self.temperature, 0.0, HOTTEST)
+        if 0 < self.temperature < COLDEST:
+            expected = f"0, or a number in [{COLDEST:g}, {HOTTEST:g}]"
+            raise InvalidArgument("temperature", self.temperature, expected)
+        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
+        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.top_k is not None:
+            require_integer("top_k", self.top_k, 1)
+        if self.max_tokens is not None:
+            require_integer("max_tokens", self.max_tokens, 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
+        if self.seed is not None:
+            require_integer("seed", self.seed, 0, 2**64 - 1)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument("stop", self.stop, "non-empty strings")
+        for token in self.stop_token_ids:
+            require_integer("stop_token_ids", token, 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether decoding is deterministic (temperature 0)."""
+        return self.temperature == 0.0
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Whether some tokens may be left out, by top-k, top-p or min-p."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty changes the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+# Logits to distributions: penalties, temperature, top-k, top-p, min-p. No other module does this.
+#
+# The same functions warp the target over its whole vocabulary and the drafter over its short list of
+# candidates: a row may hold any list of tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class WarpSettings:
+    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
+
+    Attributes:
+        temperature: ``[rows]`` float32; 0 keeps only the most likely token.
+        greedy: ``[rows]`` bool, where the temperature is 0, or None.
+        top_k: ``[rows]`` int64, or None.
+        limits: The finite values of ``top_k``, known on the host.
+        top_p: ``[rows]`` float64, or None.
+        min_p: ``[rows]`` float64, or None.
+        tempered: Whether some temperature may differ from 1, known on the host.
+    """
+
+    temperature: Tensor
+    greedy: Tensor | None
+    top_k: Tensor | None
+    limits: frozenset[int]
+    top_p: Tensor | None
+    min_p: Tensor | None
+    tempered: bool = True
+
+    @staticmethod
+    def of(
+        params: Sequence[SamplingParams],
+        rows_each: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> "WarpSettings":
+        """Gather the settings of requests that own ``rows_each`` consecutive rows.
+
+        Other steps of the same requests share the result, so it must not be written to.
+        """
+        return _settings_of(tuple(params), tuple(rows_each), device)
+
+
+@lru_cache(maxsize=256)
+def _settings_of(
+    params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
+) -> WarpSettings:
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return _column(values, rows_each, dtype, device)
+
+    no_limit = 2**31
+    top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
+    temperature = column([p.temperature for p in params], torch.float32)
+    return WarpSettings(
+        temperature=temperature,
+        greedy=temperature == 0 if any(p.greedy for p in params) else None,
+        top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+        limits=frozenset(k for k in top_k if k < no_limit),
+        top_p=(
+            column([p.top_p for p in params], torch.float64)
+            if any(p.top_p < 1 for p in params)
+            else None
+        ),
+        min_p=(
+            column([p.min_p for p in params], torch.float64)
+            if any(p.min_p > 0 for p in params)
+            else None
+        ),
+        tempered=any(p.temperature != 1 for p in params),
+    )
+
+
+def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
+    """Return warped logits ``[rows, tokens]`` in float32: -inf where a token is excluded.
+
+    They are relative to the row's largest logit, which becomes 0. Otherwise, large logits divided
+    by a low temperature would lose their differences to rounding, and then overflow.
+
+    Order: temperature, top-k, top-p (on what top-k left, renormalised), min-p. Ties at the edge of
+    top-k are all kept; ties at the edge of top-p are kept in order of their index. Rows of
+    temperature 0 keep the first of their most likely tokens, with logit 0.
+
+    Args:
+        logits: ``[rows, tokens]``, any float type.
+        settings: One entry per row.
+    """
+    temperature, greedy = settings.temperature, settings.greedy
+    if greedy is not None:
+        temperature = temperature.where(~greedy, 1.0)
+    warped = logits.float()
+    warped = warped - warped.amax(dim=1, keepdim=True)
+    if settings.tempered:
+        warped.div_(temperature.unsqueeze(1))
+    if settings.top_k is not None:
+        warped = _keep_top_k(warped, settings.top_k, settings.limits)
+    if settings.top_p is not None:
+        warped = _keep_top_p(warped, settings.top_p)
+    if settings.min_p is not None:
+        warped = _keep_min_p(warped, settings.min_p)
+    if greedy is not None:
+        warped = torch.where(greedy.unsqueeze(1), _keep_first_maximum(logits), warped)
+    return warped
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor:
+    size = logits.shape[1]
+    # Only the largest values need sorting, as many as the largest limit below the size.
+    largest = max((limit for limit in limits if limit < size), default=0)
+    if largest == 0:
+        return logits
+    values = logits.topk(largest, dim=1).values
+    edge = values.gather(1, (top_k.clamp(max=largest) - 1).unsqueeze(1))
+    return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
+
+
+def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    values, order = logits.sort(dim=1, descending=True, stable=True)
+    probs = values.double().softmax(dim=1)
+    mass_before = probs.cumsum(dim=1) - probs
+    drop_sorted = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop_sorted[:, 0] = False
+    drop = torch.zeros_like(drop_sorted).scatter(1, order, drop_sorted)
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    # This is p(x) < min_p * max p in logits; log 0 = -inf drops nothing.
+    edge = logits.max(dim=1).values.double() + min_p.log()
+    return logits.masked_fill(logits < edge.unsqueeze(1), -torch.inf)
+
+
+def _keep_first_maximum(logits: Tensor) -> Tensor:
+    best = logits.argmax(dim=1, keepdim=True)
+    # NaN logits stay NaN, so that a broken model is noticed at temperature 0 too.
+    kept = logits.gather(1, best).float()
+    return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(1, best, kept - kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltySettings:
+    """Per-row penalties, each ``[rows]`` float32 (see :class:`SamplingParams`)."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        rows_each: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
+
+        def column(values: Sequence[float]) -> Tensor:
+            return _column(values, rows_each, torch.float32, device)
+
+        return cls(
+            repetition=column([p.repetition_penalty for p in params]),
+            presence=column([p.presence_penalty for p in params]),
+            frequency=column([p.frequency_penalty for p in params]),
+        )
+
+
+def penalise(
+    logits: Tensor, in_prompt: Tensor, generated: Tensor, settings: PenaltySettings
+) -> Tensor:
+    """Return penalised logits ``[rows, tokens]`` float32; penalties are in vLLM's order.
+
+    Args:
+        logits: ``[rows, tokens]``.
+        in_prompt: ``[rows, tokens]`` bool, whether the token occurs in the prompt.
+        generated: ``[rows, tokens]`` int64, occurrences among the generated tokens *on the path of
+            the row's node*, so that each node is judged by its own history.
+        settings: One entry per row.
+    """
+    logits = logits.float()
+    repetition = settings.repetition.unsqueeze(1)
+    punished = torch.where(logits > 0, logits / repetition, logits * repetition)
+    occurred = generated > 0
+    logits = torch.where(in_prompt | occurred, punished, logits)
+    logits = logits - settings.frequency.unsqueeze(1) * generated
+    return logits - settings.presence.unsqueeze(1) * occurred
+
+
+def _column(
+    values: Sequence[float],
+    rows_each: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Return ``[rows]``: each request's value in all its rows."""
+    # The values are repeated on the host: a device would have to be asked for the number of rows.
+    rows = [v for v, n in zip(values, rows_each, strict=True) for _ in range(n)]
+    return upload(rows, dtype=dtype, device=device)

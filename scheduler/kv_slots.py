@@ -1,0 +1,79 @@
+"""KV slots that requests hold: borrowed for a step, owned by their texts, or in shared blocks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.request import Request
+from eaglegbv.scheduler.prefix_cache import PrefixCache
+
+
+class KVSlots:
+    """Hands slots to requests and takes them back.
+
+    pool --borrow--> request.borrowed --keep--> request.slots --vacate--> pool
+                           |                                               ^
+                           +------------------ the rest -------------------+
+    """
+
+    def __init__(self, allocator: SlotAllocator, cache: PrefixCache) -> None:
+        """Start with nothing held.
+
+        Args:
+            allocator: Owner of the free slots.
+            cache: Owner of the slots that texts share.
+        """
+        self._allocator = allocator
+        self._cache = cache
+
+    def borrow(self, request: Request, count: int) -> Tensor:
+        """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
+
+        Raises:
+            OutOfSlots: Fewer than ``count`` slots are free; none is lent then.
+        """
+        request.borrowed = self._allocator.allocate(count)
+        return request.borrowed
+
+    def keep(self, request: Request, places: list[int]) -> None:
+        """Move the borrowed slots at ``places`` to the text; take the other ones back."""
+        if len(places) == len(request.borrowed):  # as after every plain step
+            request.slots = torch.cat((request.slots, request.borrowed))
+            request.borrowed = request.borrowed[:0]
+            return
+        # A step lends few slots, and lists sort them faster than tensors do.
+        lent, chosen = request.borrowed.tolist(), set(places)
+        kept = [slot for place, slot in enumerate(lent) if place in chosen]
+        rest = [slot for place, slot in enumerate(lent) if place not in chosen]
+        request.slots = torch.cat((request.slots, torch.tensor(kept, dtype=torch.int64)))
+        request.borrowed = torch.tensor(rest, dtype=torch.int64)
+        self._take(request)
+
+    def vacate(self, request: Request) -> None:
+        """Take back all that a request holds."""
+        self._cache.give_back(request)
+        self._take(request)
+        own, request.slots = request.slots, request.slots[:0]
+        self._allocator.release(own)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Check that every slot has one owner: the pool, a request, or a block in use.
+
+        Args:
+            requests: All requests that hold slots of the pool, which serves one engine.
+
+        Raises:
+            InvalidArgument: A slot has no owner, or two.
+        """
+        holders = list(requests)
+        self._cache.check(holders)
+        own = [request.slots[request.shared :] for request in holders]
+        borrowed = [request.borrowed for request in holders]
+        self._allocator.check([*self._cache.owned(), *own, *borrowed])
+
+    def _take(self, request: Request) -> None:
+        """Take back the slots lent for a step."""
+        lent, request.borrowed = request.borrowed, request.borrowed[:0]
+        self._allocator.release(lent)

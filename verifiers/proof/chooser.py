@@ -1,0 +1,254 @@
+"""Distributions over a small vocabulary as tuples, in floating point or exact rationals."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from eaglegbv.errors import InvalidProbabilities
+from eaglegbv.rng import Purpose
+from eaglegbv.verifiers.base import VerifyUniforms
+
+Number: TypeAlias = float | Fraction
+"""A probability or a weight; code using it is exact when every input is a ``Fraction``."""
+
+Probs: TypeAlias = tuple[Number, ...]
+"""A distribution (or weights) over the vocabulary: entry x belongs to token x."""
+
+Prefix: TypeAlias = tuple[int, ...]
+"""Tokens from below the root to a node; the root is ``()``."""
+
+ProbsAt: TypeAlias = Callable[[Prefix], Probs]
+"""The distribution of the next token after a prefix."""
+
+
+def positive(x: Number) -> Number:
+    """Return max(x, 0) without changing the kind of number."""
+    return x if x > 0 else x - x
+
+
+def magnitude(x: Number) -> Number:
+    """Return |x|."""
+    return x if x >= 0 else -x
+
+
+def share(weight: Number, total: Number) -> Number:
+    """Return weight / total, exactly 1 where they are equal."""
+    return 1 if weight == total else weight / total
+
+
+def normalised(weights: Iterable[Number]) -> Probs:
+    """Return the distribution in proportion to ``weights``.
+
+    Raises:
+        InvalidProbabilities: No weight is positive.
+    """
+    weights = tuple(weights)
+    total = sum(weights)
+    if not total > 0:
+        raise InvalidProbabilities("weights", weights, "a positive sum")
+    return tuple(share(w, total) if w else w for w in weights)
+
+
+def residual(scale: Number, p: Sequence[Number], b: Sequence[Number]) -> Probs:
+    """Return the weights max(scale p - b, 0)."""
+    return tuple(positive(scale * px - bx) for px, bx in zip(p, b, strict=True))
+
+
+def residual_or_target(scale: Number, p: Probs, b: Sequence[Number]) -> Probs:
+    """Return :func:`residual`, or ``p`` where the residual vanishes.
+
+    A residual without mass is drawn from with probability zero; rounding can still lead there, and
+    then only the target's own distribution is a harmless answer.
+    """
+    weights = residual(scale, p, b)
+    return weights if sum(weights) > 0 else p
+
+
+def support(dist: Sequence[Number]) -> tuple[int, ...]:
+    """Return the tokens of positive probability, ascending."""
+    return tuple(x for x, mass in enumerate(dist) if mass > 0)
+
+
+def most_likely(dist: Sequence[Number], count: int) -> tuple[int, ...]:
+    """Return the ``count`` most likely tokens of the distribution's support, ties by token id."""
+    return tuple(sorted(support(dist), key=lambda x: (-dist[x], x))[:count])
+
+
+# How a reference draws random decisions, and how its exact output distribution is found.
+#
+# A reference calls ``choose(weights, purpose, index)`` and gets the number of the entry chosen. The
+# pair (purpose, index) names the uniform number that decides, so that a batched implementation with
+# the same :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
+#
+# * ``SELECTION``, index ``((depth * paths) + path) * 2 + which``: the flattening of ``selection``
+# ``[length, paths, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the copy
+# on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
+# relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
+# in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
+# drawn child is taken and (depth, 0, 0) which of the others. ``global_resolution`` draws from a
+# solver's plan with (depth, 0, 0), children in the order of their first paths.
+# * ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
+# index i - 1, and so does ``token``; rules that walk down draft by draft use
+# ``depth * paths + path``, ``path`` the number of the path that carries the draft copy, or of the
+# first path through the child where copies do not count (``greedy_draft`` also draws its residual
+# sample with the number of the first child that was not drawn);
+# ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
+# ``depth``.
+# * ``CORRECTION``, index 0: the last token of the step.
+# * Rules with a modified target draw how many drafts of earlier steps are left with further numbers,
+# see :mod:`~eaglegbv.verifiers.reference.modified_target`.
+# * ``DRAFT``: drafting, see :mod:`~eaglegbv.verifiers.reference.drafting`.
+#
+# Entries are drawn by inverse CDF: the first entry i with u * total < cumulative_i; an entry of
+# weight 0 is never drawn. A test of probability h is ``choose((h, 1 - h), ...) == 0``: accepted iff
+# u < h, so h = 0 never accepts and h = 1 always does.
+
+
+T = TypeVar("T")
+
+NEGLIGIBLE = 1e-16
+"""Branches in floating point that are less likely exist only by rounding, and are not walked."""
+
+
+class Chooser(Protocol):
+    """Decides every random choice of a reference."""
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return entry i with probability weights[i] / sum(weights).
+
+        Raises:
+            InvalidProbabilities: No weight is positive.
+        """
+
+
+def accepts(chooser: Chooser, h: Number, purpose: Purpose, index: int) -> bool:
+    """Return True with probability h."""
+    return chooser.choose((h, 1 - h), purpose, index) == 0
+
+
+def selection_index(paths: int, depth: int, path: int, which: int) -> int:
+    """Return the index of a ``SELECTION`` number (see the module's docstring)."""
+    return (depth * paths + path) * 2 + which
+
+
+def inverse_cdf(weights: Sequence[Number], u: float) -> int:
+    """Return the first entry i with u * total < cumulative_i; never one of weight 0."""
+    total = _total(weights)
+    cumulative: Number = 0
+    chosen = 0
+    for i, weight in enumerate(weights):
+        if weight > 0:
+            cumulative += weight
+            chosen = i
+            if u * total < cumulative:
+                break
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class UniformChooser:
+    """Decides by the uniforms of one request of a batch."""
+
+    uniforms: VerifyUniforms
+    request: int = 0
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return the entry that the number (purpose, index) points at."""
+        return inverse_cdf(weights, self._uniform(purpose, index))
+
+    def _uniform(self, purpose: Purpose, index: int) -> float:
+        match purpose:
+            case Purpose.SELECTION:
+                return float(self.uniforms.selection[self.request].flatten()[index])
+            case Purpose.ACCEPTANCE:
+                return float(self.uniforms.acceptance[self.request, index])
+            case Purpose.CORRECTION if index == 0:
+                return float(self.uniforms.correction[self.request])
+            case _:
+                raise IndexError(f"no number for {purpose!r} {index}")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorChooser:
+    """Samples: every decision takes a fresh number from ``generator``."""
+
+    generator: np.random.Generator
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return a random entry."""
+        del purpose, index
+        return inverse_cdf(weights, self.generator.random())
+
+
+@dataclass(slots=True)
+class ReplayChooser:
+    """Follows ``script``, then takes the first possible entry of every further choice.
+
+    Attributes:
+        script: Choices to repeat.
+        weight: Probability of the choices made so far.
+        branches: Scripts of the branches not taken after the script's end.
+        used: The numbers drawn; a number must not decide twice.
+    """
+
+    script: tuple[int, ...]
+    weight: Number = 1
+    branches: list[tuple[int, ...]] = field(default_factory=list)
+    used: set[tuple[Purpose, int]] = field(default_factory=set)
+    taken: list[int] = field(default_factory=list)
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return the next entry of the script, or the first possible one."""
+        if (purpose, index) in self.used:
+            raise IndexError(f"the number {purpose!r} {index} decides twice")
+        self.used.add((purpose, index))
+        total = _total(weights)
+        position = len(self.taken)
+        if position < len(self.script):
+            chosen = self.script[position]
+        else:
+            chosen, *others = self._possible(weights, total)
+            self.branches.extend((*self.taken, other) for other in others)
+        self.taken.append(chosen)
+        self.weight *= share(weights[chosen], total)
+        return chosen
+
+    def _possible(self, weights: Sequence[Number], total: Number) -> list[int]:
+        """Return the entries to walk, the most likely one first (it is never negligible)."""
+        order = sorted(range(len(weights)), key=lambda i: -weights[i])
+        first, *others = (i for i in order if weights[i] > 0)
+        return [
+            first,
+            *(i for i in others if not _negligible(self.weight * share(weights[i], total))),
+        ]
+
+
+def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
+    """Return the exact distribution of what ``run`` returns, by walking all its branches.
+
+    ``run`` must be a pure function of its chooser's decisions; its results must be hashable.
+    Branches below :data:`NEGLIGIBLE` are left out, so their mass is missing from the distribution and counts
+    as error; in rational arithmetic there are none.
+    """
+    dist: dict[T, Number] = {}
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        chooser = ReplayChooser(scripts.pop())
+        result = run(chooser)
+        dist[result] = dist.get(result, 0) + chooser.weight
+        scripts.extend(chooser.branches)
+    return dist
+
+
+def _negligible(weight: Number) -> bool:
+    return isinstance(weight, float) and weight < NEGLIGIBLE
+
+
+def _total(weights: Sequence[Number]) -> Number:
+    total = sum(weights)
+    if not total > 0 or min(weights) < 0:
+        raise InvalidProbabilities("weights", tuple(weights), "non-negative with a positive sum")
+    return total

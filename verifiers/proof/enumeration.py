@@ -1,0 +1,266 @@
+"""The exact distribution of what a verifier writes on a tiny problem, over one or several steps."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.greedy_block import Step
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    Number,
+    Prefix,
+    Probs,
+    ProbsAt,
+    exact_probs,
+    magnitude,
+)
+from eaglegbv.verifiers.proof.tree import (
+    DrawChildren,
+    Outcome,
+    ReferenceTree,
+    Stop,
+    draft_iid,
+    draft_tree,
+    draw_fixed,
+    draw_greedy,
+    draw_hub,
+    draw_wor,
+    never,
+)
+from eaglegbv.verifiers.stateful import ModifiedTarget, committing_draw
+
+
+class Verify(Protocol):
+    """A verifier that keeps nothing from step to step."""
+
+    def __call__(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
+        """Judge one tree."""
+
+
+class VerifyWithState(Protocol):
+    """A verifier that leaves a modified target to the next step."""
+
+    def __call__(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        """Judge one tree, given the debts of earlier steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of a tiny problem.
+
+    Attributes:
+        vocab: Tokens.
+        length: Depth of a path.
+        paths: Paths of an ``iid`` tree; children of every node for the other distributions.
+    """
+
+    vocab: int
+    length: int
+    paths: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A target and the draft trees it is offered.
+
+    Attributes:
+        draft_sampling: How children arise.
+        target_dist: p, by all tokens since the start.
+        draft_dist: q, likewise.
+        shape: Sizes.
+        stop: When paths stop early, by the tokens since the start.
+    """
+
+    draft_sampling: DraftSampling
+    target_dist: ProbsAt
+    draft_dist: ProbsAt
+    shape: Shape
+    stop: Stop = never
+
+
+def draft(
+    draft_sampling: DraftSampling, q: ProbsAt, shape: Shape, chooser: Chooser, stop: Stop = never
+) -> tuple[Prefix, ...]:
+    """Draw the paths of one tree."""
+    draw: DrawChildren
+    match draft_sampling:
+        case DraftSampling.IID:
+            return draft_iid(q, shape.paths, shape.length, chooser, stop)
+        case DraftSampling.WOR:
+            draw = draw_wor
+        case DraftSampling.GREEDY:
+            draw = draw_greedy
+        case DraftSampling.FIXED:
+            draw = draw_fixed
+        case DraftSampling.HUB:
+            draw = draw_hub
+    return draft_tree(draw, q, (shape.paths,) * shape.length, chooser, stop)
+
+
+def paths_probs(
+    draft_sampling: DraftSampling, q: ProbsAt, shape: Shape, stop: Stop = never
+) -> dict[tuple[Prefix, ...], Number]:
+    """Return the exact distribution of :func:`draft`."""
+    if draft_sampling is not DraftSampling.IID:
+        return exact_probs(lambda chooser: draft(draft_sampling, q, shape, chooser, stop))
+    one = exact_probs(lambda chooser: draft_iid(q, 1, shape.length, chooser, stop)[0])
+    return {
+        paths: math.prod(one[path] for path in paths)
+        for paths in itertools.product(one, repeat=shape.paths)
+    }
+
+
+def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
+    """Return the exact distribution of the paths drawn at the start."""
+    return paths_probs(problem.draft_sampling, problem.draft_dist, problem.shape, problem.stop)
+
+
+def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[ReferenceTree, Number]]:
+    """Yield every draft tree after ``context`` with its probability."""
+    p, q = After(problem.target_dist, context), After(problem.draft_dist, context)
+    stop = StopAfter(problem.stop, context)
+    shape = problem.shape
+    for paths, mass in paths_probs(problem.draft_sampling, q, shape, stop).items():
+        yield (
+            ReferenceTree(problem.draft_sampling, paths, p, q, reach=shape.length, stop=stop),
+            mass,
+        )
+
+
+def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
+    """Return the exact distribution of the tokens that one step commits."""
+    states = iterate(stateless(verify), [problem], problem.shape.length + 1)
+    return {state.context: mass for state, mass in states.items()}
+
+
+def acceptance_length(dist: Mapping[Prefix, Number]) -> Number:
+    """Return E[tau] of an output distribution: committed tokens less one."""
+    return sum(mass * (len(tokens) - 1) for tokens, mass in dist.items())
+
+
+def stateless(verify: Verify) -> VerifyWithState:
+    """Return ``verify`` as a verifier that passes the plain target on."""
+
+    def step(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
+        outcome = verify(tree, chooser)
+        return Step(outcome, ModifiedTarget((*target.context, *outcome.tokens)))
+
+    return step
+
+
+def states_by_step(
+    verify: VerifyWithState, problems: Sequence[Problem], total: int
+) -> Iterator[dict[ModifiedTarget, Number]]:
+    """Yield the exact distribution of the state after each step; step k is that of ``problems[k]``.
+
+    Requests that have ``total`` tokens, or have stopped, take no further step.
+    """
+    states: dict[ModifiedTarget, Number] = {ModifiedTarget(): 1}
+    for problem in problems:
+        following: dict[ModifiedTarget, Number] = {}
+        for state, mass in states.items():
+            if len(state.context) >= total or problem.stop(state.context):
+                following[state] = following.get(state, 0) + mass
+                continue
+            for after, probability in _step_probs(verify, problem, state):
+                following[after] = following.get(after, 0) + mass * probability
+        states = following
+        yield states
+
+
+def iterate(
+    verify: VerifyWithState, problems: Sequence[Problem], total: int
+) -> dict[ModifiedTarget, Number]:
+    """Return the exact distribution of the state after one step for each of ``problems``."""
+    return list(states_by_step(verify, problems, total))[-1]
+
+
+def _step_probs(
+    verify: VerifyWithState, problem: Problem, state: ModifiedTarget
+) -> Iterator[tuple[ModifiedTarget, Number]]:
+    for tree, mass in drafted_trees(problem, state.context):
+
+        def run(chooser: Chooser, tree: ReferenceTree = tree) -> ModifiedTarget:
+            return verify(tree, state, chooser).target
+
+        for after, probability in exact_probs(run).items():
+            yield after, mass * probability
+
+
+def completed(
+    states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int
+) -> dict[Prefix, Number]:
+    """Continue every state by its own target: the exact distribution of the first ``total`` tokens."""
+    dist: dict[Prefix, Number] = {}
+    todo = list(states.items())
+    while todo:
+        state, mass = todo.pop()
+        if len(state.context) >= total:
+            key = state.context[:total]
+            dist[key] = dist.get(key, 0) + mass
+            continue
+        own = p(state.context)
+        for token, probability in enumerate(state.dist(own)):
+            if probability > 0:
+                todo.extend(
+                    (after, mass * probability * share)
+                    for after, share in _emitted(state, own, token).items()
+                )
+    return dist
+
+
+def _emitted(state: ModifiedTarget, p: Probs, token: int) -> dict[ModifiedTarget, Number]:
+    return exact_probs(lambda chooser: state.entered(p, token, committing_draw(chooser)))
+
+
+def target_joint(p: ProbsAt, total: int) -> dict[Prefix, Number]:
+    """Return the target's distribution of the first ``total`` tokens."""
+    joint: dict[Prefix, Number] = {}
+    for tokens in itertools.product(range(len(p(()))), repeat=total):
+        mass: Number = 1
+        for i, x in enumerate(tokens):
+            mass *= p(tokens[:i])[x]
+        joint[tokens] = mass
+    return joint
+
+
+def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
+    """Return the largest deviation of the distribution of the first ``total`` tokens from the target's."""
+    return deviation(iterate(verify, problems, total), problems[0].target_dist, total)
+
+
+def deviation(states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int) -> float:
+    """Return how far the distribution of the first ``total`` tokens is from the target's, at most."""
+    dist = completed(states, p, total)
+    joint = target_joint(p, total)
+    return max(
+        float(magnitude(dist.get(tokens, 0) - joint.get(tokens, 0)))
+        for tokens in dist.keys() | joint.keys()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """A distribution by all tokens since the start, as one by the tokens after ``context``."""
+
+    dist: ProbsAt
+    context: Prefix
+
+    def __call__(self, prefix: Prefix) -> Probs:
+        """Return the distribution at ``context`` and ``prefix``."""
+        return self.dist((*self.context, *prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class StopAfter:
+    """A stopping rule by all tokens since the start, as one by the tokens after ``context``."""
+
+    stop: Stop
+    context: Prefix
+
+    def __call__(self, prefix: Prefix) -> bool:
+        """Return whether paths stop after ``context`` and ``prefix``."""
+        return self.stop((*self.context, *prefix))

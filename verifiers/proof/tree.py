@@ -1,0 +1,268 @@
+"""One request's draft tree as plain token paths, and the outcome of a verification."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import Protocol, TypeAlias
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.rng import Purpose
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    Number,
+    Prefix,
+    Probs,
+    ProbsAt,
+    accepts,
+    most_likely,
+)
+
+Stop: TypeAlias = Callable[[Prefix], bool]
+"""Whether paths end after a prefix (an end-of-sequence token, say)."""
+
+
+def never(prefix: Prefix) -> bool:
+    """Never stop early."""
+    del prefix
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTree:
+    """The paths drafted for one request, with the distributions they were drawn from and are judged by.
+
+    Attributes:
+        draft_sampling: How children arise.
+        paths: Tokens of each path below the root, in the order drawn, duplicates kept.
+        target_dist: p(. | prefix), over the whole vocabulary.
+        draft_dist: q(. | prefix), over the whole vocabulary, 0 off its support.
+        node_numbers: Number of each node in a batched tree, keyed by prefix; by default nodes are
+            numbered by depth, then by first path.
+        reach: Length the paths were drawn to, unless they stopped early; by default that of the
+            longest path.
+        stop: The rule by which paths stop early.
+    """
+
+    draft_sampling: DraftSampling
+    paths: tuple[Prefix, ...]
+    target_dist: ProbsAt
+    draft_dist: ProbsAt
+    node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
+    reach: int = 0
+    stop: Stop = never
+
+    @property
+    def length(self) -> int:
+        """Length the paths were drawn to."""
+        return self.reach or max(map(len, self.paths), default=0)
+
+    def paths_through(self, prefix: Prefix) -> tuple[int, ...]:
+        """Return the numbers of the paths that go on below ``prefix``."""
+        depth = len(prefix)
+        return tuple(
+            k for k, path in enumerate(self.paths) if len(path) > depth and path[:depth] == prefix
+        )
+
+    def drafts(self, prefix: Prefix) -> dict[int, int]:
+        """Return the draft below ``prefix`` of each path that goes on: path number -> token."""
+        depth = len(prefix)
+        return {k: self.paths[k][depth] for k in self.paths_through(prefix)}
+
+    def children(self, prefix: Prefix) -> dict[int, int]:
+        """Return the children of a node: token -> number of the first path through it."""
+        children: dict[int, int] = {}
+        for k, token in self.drafts(prefix).items():
+            children.setdefault(token, k)
+        return children
+
+    def nodes(self) -> dict[Prefix, int]:
+        """Return every node below the root with its number."""
+        if self.node_numbers:
+            return {prefix: n for prefix, n in self.node_numbers.items() if prefix}
+        prefixes = (
+            path[:depth]
+            for depth in range(1, max(map(len, self.paths), default=0) + 1)
+            for path in self.paths
+            if len(path) >= depth
+        )
+        return {prefix: n for n, prefix in enumerate(dict.fromkeys(prefixes), start=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a verification commits: accepted draft tokens, then a correction or bonus token."""
+
+    accepted: Prefix
+    token: int
+
+    @property
+    def tokens(self) -> Prefix:
+        """All tokens committed."""
+        return (*self.accepted, self.token)
+
+
+def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> ReferenceTree:
+    """Return request number ``request`` of a batch; distributions exactly as the batch holds them."""
+    tokens = tree.token_ids[request].tolist()
+    parents = tree.parents[request].tolist()
+    prefixes: list[Prefix] = [()]
+    for node in range(1, int(tree.num_nodes[request])):
+        prefixes.append((*prefixes[parents[node]], tokens[node]))
+    numbers = {prefix: node for node, prefix in enumerate(prefixes)}
+    lengths = tree.path_lengths[request].tolist()
+    paths = tuple(
+        prefixes[nodes[length - 1]] if length else ()
+        for nodes, length in zip(tree.path_nodes[request].tolist(), lengths, strict=True)
+    )
+
+    @cache
+    def target_dist(prefix: Prefix) -> Probs:
+        node = tree.parents.new_full((tree.batch,), numbers[prefix])
+        return tuple(target.probs_of(node)[request].tolist())
+
+    @cache
+    def draft_dist(prefix: Prefix) -> Probs:
+        dist = [0.0] * target.vocab
+        node = numbers[prefix]
+        ids = tree.draft_ids[request, node].tolist()
+        for token, mass in zip(ids, tree.draft_probs[request, node].tolist(), strict=True):
+            if mass > 0:
+                dist[token] = mass
+        return tuple(dist)
+
+    return ReferenceTree(tree.draft_sampling, paths, target_dist, draft_dist, numbers)
+
+
+# Drawing draft trees by distribution, through a chooser.
+
+
+class DrawChildren(Protocol):
+    """Draws the children of one node, in draft order."""
+
+    def __call__(
+        self, q: Probs, count: int, chooser: Chooser, indices: "count[int]"
+    ) -> Sequence[int]:
+        """Return up to ``count`` different tokens; ``indices`` numbers the uniforms."""
+
+
+def draft_iid(
+    q: ProbsAt, paths: int, length: int, chooser: Chooser, stop: Stop = never
+) -> tuple[Prefix, ...]:
+    """Draw ``paths`` paths independently; ``DRAFT`` index = path * length + depth."""
+    drawn = []
+    for k in range(paths):
+        path: Prefix = ()
+        while len(path) < length and not stop(path):
+            x = chooser.choose(q(path), Purpose.DRAFT, k * length + len(path))
+            path = (*path, x)
+        drawn.append(path)
+    return tuple(drawn)
+
+
+def draft_tree(
+    draw: DrawChildren,
+    q: ProbsAt,
+    widths: Sequence[int],
+    chooser: Chooser,
+    stop: Stop = never,
+) -> tuple[Prefix, ...]:
+    """Draw a tree level by level, ``widths[d]`` children below each node of depth d.
+
+    Returns the paths to its leaves, depth first; ``DRAFT`` indices count the draws.
+    """
+    indices = count()
+
+    def below(prefix: Prefix) -> list[Prefix]:
+        depth = len(prefix)
+        if depth == len(widths) or stop(prefix):
+            return [prefix]
+        children = draw(q(prefix), widths[depth], chooser, indices)
+        return [leaf for x in children for leaf in below((*prefix, x))]
+
+    return tuple(below(()))
+
+
+def draw_fixed(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Return the most likely tokens."""
+    del chooser, indices
+    return most_likely(q, count)
+
+
+def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Draw without replacement, as many as the support holds."""
+    drawn: list[int] = []
+    left = list(q)
+    while len(drawn) < count and any(left):
+        drawn.append(chooser.choose(left, Purpose.DRAFT, next(indices)))
+        left[drawn[-1]] = 0
+    return drawn
+
+
+def draw_greedy(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Return the most likely count - 1 tokens, and one drawn from the rest of q where there is."""
+    kept = most_likely(q, count - 1)
+    rest = [0 if x in kept else mass for x, mass in enumerate(q)]
+    if not sum(rest) > 0:
+        return kept
+    return (*kept, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+
+
+def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Draw SpecHub's pair: one from q, and the hub or, if it is the hub, one from the rest."""
+    if count != 2:
+        raise InvalidArgument("count", count, "2: SpecHub draws pairs")
+    (hub,) = most_likely(q, 1)
+    first = chooser.choose(q, Purpose.DRAFT, next(indices))
+    if first != hub:
+        return (first, hub)
+    rest = [0 if x == hub else mass for x, mass in enumerate(q)]
+    if not sum(rest) > 0:
+        return (hub,)
+    return (hub, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+
+
+# Walking down a tree: one accept-or-stop step at every node.
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The walk goes on at the child ``token``, with every path through it."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The walk stops; the correction token has these weights."""
+
+    weights: Probs
+
+
+Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], Accepted | Rejected]
+"""Decides at an inner node."""
+
+
+def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
+    """Take ``step`` at every node until it rejects; after a leaf the bonus token follows p."""
+    prefix: Prefix = ()
+    while tree.children(prefix):
+        match step(tree, prefix, chooser):
+            case Accepted(token):
+                prefix = (*prefix, token)
+            case Rejected(weights):
+                return Outcome(prefix, chooser.choose(weights, Purpose.CORRECTION, 0))
+    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+
+
+def accepts_draft(
+    tree: ReferenceTree, prefix: Prefix, path: int, h: Number, chooser: Chooser
+) -> bool:
+    """Accept the draft that path number ``path`` carries below ``prefix`` with probability h."""
+    return accepts(chooser, h, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, path))
+
+
+def acceptance_index(tree: ReferenceTree, prefix: Prefix, path: int) -> int:
+    """Return the ``ACCEPTANCE`` index of a draft below ``prefix``."""
+    return len(prefix) * len(tree.paths) + path
