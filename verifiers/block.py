@@ -33,7 +33,7 @@ from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 def block(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Verify the tree's one path with its draft distribution."""
     (path,) = tree.paths
-    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
     return block_verification(tree, path, dists, chooser)
 
 
@@ -52,7 +52,7 @@ def block_verification(
     for i in range(length, 0, -1):
         h = w[i]
         if i < length:
-            h = acceptance(w[i], sum(residual(w[i], tree.target_dist(path[:i]), dists[i])))
+            h = acceptance(w[i], sum(residual(w[i], tree.target_probs(path[:i]), dists[i])))
         if accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
             return _commit(tree, path, dists, w, i, chooser)
     return _commit(tree, path, dists, w, 0, chooser)
@@ -62,7 +62,7 @@ def block_weights(tree: ReferenceTree, path: Prefix, dists: Sequence[Probs]) -> 
     """Return w_0 ... w_L."""
     w: list[Number] = [1]
     for i, x in enumerate(path):
-        p, b = tree.target_dist(path[:i])[x], dists[i][x]
+        p, b = tree.target_probs(path[:i])[x], dists[i][x]
         # b = 0 marks a draft that the distribution cannot produce: it happens by rounding only.
         w.append(min(1, w[-1] * p / b) if b > 0 else min(1, w[-1]) if p > 0 else 0)
     return w
@@ -81,7 +81,7 @@ def _commit(
     tau: int,
     chooser: Chooser,
 ) -> Outcome:
-    p = tree.target_dist(path[:tau])
+    p = tree.target_probs(path[:tau])
     weights = p if tau == len(path) else residual_or_target(w[tau], p, dists[tau])
     return Outcome(path[:tau], chooser.choose(weights, Purpose.CORRECTION, 0))
 

@@ -42,7 +42,7 @@ def _ranks(tree: ReferenceTree, path: Prefix) -> tuple[int, ...]:
 
 
 def _order(tree: ReferenceTree, prefix: Prefix) -> tuple[int, ...]:
-    return _ranked(tree.target_dist(prefix), tree.draft_dist(prefix))
+    return _ranked(tree.target_probs(prefix), tree.draft_probs(prefix))
 
 
 _ranked = lru_cache(maxsize=1 << 16)(ranked)
@@ -60,7 +60,7 @@ def skewed_probs(tree: ReferenceTree, path: Prefix) -> list[Probs]:
     S: Number = 0
     joint: Number = 1
     for i, x in enumerate(path):
-        dist = tree.draft_dist(path[:i])
+        dist = tree.draft_probs(path[:i])
         whole = _best(S, joint, paths)
         below: Number = 0
         skewed: list[Number] = [0] * len(dist)

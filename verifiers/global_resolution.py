@@ -567,7 +567,7 @@ class GlobalResolution:
         return walk_down(tree, chooser, self._step)
 
     def _step(self, tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
-        p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+        p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
         drafts = tree.drafts(prefix)
         if self.solver is Solver.EXACT or len(drafts) == 1:
             node = exact_transport(p, q, len(drafts))
@@ -589,7 +589,7 @@ class GlobalResolution:
 def _accept(
     tree: ReferenceTree, prefix: Prefix, x: int, b: Probs, chooser: Chooser
 ) -> Accepted | Rejected:
-    p = tree.target_dist(prefix)
+    p = tree.target_probs(prefix)
     path = tree.children(prefix)[x]
     h = min(1, p[x] / b[x]) if b[x] > 0 else 1
     if accepts_draft(tree, prefix, path, h, chooser):

@@ -88,8 +88,8 @@ def greedy_block(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) 
     visits: list[Visit] = []
     state = target
     for depth, x in enumerate(path):
-        p = tree.target_dist(path[:depth])
-        visits.append(Visit(state, state.dist(p), tree.draft_dist(path[:depth]), 1))
+        p = tree.target_probs(path[:depth])
+        visits.append(Visit(state, state.dist(p), tree.draft_probs(path[:depth]), 1))
         state = state.entered(p, x, entering_draw(tree, chooser, depth, len(target.layers)))
     return greedy_verification(tree, path, visits, state, chooser)
 
@@ -133,7 +133,7 @@ def _commit(
     tau: int,
     chooser: Chooser,
 ) -> Step:
-    p = tree.target_dist(path[:tau])
+    p = tree.target_probs(path[:tau])
     draw = committing_draw(chooser)
     if tau == len(path):
         token = chooser.choose(leaf.dist(p), Purpose.CORRECTION, 0)
@@ -163,9 +163,9 @@ def _new_layer(
     root = len(visit.state.context) - len(prefix)
     return Layer(
         rho=rho * visit.target[token] / visit.dist[token],
-        drafts=drafts_on(visit.target, tree.draft_dist(prefix), visit.drafts, token, draw),
+        drafts=drafts_on(visit.target, tree.draft_probs(prefix), visit.drafts, token, draw),
         remaining=remaining,
-        draft_dist=Shifted(tree.draft_dist, root),
+        draft_probs=Shifted(tree.draft_probs, root),
         stop=ShiftedStop(tree.stop, root),
     )
 

@@ -47,7 +47,7 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
     The sample uses the number of the first child of A, so each child owns one number; with A empty
     it can only be the correction token.
     """
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     children = tree.children(prefix)
     kept = most_likely(q, len(children) - 1)
     (drawn,) = children.keys() - set(kept)

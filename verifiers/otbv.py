@@ -50,7 +50,7 @@ def otbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     path: Prefix = ()
     dists: list[Probs] = []
     while tree.children(path):
-        selection = select_child(tree, path, tree.target_dist(path), chooser)
+        selection = select_child(tree, path, tree.target_probs(path), chooser)
         path = (*path, selection.token)
         dists.append(selection.dist)
     return block_verification(tree, path, dists, chooser)
@@ -71,7 +71,7 @@ def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser
 
 def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
     drafts = tree.drafts(prefix)
-    q = tree.draft_dist(prefix)
+    q = tree.draft_probs(prefix)
     if len(drafts) == 1:
         (token,) = drafts.values()
         return Selection(token, q)
@@ -88,7 +88,7 @@ def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choose
 
 
 def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
-    q = tree.draft_dist(prefix)
+    q = tree.draft_probs(prefix)
     children = tuple(tree.children(prefix))
     kept = most_likely(q, len(children) - 1)
     (drawn,) = set(children) - set(kept)

@@ -53,7 +53,7 @@ def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
     """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub takes what is left."""
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     (hub,) = most_likely(q, 1)
     children = tree.children(prefix)
     others = [x for x in children if x != hub]

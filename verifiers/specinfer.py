@@ -37,7 +37,7 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
     Drawn without replacement (each child once), q also loses x and is renormalised. Drawn with
     replacement every copy of a token is tried: a copy counts like any other draft.
     """
-    r, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     for path, x in _drafts(tree, prefix).items():
         if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
             return Accepted(x)

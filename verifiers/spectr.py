@@ -40,7 +40,7 @@ def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accept
     The residual is p - min(q, p / rho) * sum_{k<n} (1 - beta)^k, non-negative because that sum is
     at most rho.
     """
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     drafts = tree.drafts(prefix)
     rho = scale(p, q, len(drafts))
     for path, x in drafts.items():

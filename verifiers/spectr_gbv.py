@@ -30,7 +30,7 @@ def spectr_gbv(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) ->
     visits: list[Visit] = []
     state = target
     while drafts := tree.drafts(path):
-        p = tree.target_dist(path)
+        p = tree.target_probs(path)
         M = state.dist(p)
         selection = select_child(tree, path, M, chooser)
         visits.append(Visit(state, M, selection.dist, len(drafts)))

@@ -54,7 +54,7 @@ class Layer:
         rho: Its factor at the current prefix.
         drafts: n, the drafts that would still be in play at the current prefix.
         remaining: Tokens the debt still covers.
-        draft_dist: The draft distribution of *its own* step, by all tokens committed since the start.
+        draft_probs: The draft distribution of *its own* step, by all tokens committed since the start.
         stop: The stopping rule of its own step, likewise: a path that would have ended owes
             nothing further.
     """
@@ -62,7 +62,7 @@ class Layer:
     rho: Number
     drafts: int
     remaining: int
-    draft_dist: ProbsAt
+    draft_probs: ProbsAt
     stop: Stop
 
 
@@ -118,7 +118,7 @@ class ModifiedTarget:
         nodes: list[LayerAtNode] = []
         dist = p
         for layer in self.layers:
-            q = layer.draft_dist(self.context)
+            q = layer.draft_probs(self.context)
             b = q if layer.drafts == 1 else exact_transport(dist, q, layer.drafts).dist
             nodes.append(LayerAtNode(layer, dist, q, b))
             dist = nodes[-1].after

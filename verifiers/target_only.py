@@ -24,11 +24,11 @@ def target_only(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """
     prefix: Prefix = ()
     while children := tree.children(prefix):
-        x = chooser.choose(tree.target_dist(prefix), Purpose.ACCEPTANCE, len(prefix))
+        x = chooser.choose(tree.target_probs(prefix), Purpose.ACCEPTANCE, len(prefix))
         if x not in children:
             return Outcome(prefix, x)
         prefix = (*prefix, x)
-    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+    return Outcome(prefix, chooser.choose(tree.target_probs(prefix), Purpose.CORRECTION, 0))
 
 
 # Sampling from the target and following the sample down the tree.

@@ -17,11 +17,11 @@ def token(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Accept x with min(1, p/q), stop at the first rejection, correct with (p - q)+."""
     (path,) = tree.paths
     for i, x in enumerate(path):
-        p, q = tree.target_dist(path[:i]), tree.draft_dist(path[:i])
+        p, q = tree.target_probs(path[:i]), tree.draft_probs(path[:i])
         if not accepts(chooser, min(1, p[x] / q[x]), Purpose.ACCEPTANCE, i):
             correction = chooser.choose(residual_or_target(1, p, q), Purpose.CORRECTION, 0)
             return Outcome(path[:i], correction)
-    return Outcome(path, chooser.choose(tree.target_dist(path), Purpose.CORRECTION, 0))
+    return Outcome(path, chooser.choose(tree.target_probs(path), Purpose.CORRECTION, 0))
 
 
 # Token verification of one path: one drafted token after the other.

@@ -92,8 +92,8 @@ def traversal(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 def _node(tree: ReferenceTree, prefix: Prefix, w: Number) -> _Node:
     children = list(tree.children(prefix))
-    q = tree.draft_dist(prefix) if children else ()
-    return _Node(prefix, w, tree.target_dist(prefix), q, children)
+    q = tree.draft_probs(prefix) if children else ()
+    return _Node(prefix, w, tree.target_probs(prefix), q, children)
 
 
 # Traversal verification: from the leaves to the root.

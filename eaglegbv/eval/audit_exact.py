@@ -378,7 +378,7 @@ class ExactSubject(Subject):
             )
             total = sizes.depth + 1
             first, *later = states_by_step(self.verify, problems, total)
-            error = deviation([first, *later][-1], problems[0].target_dist, total)
+            error = deviation([first, *later][-1], problems[0].target_probs, total)
             worst = max(worst, error)
             efficiency += committed(first)
             if with_optimum:
@@ -419,7 +419,7 @@ def committed(states: Mapping[ModifiedTarget, Number]) -> float:
 def optimal_block_efficiency(problem: Problem) -> float:
     """Return the most tokens a lossless step can be expected to commit (GBV, Theorem 4.3)."""
     trees = drafted_paths(problem)
-    return 1 + lp_acceptance_length(problem.target_dist, problem.shape.vocab, trees)
+    return 1 + lp_acceptance_length(problem.target_probs, problem.shape.vocab, trees)
 
 
 def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:

@@ -79,10 +79,10 @@ def test_an_audit_is_reproducible_and_depends_on_its_seed() -> None:
 def block_without_weight(tree, chooser) -> Outcome:
     """A residual without w decides about acceptance, as one paper prints it."""
     (path,) = tree.paths
-    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
     w = block_weights(tree, path, dists)
     for i in range(len(path), -1, -1):
-        p = tree.target_dist(path[:i])
+        p = tree.target_probs(path[:i])
         h = w[i]
         if i < len(path):
             mass = sum(residual(1, p, dists[i]))
@@ -169,7 +169,7 @@ def test_instances_reach_the_corners() -> None:
     pairs = []
     for number in range(len(ROUND) * len(DRAFTS)):
         for problem in instance(DraftSampling.IID, shape, number, steps=2, seed=1):
-            p, q = problem.target_dist(()), problem.draft_dist(())
+            p, q = problem.target_probs(()), problem.draft_probs(())
             assert sum(p) == pytest.approx(1, abs=1e-15)
             assert sum(q) == pytest.approx(1, abs=1e-15)
             pairs.append((p, q))
@@ -186,8 +186,8 @@ def test_instances_reach_the_corners() -> None:
 
 def test_steps_share_the_target_and_have_their_own_draft_distributions() -> None:
     first, second = instance(DraftSampling.IID, Shape(3, 2, 2), 5, steps=2, seed=0)
-    assert first.target_dist((1,)) == second.target_dist((1,))
-    assert first.draft_dist((1,)) != second.draft_dist((1,))
+    assert first.target_probs((1,)) == second.target_probs((1,))
+    assert first.draft_probs((1,)) != second.draft_probs((1,))
 
 
 SAMPLED = [

@@ -28,7 +28,7 @@ from support.tables import KINDS, Model, Shape, draft
 class Snapshot:
     """The draft distribution and stopping rule of the step that pushed a layer, by all tokens."""
 
-    draft_dist: ProbsAt
+    draft_probs: ProbsAt
     stop: Stop
 
 
@@ -61,7 +61,7 @@ class TableProbs:
             context = (*request.state.context, *tokens[b].tolist())
             for k, snapshot in enumerate(request.snapshots):
                 if not snapshot.stop(context):
-                    dist = self.current[b] if self.current else snapshot.draft_dist
+                    dist = self.current[b] if self.current else snapshot.draft_probs
                     probs[b, k] = torch.tensor(dist(context), dtype=torch.float64)
         return SparseProbs(torch.arange(self.width).expand_as(probs), probs)
 
@@ -180,7 +180,7 @@ def step(
     batch = _batch([r for r, _ in drafted], shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)
-    current = [snapshot.draft_dist for _, snapshot in drafted] if planted else None
+    current = [snapshot.draft_probs for _, snapshot in drafted] if planted else None
     debts = Debts(layers, TableProbs(requests, shape.vocab, current))
     result = verifier.verify(batch.tree, batch.target, uniforms, debts)
     expected = []

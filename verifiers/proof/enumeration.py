@@ -68,15 +68,15 @@ class Problem:
 
     Attributes:
         draft_sampling: How children arise.
-        target_dist: p, by all tokens since the start.
-        draft_dist: q, likewise.
+        target_probs: p, by all tokens since the start.
+        draft_probs: q, likewise.
         shape: Sizes.
         stop: When paths stop early, by the tokens since the start.
     """
 
     draft_sampling: DraftSampling
-    target_dist: ProbsAt
-    draft_dist: ProbsAt
+    target_probs: ProbsAt
+    draft_probs: ProbsAt
     shape: Shape
     stop: Stop = never
 
@@ -115,12 +115,12 @@ def paths_probs(
 
 def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
     """Return the exact distribution of the paths drawn at the start."""
-    return paths_probs(problem.draft_sampling, problem.draft_dist, problem.shape, problem.stop)
+    return paths_probs(problem.draft_sampling, problem.draft_probs, problem.shape, problem.stop)
 
 
 def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[ReferenceTree, Number]]:
     """Yield every draft tree after ``context`` with its probability."""
-    p, q = After(problem.target_dist, context), After(problem.draft_dist, context)
+    p, q = After(problem.target_probs, context), After(problem.draft_probs, context)
     stop = StopAfter(problem.stop, context)
     shape = problem.shape
     for paths, mass in paths_probs(problem.draft_sampling, q, shape, stop).items():
@@ -229,7 +229,7 @@ def target_joint(p: ProbsAt, total: int) -> dict[Prefix, Number]:
 
 def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
     """Return the largest deviation of the distribution of the first ``total`` tokens from the target's."""
-    return deviation(iterate(verify, problems, total), problems[0].target_dist, total)
+    return deviation(iterate(verify, problems, total), problems[0].target_probs, total)
 
 
 def deviation(states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int) -> float:

@@ -36,8 +36,8 @@ class ReferenceTree:
     Attributes:
         draft_sampling: How children arise.
         paths: Tokens of each path below the root, in the order drawn, duplicates kept.
-        target_dist: p(. | prefix), over the whole vocabulary.
-        draft_dist: q(. | prefix), over the whole vocabulary, 0 off its support.
+        target_probs: p(. | prefix), over the whole vocabulary.
+        draft_probs: q(. | prefix), over the whole vocabulary, 0 off its support.
         node_numbers: Number of each node in a batched tree, keyed by prefix; by default nodes are
             numbered by depth, then by first path.
         reach: Length the paths were drawn to, unless they stopped early; by default that of the
@@ -47,8 +47,8 @@ class ReferenceTree:
 
     draft_sampling: DraftSampling
     paths: tuple[Prefix, ...]
-    target_dist: ProbsAt
-    draft_dist: ProbsAt
+    target_probs: ProbsAt
+    draft_probs: ProbsAt
     node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
     reach: int = 0
     stop: Stop = never
@@ -118,12 +118,12 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
     )
 
     @cache
-    def target_dist(prefix: Prefix) -> Probs:
+    def target_probs(prefix: Prefix) -> Probs:
         node = tree.parents.new_full((tree.batch,), numbers[prefix])
         return tuple(target.probs_of(node)[request].tolist())
 
     @cache
-    def draft_dist(prefix: Prefix) -> Probs:
+    def draft_probs(prefix: Prefix) -> Probs:
         dist = [0.0] * target.vocab
         node = numbers[prefix]
         ids = tree.draft_ids[request, node].tolist()
@@ -132,7 +132,7 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
                 dist[token] = mass
         return tuple(dist)
 
-    return ReferenceTree(tree.draft_sampling, paths, target_dist, draft_dist, numbers)
+    return ReferenceTree(tree.draft_sampling, paths, target_probs, draft_probs, numbers)
 
 
 # Drawing draft trees by distribution, through a chooser.
@@ -253,7 +253,7 @@ def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
                 prefix = (*prefix, token)
             case Rejected(weights):
                 return Outcome(prefix, chooser.choose(weights, Purpose.CORRECTION, 0))
-    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+    return Outcome(prefix, chooser.choose(tree.target_probs(prefix), Purpose.CORRECTION, 0))
 
 
 def accepts_draft(

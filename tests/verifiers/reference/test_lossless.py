@@ -87,7 +87,7 @@ def test_steps_in_a_row(name: str, draft_sampling: DraftSampling, kind: str) -> 
     shape = offered(name, draft_sampling, Shape(2, 2, 2))
     dists = [Model(2, kind, 1), Model(2, "random", 2), Model(2, "zeros", 3)]
     cases = [
-        replace(problem(draft_sampling, dists[0], shape), draft_dist=model.q) for model in dists
+        replace(problem(draft_sampling, dists[0], shape), draft_probs=model.q) for model in dists
     ]
     assert max_error(REFERENCES[name].verify, cases, 5) < TOLERANCE
 
@@ -110,7 +110,7 @@ def test_debts_of_several_steps_are_paid(name: str, shape: Shape, steps: int, ki
     cases = [
         replace(
             problem(DraftSampling.IID, first, shape),
-            draft_dist=Model(shape.vocab, kind, 11 + step).q,
+            draft_probs=Model(shape.vocab, kind, 11 + step).q,
         )
         for step in range(steps)
     ]
@@ -149,7 +149,7 @@ def test_otbv_on_a_tree_of_mixed_distributions(kind: str) -> None:
         path, dists = (), []
         while tree.children(path):
             node = replace(tree, draft_sampling=DraftSampling.IID if path else DraftSampling.FIXED)
-            selection = select_child(node, path, tree.target_dist(path), chooser)
+            selection = select_child(node, path, tree.target_probs(path), chooser)
             path = (*path, selection.token)
             dists.append(selection.dist)
         return block_verification(tree, path, dists, chooser)
@@ -200,7 +200,7 @@ def test_one_path_of_otbv_gbv_is_block_verification() -> None:
 def draft_support(case: Problem) -> list[tuple[int, ...]]:
     return [
         path
-        for (path,) in exact_probs(lambda c: draft_iid(case.draft_dist, 1, case.shape.length, c))
+        for (path,) in exact_probs(lambda c: draft_iid(case.draft_probs, 1, case.shape.length, c))
     ]
 
 

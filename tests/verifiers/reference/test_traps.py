@@ -65,7 +65,7 @@ def test_ties_are_ordered_alike_in_selection_and_distribution() -> None:
     def otbv_reversed_ties(tree: ReferenceTree, chooser: Chooser) -> Outcome:
         path, dists = (), []
         while drafts := tree.drafts(path):
-            p, q = tree.target_dist(path), tree.draft_dist(path)
+            p, q = tree.target_probs(path), tree.draft_probs(path)
             node = exact_transport(p, q, len(drafts))
             order = tuple(sorted(node.order, key=lambda x: (p[x] / q[x], -x)))
             other = replace(
@@ -278,7 +278,7 @@ def test_the_bonus_token_follows_the_warped_distribution() -> None:
             def p(prefix: Prefix) -> Probs:
                 return base.p(prefix) if len(prefix) == 2 else warped(prefix)
 
-            return verify(replace(tree, target_dist=p), chooser)
+            return verify(replace(tree, target_probs=p), chooser)
 
         return planted
 
@@ -329,9 +329,9 @@ def test_padding_of_the_vocabulary_is_never_committed() -> None:
         )
         tokens: set[int] = set()
         for paths in exact_probs(
-            lambda c: draft(DraftSampling.IID, case.draft_dist, case.shape, c)
+            lambda c: draft(DraftSampling.IID, case.draft_probs, case.shape, c)
         ):
-            tree = ReferenceTree(DraftSampling.IID, paths, case.target_dist, case.draft_dist)
+            tree = ReferenceTree(DraftSampling.IID, paths, case.target_probs, case.draft_probs)
             for outcome in exact_probs(lambda c, tree=tree: otbv(tree, c)):
                 tokens |= set(outcome.tokens)
         return tokens
