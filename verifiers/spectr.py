@@ -2,21 +2,13 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import (
-    Decisions,
-    Verdict,
-    Verifier,
-    VerifyUniforms,
-    descend,
-    draft_copies,
-)
-from eaglegbv.verifiers.paths import places_of_tokens
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_paths
+from eaglegbv.verifiers.paths import draft_counts, places_of_tokens, rooted, steps_of
 from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive
 from eaglegbv.verifiers.proof.tree import (
     Accepted,
@@ -26,7 +18,6 @@ from eaglegbv.verifiers.proof.tree import (
     accepts_draft,
     walk_down,
 )
-from eaglegbv.verifiers.selection import PathSteps
 
 
 def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -79,36 +70,47 @@ def _tries(beta: Number, drafts: int) -> Number:
     return sum((1 - beta) ** k for k in range(drafts))
 
 
-# K-SEQ, the sequential selection of SpecTr.
-
-
-_HALVINGS = 58
-"""Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
+# The same for batches.
 
 
 class SpecTrVerifier(Verifier):
-    """Accept each of the n drafts with min(1, p / (rho q)), with the smallest lossless rho."""
+    """Try the drafts in order, with the smallest lossless rho of each node.
 
-    name: ClassVar[str] = "spectr"
-    source: ClassVar[str] = "Sun et al., SpecTr (2310.15141), K-SEQ"
-    cost: ClassVar[str] = "O(58 N W) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
+    O(58 N W) and one row of the vocabulary.
+    """
+
+    name = "spectr"
+    draft_samplings = frozenset({DraftSampling.IID})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
-        plan = k_seq(probs, tree.draft_probs, PathSteps.of(tree).draft_counts(tree))
+        plan = k_seq(probs, tree.draft_probs, draft_counts(tree))
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places
         p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
         chances = p / (plan.rho.gather(1, tree.parents) * q)
+        above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
+        numbers = numbers_of_paths(tree, uniforms.acceptance)
         chosen = torch.zeros_like(tree.parents)
-        for copies in draft_copies(tree, uniforms.acceptance):
-            tried = copies.real & (chosen.gather(1, copies.parents) == 0)
-            passed = tried & (copies.uniforms < chances.gather(1, copies.children))
-            chosen = chosen.scatter_add(1, copies.parents, copies.children * passed)
-        decisions = Decisions(chosen, torch.ones_like(plan.rho), plan.served, tree.draft_ids)
-        return descend(tree, decisions, target, uniforms)
+        for k in range(tree.paths):
+            parents, children = above[:, k], tree.path_nodes[:, k]
+            tried = real[:, k] & (chosen.gather(1, parents) == 0)
+            passed = tried & (numbers[:, :, k] < chances.gather(1, children))
+            chosen = chosen.scatter_add(1, parents, children * passed)
+        return descend(
+            tree,
+            target,
+            uniforms,
+            children=chosen,
+            weight=torch.ones_like(plan.rho),
+            ids=tree.draft_ids,
+            draft=plan.served,
+        )
+
+
+_HALVINGS = 58
+"""Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,7 @@ class KSeq:
 
 
 def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
-    """Find rho in [1, n] with ``1 - (1 - beta)^n = rho beta``, ``beta = sum min(q, p / rho)``.
-
-    By bisection, rounded up: any rho with ``(1 - (1 - beta)^n) / beta <= rho`` is lossless, a
-    smaller one is not.
+    """Find rho at every node, as :func:`scale` does.
 
     Args:
         target: ``[batch, nodes, width]`` float64, p on the support of q.
@@ -137,24 +136,20 @@ def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
         drafts: ``[batch, nodes]`` int64, n.
     """
     n = drafts.to(draft.dtype).clamp(min=1)
+
+    def tries(rho: Tensor) -> Tensor:
+        """Return ``sum_{k<n} (1 - beta)^k``; n at beta = 0."""
+        beta = torch.minimum(draft, target / rho.unsqueeze(2)).sum(dim=2)
+        powers = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta
+        return torch.where(beta > 0, powers, n)
+
     low, high = torch.ones_like(n), n
-    high = torch.where(_spectr_tries(_spectr_overlap(target, draft, low), n) <= low, low, high)
+    high = torch.where(tries(low) <= low, low, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        enough = _spectr_tries(_spectr_overlap(target, draft, middle), n) <= middle
+        enough = tries(middle) <= middle
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    overlap = _spectr_overlap(target, draft, high)
+    overlap = torch.minimum(draft, target / high.unsqueeze(2))
     # A leaf has no drafts, so nothing is served there.
-    tries = torch.where(drafts > 0, _spectr_tries(overlap, n), 0.0)
-    return KSeq(rho=high, served=overlap * tries.unsqueeze(2))
-
-
-def _spectr_overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:
-    return torch.minimum(draft, target / rho.unsqueeze(2))
-
-
-def _spectr_tries(overlap: Tensor, n: Tensor) -> Tensor:
-    """Return ``sum_{k<n} (1 - beta)^k``, the expected number of drafts tried; n at beta = 0."""
-    beta = overlap.sum(dim=2)
-    tries = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta
-    return torch.where(beta > 0, tries, n)
+    served = torch.where(drafts > 0, tries(high), 0.0)
+    return KSeq(rho=high, served=overlap * served.unsqueeze(2))

@@ -1,6 +1,4 @@
-"""Token verification: speculative sampling (Leviathan et al. 2023, Chen et al. 2023)."""
-
-from typing import ClassVar
+"""Token verification (Leviathan et al. 2211.17192; Chen et al. 2302.01318): speculative sampling."""
 
 import torch
 from torch import Tensor
@@ -24,7 +22,22 @@ def token(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return Outcome(path, chooser.choose(tree.target_probs(path), Purpose.CORRECTION, 0))
 
 
-# Token verification of one path: one drafted token after the other.
+# The same for batches.
+
+
+class TokenVerifier(Verifier):
+    """Judge one token after the other. O(L) and one row of the vocabulary."""
+
+    name = "token"
+    draft_samplings = frozenset({DraftSampling.IID})
+    max_paths = 1
+    one_graph = True
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """Judge one path per request; the test of depth i uses acceptance number i - 1."""
+        tests = uniforms.acceptance[:, : tree.length]
+        path = DraftedPath.only(tree, target)
+        return verify_tokens(path, target, tests, uniforms.correction)
 
 
 def verify_tokens(
@@ -34,7 +47,7 @@ def verify_tokens(
 
     Args:
         path: The path and its draft distributions q.
-        target: The target's distributions.
+        target: The target's probabilities.
         tests: ``[batch, length]`` float64, the uniforms of the tests.
         correction: ``[batch]`` float64, the uniform of the last token.
     """
@@ -42,28 +55,5 @@ def verify_tokens(
     passed = (tests < path.ratios()) & (depths < path.lengths.unsqueeze(1))
     accepted = passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
     residual = path.residual(accepted, torch.ones_like(correction))
-    return Verdict(
-        path_nodes=path.nodes[:, 1:],
-        accepted=accepted,
-        token_ids=correction_token(residual, target, correction),
-    )
-
-
-# Token verification: the first lossless rule for one path.
-
-
-class TokenVerifier(Verifier):
-    """Accept x_i with chance min(1, p/q), stop at the first rejection, correct from (p - q)+."""
-
-    name: ClassVar[str] = "token"
-    source: ClassVar[str] = "Leviathan et al. 2211.17192; Chen et al. 2302.01318"
-    cost: ClassVar[str] = "O(L) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
-    max_paths: ClassVar[int | None] = 1
-    one_graph: ClassVar[bool] = True
-
-    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge one path per request; the test of depth i uses acceptance number i - 1."""
-        tests = uniforms.acceptance[:, : tree.length]
-        path = DraftedPath.only(tree, target)
-        return verify_tokens(path, target, tests, uniforms.correction)
+    token_ids = correction_token(residual, target, correction)
+    return Verdict(path.nodes[:, 1:], accepted, token_ids)

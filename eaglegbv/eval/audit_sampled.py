@@ -21,7 +21,6 @@ from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
@@ -308,12 +307,11 @@ def _step(
     p = _dists(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
-    debts = Debts(texts.layers, _OwnProbs(texts, vocab))
     uniforms = _uniforms(tree, texts.layers.count, generator)
-    result = verifier.verify(tree, target, uniforms, debts)
+    result = verifier.verify(tree, target, uniforms, texts.layers, _OwnProbs(texts, vocab))
     return RunTexts(
-        codes=_extended(texts.codes, tree, result.verdict, vocab),
-        lengths=texts.lengths + result.verdict.accepted + 1,
+        codes=_extended(texts.codes, tree, result, vocab),
+        lengths=texts.lengths + result.accepted + 1,
         layers=result.layers,
         draft_dists=(*texts.draft_dists, problem.draft_probs),
     )

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.batched_trees import assert_sound
 from support.saved_pair import save_pair
 
 from eaglegbv.config import Plan
@@ -29,14 +30,13 @@ from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_p
 from eaglegbv.llm import LLM
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, check_tree
-from eaglegbv.verifiers.base import check_inputs
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.proof.tree import Outcome
-from eaglegbv.verifiers.registry import make_stateful_verifier, make_verifier
+from eaglegbv.verifiers.registry import make_any_verifier, make_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 PAIRS = [
@@ -229,7 +229,7 @@ def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
     name: str, paths: int
 ) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
-    result = sampled_subject(make_stateful_verifier(name), 4000).audit(DraftSampling.IID, sizes)
+    result = sampled_subject(make_any_verifier(name), 4000).audit(DraftSampling.IID, sizes)
     assert result.passed(0.0)
     assert result.detectable_shift < 0.1
     exact = package_subjects()[name].audit(DraftSampling.IID, sizes)
@@ -281,8 +281,7 @@ def test_listed_trees_are_sound(draft_sampling: DraftSampling) -> None:
     for number in (0, 1, 8):
         [problem] = instance(draft_sampling, Shape(3, 2, 2), number, steps=1, seed=2)
         tree, target, masses = batch_of(problem)
-        check_tree(tree)
-        check_inputs(tree, target)
+        assert_sound(tree, target)
         assert float(masses.sum()) == pytest.approx(1)
         assert tree.batch == len(drafted_paths(problem))
 
@@ -394,8 +393,7 @@ def test_synthetic_trees_are_sound() -> None:
     settings = SyntheticSettings(vocab=5, depth=3)
     for paths in (1, 4):
         batch = draw_batch(settings, 40, paths, 0.7, torch.Generator().manual_seed(paths))
-        check_tree(batch.tree)
-        check_inputs(batch.tree, batch.target)
+        assert_sound(batch.tree, batch.target)
         shared = batch.tree.num_nodes < 1 + 3 * paths
         assert bool(shared.any()) == (paths > 1)
 

@@ -61,7 +61,7 @@ def softmax(logits: torch.Tensor, temperature: float) -> tuple[float, ...]:
 
 def moments(name: str, problem: Problem) -> tuple[float, float]:
     """Exact mean and variance of the tokens a step commits."""
-    states = iterate(REFERENCES[name].verify, [problem], problem.shape.length + 1)
+    states = iterate(REFERENCES[name], [problem], problem.shape.length + 1)
     mean = sum(float(mass) * len(state.context) for state, mass in states.items())
     square = sum(float(mass) * len(state.context) ** 2 for state, mass in states.items())
     return mean, square - mean**2

@@ -26,7 +26,7 @@ from eaglegbv.verifiers.registry import (
     make_verifier,
 )
 
-SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 3), (4, 6)]
+SHAPES = [(1, 3), (2, 3), (3, 3), (2, 4), (4, 6)]
 VOCAB = 4
 LARGE = 8200  # drawn from in two levels
 ONE_GRAPH = sorted(name for name, cls in VERIFIERS.items() if cls.one_graph)
@@ -109,7 +109,7 @@ def test_graphs_take_large_vocabularies(backend: str) -> None:
     with patch(error_on_recompile=True):
         for seed, requests in enumerate((1, 2, 1, 3)):
             tree, target, numbers = case(
-                seed, paths=1 + seed % 2, length=2, requests=requests, vocab=LARGE
+                seed, paths=1 + seed % 2, length=3, requests=requests, vocab=LARGE
             )
             checked = ours.verify(tree, target, numbers)
             assert_same(checked, plain.verify(tree, target, numbers), tree)
@@ -121,6 +121,7 @@ def test_what_the_graph_does_not_take_is_verified_as_it_is(monkeypatch: pytest.M
     single = case(0, paths=2, length=3)
     others = [
         case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY),
+        case(0, paths=2, length=2),
         plain_step(),
     ]
     for tree, target, numbers in others:

@@ -2,26 +2,26 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic
 
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.greedy_block import Step
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
     Prefix,
     Probs,
     ProbsAt,
+    T,
     exact_probs,
     magnitude,
 )
 from eaglegbv.verifiers.proof.tree import (
     DrawChildren,
-    Outcome,
     ReferenceTree,
     Stop,
+    Verify,
     draft_iid,
     draft_tree,
     draw_fixed,
@@ -30,21 +30,7 @@ from eaglegbv.verifiers.proof.tree import (
     draw_wor,
     never,
 )
-from eaglegbv.verifiers.stateful import ModifiedTarget, committing_draw
-
-
-class Verify(Protocol):
-    """A verifier that keeps nothing from step to step."""
-
-    def __call__(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
-        """Judge one tree."""
-
-
-class VerifyWithState(Protocol):
-    """A verifier that leaves a modified target to the next step."""
-
-    def __call__(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-        """Judge one tree, given the debts of earlier steps."""
+from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, committing_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +40,7 @@ class Shape:
     Attributes:
         vocab: Tokens.
         length: Depth of a path.
-        paths: Paths of an ``iid`` tree; children of every node for the other distributions.
+        paths: Paths of an ``iid`` tree; children of every node for the other samplings.
     """
 
     vocab: int
@@ -121,13 +107,10 @@ def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
 def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[ReferenceTree, Number]]:
     """Yield every draft tree after ``context`` with its probability."""
     p, q = After(problem.target_probs, context), After(problem.draft_probs, context)
-    stop = StopAfter(problem.stop, context)
-    shape = problem.shape
-    for paths, mass in paths_probs(problem.draft_sampling, q, shape, stop).items():
-        yield (
-            ReferenceTree(problem.draft_sampling, paths, p, q, reach=shape.length, stop=stop),
-            mass,
-        )
+    stop = After(problem.stop, context)
+    sampling, shape = problem.draft_sampling, problem.shape
+    for paths, mass in paths_probs(sampling, q, shape, stop).items():
+        yield ReferenceTree(sampling, paths, p, q, reach=shape.length, stop=stop), mass
 
 
 def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
@@ -136,9 +119,9 @@ def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
     return {state.context: mass for state, mass in states.items()}
 
 
-def acceptance_length(dist: Mapping[Prefix, Number]) -> Number:
+def acceptance_length(probs: Mapping[Prefix, Number]) -> Number:
     """Return E[tau] of an output distribution: committed tokens less one."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in dist.items())
+    return sum(mass * (len(tokens) - 1) for tokens, mass in probs.items())
 
 
 def stateless(verify: Verify) -> VerifyWithState:
@@ -193,23 +176,23 @@ def _step_probs(
 def completed(
     states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int
 ) -> dict[Prefix, Number]:
-    """Continue every state by its own target: the exact distribution of the first ``total`` tokens."""
-    dist: dict[Prefix, Number] = {}
+    """Continue every state by its own target; return the distribution of the first tokens."""
+    probs: dict[Prefix, Number] = {}
     todo = list(states.items())
     while todo:
         state, mass = todo.pop()
         if len(state.context) >= total:
             key = state.context[:total]
-            dist[key] = dist.get(key, 0) + mass
+            probs[key] = probs.get(key, 0) + mass
             continue
         own = p(state.context)
-        for token, probability in enumerate(state.dist(own)):
+        for token, probability in enumerate(state.probs(own)):
             if probability > 0:
                 todo.extend(
                     (after, mass * probability * share)
                     for after, share in _emitted(state, own, token).items()
                 )
-    return dist
+    return probs
 
 
 def _emitted(state: ModifiedTarget, p: Probs, token: int) -> dict[ModifiedTarget, Number]:
@@ -228,39 +211,26 @@ def target_joint(p: ProbsAt, total: int) -> dict[Prefix, Number]:
 
 
 def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
-    """Return the largest deviation of the distribution of the first ``total`` tokens from the target's."""
+    """Return :func:`deviation` after one step for each of ``problems``."""
     return deviation(iterate(verify, problems, total), problems[0].target_probs, total)
 
 
 def deviation(states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int) -> float:
-    """Return how far the distribution of the first ``total`` tokens is from the target's, at most."""
-    dist = completed(states, p, total)
-    joint = target_joint(p, total)
+    """Return the largest error of a probability of the first ``total`` tokens."""
+    probs, joint = completed(states, p, total), target_joint(p, total)
     return max(
-        float(magnitude(dist.get(tokens, 0) - joint.get(tokens, 0)))
-        for tokens in dist.keys() | joint.keys()
+        float(magnitude(probs.get(tokens, 0) - joint.get(tokens, 0)))
+        for tokens in probs.keys() | joint.keys()
     )
 
 
 @dataclass(frozen=True, slots=True)
-class After:
-    """A distribution by all tokens since the start, as one by the tokens after ``context``."""
+class After(Generic[T]):
+    """A function of all tokens since the start, as one of the tokens after ``context``."""
 
-    dist: ProbsAt
+    whole: Callable[[Prefix], T]
     context: Prefix
 
-    def __call__(self, prefix: Prefix) -> Probs:
-        """Return the distribution at ``context`` and ``prefix``."""
-        return self.dist((*self.context, *prefix))
-
-
-@dataclass(frozen=True, slots=True)
-class StopAfter:
-    """A stopping rule by all tokens since the start, as one by the tokens after ``context``."""
-
-    stop: Stop
-    context: Prefix
-
-    def __call__(self, prefix: Prefix) -> bool:
-        """Return whether paths stop after ``context`` and ``prefix``."""
-        return self.stop((*self.context, *prefix))
+    def __call__(self, prefix: Prefix) -> T:
+        """Return the value at ``context`` and ``prefix``."""
+        return self.whole((*self.context, *prefix))

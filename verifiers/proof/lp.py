@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.integrate import quad
 from scipy.optimize import linprog
 
 from eaglegbv.verifiers.proof.chooser import (
@@ -18,11 +17,12 @@ from eaglegbv.verifiers.proof.chooser import (
     Prefix,
     Probs,
     ProbsAt,
+    exact_tail_probs,
     most_likely,
     share,
     support,
 )
-from eaglegbv.verifiers.transport import exact_tail_probs, ranked
+from eaglegbv.verifiers.transport import ranked
 
 DraftSets: TypeAlias = Mapping[frozenset[int], Number]
 """The distribution of the set of different drafts at a node."""
@@ -78,43 +78,16 @@ def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
     return total
 
 
-def inside_wor_race(q: Sequence[float], H: Sequence[int], drafts: int) -> float:
-    """Return :func:`inside_wor` as an exponential race, for a large H.
-
-    Token x arrives at an Exp(q_x) time; the first ``drafts`` arrivals lie in H iff that many have
-    arrived when the first token off H does, at rate 1 - q(H).
-    """
-    rate = sum(q) - sum(q[x] for x in H)
-    if rate <= 0:
-        return 1.0
-
-    def at_least(t: float) -> float:
-        counts = np.zeros(drafts + 1)
-        counts[0] = 1.0
-        for x in H:
-            arrived = -np.expm1(-q[x] * t)
-            counts[drafts] += counts[drafts - 1] * arrived
-            counts[1:drafts] = counts[1:drafts] * (1 - arrived) + counts[: drafts - 1] * arrived
-            counts[0] *= 1 - arrived
-        return float(counts[drafts])
-
-    def integrand(u: float) -> float:
-        return at_least(-np.log(u) / rate)  # u = exp(-rate t)
-
-    value, _ = quad(integrand, 0.0, 1.0, epsabs=1e-12, epsrel=1e-12, limit=200)
-    return float(value)
-
-
 def draft_sets_iid(q: Probs, drafts: int) -> dict[frozenset[int], Number]:
     """Return the distribution of the set of different tokens among ``drafts`` independent draws."""
-    dist: dict[frozenset[int], Number] = {}
+    sets: dict[frozenset[int], Number] = {}
     for drawn in combinations_with_replacement(support(q), drafts):
         mass: Number = factorial(drafts)
         for x in set(drawn):
             mass = mass * q[x] ** drawn.count(x) / factorial(drawn.count(x))
         key = frozenset(drawn)
-        dist[key] = dist.get(key, 0) + mass
-    return dist
+        sets[key] = sets.get(key, 0) + mass
+    return sets
 
 
 def transport_plan(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.rng import Purpose
@@ -31,7 +31,7 @@ def never(prefix: Prefix) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTree:
-    """The paths drafted for one request, with the distributions they were drawn from and are judged by.
+    """The paths drafted for one request, with what they were drawn from and are judged by.
 
     Attributes:
         draft_sampling: How children arise.
@@ -103,8 +103,12 @@ class Outcome:
         return (*self.accepted, self.token)
 
 
+Verify: TypeAlias = Callable[[ReferenceTree, Chooser], Outcome]
+"""A rule that keeps nothing from step to step: judges one tree."""
+
+
 def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> ReferenceTree:
-    """Return request number ``request`` of a batch; distributions exactly as the batch holds them."""
+    """Return request number ``request`` of a batch, with exactly the numbers the batch holds."""
     tokens = tree.token_ids[request].tolist()
     parents = tree.parents[request].tolist()
     prefixes: list[Prefix] = [()]
@@ -124,27 +128,23 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
 
     @cache
     def draft_probs(prefix: Prefix) -> Probs:
-        dist = [0.0] * target.vocab
+        probs = [0.0] * target.vocab
         node = numbers[prefix]
         ids = tree.draft_ids[request, node].tolist()
         for token, mass in zip(ids, tree.draft_probs[request, node].tolist(), strict=True):
             if mass > 0:
-                dist[token] = mass
-        return tuple(dist)
+                probs[token] = mass
+        return tuple(probs)
 
     return ReferenceTree(tree.draft_sampling, paths, target_probs, draft_probs, numbers)
 
 
-# Drawing draft trees by distribution, through a chooser.
+# Drawing draft trees, through a chooser.
 
 
-class DrawChildren(Protocol):
-    """Draws the children of one node, in draft order."""
-
-    def __call__(
-        self, q: Probs, count: int, chooser: Chooser, indices: "count[int]"
-    ) -> Sequence[int]:
-        """Return up to ``count`` different tokens; ``indices`` numbers the uniforms."""
+DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]
+"""Draws up to so many different children of one node from q, in draft order; the last argument
+numbers the uniforms."""
 
 
 def draft_iid(
@@ -203,10 +203,7 @@ def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> S
 def draw_greedy(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
     """Return the most likely count - 1 tokens, and one drawn from the rest of q where there is."""
     kept = most_likely(q, count - 1)
-    rest = [0 if x in kept else mass for x, mass in enumerate(q)]
-    if not sum(rest) > 0:
-        return kept
-    return (*kept, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+    return (*kept, *_one_of_the_rest(q, kept, chooser, indices))
 
 
 def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
@@ -217,10 +214,14 @@ def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> S
     first = chooser.choose(q, Purpose.DRAFT, next(indices))
     if first != hub:
         return (first, hub)
-    rest = [0 if x == hub else mass for x, mass in enumerate(q)]
-    if not sum(rest) > 0:
-        return (hub,)
-    return (hub, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+    return (hub, *_one_of_the_rest(q, (hub,), chooser, indices))
+
+
+def _one_of_the_rest(
+    q: Probs, kept: Sequence[int], chooser: Chooser, indices: "count[int]"
+) -> Sequence[int]:
+    rest = [0 if x in kept else mass for x, mass in enumerate(q)]
+    return (chooser.choose(rest, Purpose.DRAFT, next(indices)),) if sum(rest) > 0 else ()
 
 
 # Walking down a tree: one accept-or-stop step at every node.

@@ -14,7 +14,7 @@ from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import acceptance, block_verification, block_weights
 from eaglegbv.verifiers.gbv import gbv, skewed_probs
-from eaglegbv.verifiers.greedy_block import Step, Visit, greedy_block, greedy_verification
+from eaglegbv.verifiers.greedy_block import Visit, greedy_block, greedy_verification
 from eaglegbv.verifiers.otbv import otbv, select_child
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -27,17 +27,15 @@ from eaglegbv.verifiers.proof.chooser import (
 )
 from eaglegbv.verifiers.proof.enumeration import (
     Problem,
-    Verify,
-    VerifyWithState,
     acceptance_length,
     max_error,
     output_probs,
     stateless,
     target_joint,
 )
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, draft_iid
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.spectr_gbv import spectr_gbv
-from eaglegbv.verifiers.stateful import ModifiedTarget, entering_draw
+from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
 from eaglegbv.verifiers.token import token
 from eaglegbv.verifiers.transport import exact_transport, ranked
 
@@ -131,7 +129,7 @@ def spectr_gbv_selecting_by_p(
     visits, state = [], target
     while drafts := tree.drafts(path):
         p = tree.target_probs(path)
-        M = state.dist(p)
+        M = state.probs(p)
         honest = select_sampling(tree, path, M)
         selection = select_child(tree, path, p, chooser)
         visits.append(Visit(state, M, honest, len(drafts)))
@@ -144,7 +142,7 @@ def spectr_gbv_selecting_by_p(
 def select_sampling(tree: ReferenceTree, prefix: tuple[int, ...], M: Probs) -> Probs:
     q = tree.draft_probs(prefix)
     n = len(tree.drafts(prefix))
-    return q if n == 1 else exact_transport(M, q, n).draft_sampling
+    return q if n == 1 else exact_transport(M, q, n).probs
 
 
 def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -202,7 +200,9 @@ def gbv_first_drafted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """The best path by ratios alone: among equals the first drafted."""
 
     def ratios(path: tuple[int, ...]) -> tuple[float, ...]:
-        dists = ((tree.target_probs(path[:i]), tree.draft_probs(path[:i])) for i in range(len(path)))
+        dists = (
+            (tree.target_probs(path[:i]), tree.draft_probs(path[:i])) for i in range(len(path))
+        )
         return tuple(p[x] / q[x] for (p, q), x in zip(dists, path, strict=True))
 
     path = max(tree.paths, key=ratios)
