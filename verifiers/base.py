@@ -5,7 +5,7 @@ reads nothing on the host, and a whole batch is judged by one call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import ClassVar, Self, TypeAlias
@@ -18,7 +18,15 @@ from eaglegbv.devices import first_place, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.paths import Residual, correction_token, drafted_nodes, draw, rows_at
+from eaglegbv.verifiers.paths import (
+    Residual,
+    correction_token,
+    drafted_nodes,
+    draw,
+    rooted,
+    rows_at,
+    steps_of,
+)
 
 NodeStats: TypeAlias = Mapping[str, Tensor]
 """Numbers by which a rule decides, to show them: ``[batch, nodes]`` float64 by their letter in the
@@ -205,12 +213,7 @@ def find_faults(tree: DraftTree, target: TargetProbs) -> Tensor:
 
 
 def fault_error(faults: int, request: int) -> InvalidProbabilities:
-    """Return the error that describes the first of a request's ``faults``.
-
-    Args:
-        faults: Its flags from :func:`find_faults`, not 0.
-        request: The request's number, for the message.
-    """
+    """Return the error that describes the first of a request's ``faults``, which are not 0."""
     argument, value, expected = _MESSAGES[next(fault for fault in Fault if fault & faults)]
     return InvalidProbabilities(f"{argument} of request {request}", value, expected)
 
@@ -221,9 +224,7 @@ def fault_error(faults: int, request: int) -> InvalidProbabilities:
 def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdict:
     """Follow ``next_token`` from the root for as long as it names a child.
 
-    Args:
-        tree: The draft trees.
-        next_token: Takes the nodes ``[batch]`` reached and their depth; returns a token for each.
+    It takes the nodes ``[batch]`` reached and their depth, and returns a token for each.
     """
     drafted = drafted_nodes(tree)
     node = torch.zeros_like(tree.num_nodes)
@@ -246,25 +247,16 @@ def descend(
     tree: DraftTree,
     target: TargetProbs,
     uniforms: VerifyUniforms,
-    *,
     children: Tensor,
     weight: Tensor,
     ids: Tensor,
     draft: Tensor,
 ) -> Verdict:
-    """Follow decisions from the root, and draw the correction token where they stop.
+    """Follow decisions, made at all nodes at once, and draw the correction token at their end.
 
-    What happens at a node does not depend on the nodes above it, so such a rule decides at all
-    nodes at once.
-
-    Args:
-        tree: The draft trees.
-        target: The target's probabilities.
-        uniforms: Of which only ``correction`` is used.
-        children: ``[batch, nodes]`` int64, the child accepted at each node, 0 where it stops.
-        weight: ``[batch, nodes]`` float64; the residual is ``max(weight * p - draft, 0)``.
-        ids: ``[batch, nodes, width]`` int64.
-        draft: ``[batch, nodes, width]`` float64, over ``ids``.
+    ``children`` ``[batch, nodes]`` int64 is the child accepted at each node, 0 where the walk ends.
+    The residual there is ``max(weight * p - draft, 0)``, ``weight`` ``[batch, nodes]`` float64 and
+    ``draft`` ``[batch, nodes, width]`` float64 over ``ids``.
     """
     node = torch.zeros_like(tree.num_nodes)
     accepted, visited = node, []
@@ -278,21 +270,22 @@ def descend(
     return Verdict(torch.stack(visited, dim=1), accepted, token_ids)
 
 
-def numbers_of_paths(tree: DraftTree, uniforms: Tensor) -> Tensor:
-    """Return ``[batch, length, paths]``: the acceptance number of each draft of each path.
+def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield path after path the drafts it carries, ``[batch, length]`` each.
 
-    ``uniforms`` is ``[batch, at least paths * length]``.
+    They are the nodes each was drawn at, the nodes it leads to, whether it is within the path, and
+    the number of its acceptance test, that of depth * paths + path in ``uniforms``.
     """
-    return uniforms[:, : tree.paths * tree.length].view(-1, tree.length, tree.paths)
+    above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
+    numbers = uniforms[:, : tree.paths * tree.length].view(-1, tree.length, tree.paths)
+    for k in range(tree.paths):
+        yield above[:, k], tree.path_nodes[:, k], real[:, k], numbers[:, :, k]
 
 
 def numbers_of_children(tree: DraftTree, first: Tensor, uniforms: Tensor) -> Tensor:
     """Return ``[batch, nodes]``: the acceptance number of each node as its parent's child.
 
-    Args:
-        tree: The draft trees.
-        first: ``[batch, nodes]`` int64, the path whose number each node uses.
-        uniforms: ``[batch, at least paths * length]``.
+    It is that of path ``first`` ``[batch, nodes]`` int64: depth * paths + path.
     """
     at = (tree.depth - 1).clamp(min=0) * tree.paths + first.clamp(max=tree.paths - 1)
     return uniforms.gather(1, at)

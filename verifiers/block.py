@@ -74,8 +74,6 @@ def acceptance(w: Number, mass: Number) -> Number:
 
 
 # The same for batches.
-
-
 class BlockRule(Verifier):
     """Select a path, then test every prefix of it against the mass its residual needs."""
 
@@ -132,10 +130,8 @@ _LARGEST = math.log(torch.finfo(torch.float64).max)
 def prefix_weights(ratios: Tensor) -> Tensor:
     """Return ``w_0 = 1, w_i = min(1, w_{i-1} p/q)``, ``[batch, length + 1]``: Pr(tau >= i | x^i).
 
-    That is R_i, the product of the ratios so far, over the largest of R_0 = 1, R_1, ..., R_i.
-
-    Args:
-        ratios: ``[batch, length]`` float64.
+    That is R_i, the product of the ``ratios`` ``[batch, length]`` so far, over the largest of
+    R_0 = 1, R_1, ..., R_i.
     """
     # Infinite ratios count as the largest number: differences of their logarithms would be NaN.
     logs = ratios.log().clamp_(max=_LARGEST).cumsum(dim=1)
@@ -159,10 +155,8 @@ def acceptance_chances(path: DraftedPath, weights: Tensor) -> Tensor:
 def with_whole_paths(tests: Tensor, path: DraftedPath, weights: Tensor) -> Tensor:
     """Return the chances ``[batch, length]`` of all tests: that of a whole path is its weight.
 
-    Args:
-        tests: ``[batch, length - 1]``, of the prefixes that end inside a path.
-        path: The path.
-        weights: ``[batch, length + 1]``, from depth 0.
+    ``tests`` ``[batch, length - 1]`` are of the prefixes that end inside a path, ``weights``
+    ``[batch, length + 1]`` start at depth 0.
     """
     chances = torch.cat((tests, weights[:, -1:]), dim=1)
     depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
@@ -170,13 +164,10 @@ def with_whole_paths(tests: Tensor, path: DraftedPath, weights: Tensor) -> Tenso
 
 
 def longest_passed(chances: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor:
-    """Return ``[batch]`` int64: the largest depth whose test passes, 0 if none does.
+    """Return ``[batch]`` int64: the largest depth, at most its length, whose test passes, else 0.
 
-    Args:
-        chances: ``[batch, length]`` float64, of the tests at depths 1 ... length.
-        lengths: ``[batch]`` int64, depths past it are not tested.
-        uniforms: ``[batch, at least length]`` float64; a test passes iff its number is below its
-            chance, so that a chance of zero never passes.
+    ``chances`` ``[batch, length]`` are of the tests at depths 1 ... length; a test passes iff its
+    number is below its chance, so that a chance of zero never passes.
     """
     depths = torch.arange(1, chances.shape[1] + 1, device=chances.device)
     passed = (uniforms[:, : chances.shape[1]] < chances) & (depths <= lengths.unsqueeze(1))
@@ -184,15 +175,9 @@ def longest_passed(chances: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor
 
 
 def along_path(tree: DraftTree, path: DraftedPath, values: Tensor) -> Tensor:
-    """Return the numbers along a path at the places of its nodes in the tree.
+    """Return ``values`` ``[batch, length]`` at depths 1 ... length at the places of a path's nodes.
 
-    Args:
-        tree: The draft trees.
-        path: A path of each.
-        values: ``[batch, length]`` float64, at depths 1 ... length.
-
-    Returns:
-        ``[batch, nodes]`` float64, NaN at all other nodes.
+    The result is ``[batch, nodes]``, NaN at all other nodes.
     """
     nodes = torch.arange(tree.nodes, device=tree.depth.device)
     here = drafted_nodes(tree) & (path.nodes.gather(1, tree.depth) == nodes)
@@ -203,13 +188,8 @@ def along_path(tree: DraftTree, path: DraftedPath, values: Tensor) -> Tensor:
 def at_children(tree: DraftTree, path: DraftedPath, probs: Tensor) -> Tensor:
     """Return the probability of every child of a path's nodes, by the distribution at that node.
 
-    Args:
-        tree: The draft trees.
-        path: A path of each.
-        probs: ``[batch, length, width]`` float64, over the path's supports.
-
-    Returns:
-        ``[batch, nodes]`` float64, NaN at all other nodes.
+    ``probs`` is ``[batch, length, width]`` over the path's supports; the result ``[batch, nodes]``,
+    NaN at all other nodes.
     """
     step = (tree.depth - 1).clamp(min=0)
     child = drafted_nodes(tree) & (path.nodes.gather(1, step) == tree.parents)

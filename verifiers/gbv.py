@@ -76,8 +76,6 @@ def _best(S: Number, q: Number, paths: int) -> Number:
 
 
 # The same for batches.
-
-
 class GbvVerifier(BlockRule):
     """Verify the best-ranked path. O(N W + L W log W) and one row of the vocabulary.
 
@@ -127,13 +125,9 @@ def _sibling_ranks(tree: DraftTree, values: Tensor) -> Tensor:
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
-    """Replace q along the best of K paths by the distribution that being the best gives it.
+    """Replace q along the best of K paths ``[batch]``, over ranked ids, as :func:`skewed_probs`.
 
-    As in :func:`skewed_probs`; the quotients depend on ``S / (S + q)`` only, so nothing underflows.
-
-    Args:
-        path: The best path, over ranked ids.
-        paths: ``[batch]`` int64, K.
+    The quotients depend on ``S / (S + q)`` only, so nothing underflows.
     """
     at = path.chosen.unsqueeze(2)
     F = path.draft.cumsum(dim=2)

@@ -10,16 +10,14 @@ selection; the residual is (p - b)+. A solver finds the selection:
 * ``lp``: the linear program, solved with HiGHS.
 
 All but the first run on the host and are here to be compared with it. b is the distribution of the
-very rule that is applied, summed over all draws, so a solver's tolerance costs acceptance and never
-losslessness. A solver has failed where its loss of acceptance may exceed a tolerance, or where it
-cannot be run: the last two list all draft sets, of which there may be a thousand. K-SEQ takes its
-place then.
+very rule that is applied, so a solver's tolerance costs acceptance and never losslessness. K-SEQ
+takes a solver's place where its loss of acceptance may exceed the tolerance, or where it cannot be
+run: the last two list all draft sets, of which there may be a thousand.
 
-The convex programme. Its objective, and the bounds in place of the paper's residuals, are this
-project's own, as the paper's text was not available. Let H be the prefix of the tokens by p/q
-ascending that minimises P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n. Of the drafts above H
-(of all, if none is) x is selected with probability in proportion to exp(a(x)). The weights
-minimise, over a >= 0 on H and a <= 0 above it,
+The convex programme (its objective and bounds are this project's own, as the paper's text was not
+available). Let H be the prefix of the tokens by p/q ascending that minimises P(H) - q(H)^n, so that
+alpha* = 1 + P(H) - q(H)^n. Of the drafts above H (of all, if none is) x is selected with
+probability in proportion to exp(a(x)). The weights minimise, over a >= 0 on H and a <= 0 above it,
 
     f(a) = E[log of the sum of exp(a) over the eligible drafts] - sum p a.
 
@@ -31,7 +29,7 @@ P(A) <= Pr(some draft in A, all in H) and P(A) <= q(H + A)^n - q(H)^n, because H
 * ``convex`` counts equal drafts once, and lists the draws from the most likely tokens T as
   multisets with their multinomial probabilities: O(|T|^n / n!), which a limit keeps in bounds by
   making T smaller. With a draft off T, the highest-ranked draft is selected; p is reduced by that.
-* ``race`` counts each draft. Selecting by weights is a race: a draft of token x arrives after an
+* ``race`` counts each draft; tokens off T keep the weight 1. A draft of token x arrives after an
   exponential time of rate w = exp(a(x)), and the first to arrive is selected. With phi(t) the
   probability that one draft has not arrived by t, the sum of q(x) exp(-t w(x)) over the side and of
   q(H) above it, and M = phi(0)^n - phi(inf)^n,
@@ -40,15 +38,11 @@ P(A) <= Pr(some draft in A, all in H) and P(A) <= q(H + A)^n - q(H)^n, because H
       E[log] = Integral (M exp(-t) - phi(t)^n + phi(inf)^n) dt / t.
 
   In log t both integrands are analytic in a strip and vanish fast at its ends, where the
-  trapezoidal rule converges exponentially: O(W) for a point, and a few dozen points. Tokens off T
-  keep the weight 1.
+  trapezoidal rule converges exponentially: O(W) for a point, and a few dozen points.
 
-Error bound: for every distribution b of such a rule the acceptance falls short of alpha* by exactly
-
-    sum_H (p - b)+  +  sum_(above H) (b - p)+.
-
-Over T that is the part of the gradient that points out of the bounds, at most the L1 norm of the
-projected gradient; off T it is at most n q(off T), as p <= n q on H and b <= n q everywhere.
+The acceptance falls short of alpha* by exactly sum_H (p - b)+ + sum_(above H) (b - p)+. Over T that
+is the part of the gradient that points out of the bounds, at most the L1 norm of the projected
+gradient; off T it is at most n q(off T), as p <= n q on H and b <= n q everywhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +76,6 @@ from eaglegbv.verifiers.proof.chooser import (
 )
 from eaglegbv.verifiers.proof.lp import DraftSets, draft_sets_iid, transport_plan
 from eaglegbv.verifiers.proof.tree import (
-    Accepted,
     Outcome,
     ReferenceTree,
     Rejected,
@@ -120,21 +113,16 @@ class Solver(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GlobalResolution:
-    """The rule with one of its solvers.
+    """The rule with one of its solvers."""
 
-    Attributes:
-        solver: How selections are found.
-        tolerance: Largest loss of acceptance at which a solver has not failed.
-    """
-
-    solver: Solver = Solver.EXACT
-    tolerance: float = TOLERANCE
+    solver: Solver = Solver.EXACT  # how selections are found
+    tolerance: float = TOLERANCE  # largest loss of acceptance at which a solver has not failed
 
     def __call__(self, tree: ReferenceTree, chooser: Chooser) -> Outcome:
         """Walk down, one transport a node."""
         return walk_down(tree, chooser, self._step)
 
-    def _step(self, tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+    def _step(self, tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
         p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
         drafts = tree.drafts(prefix)
         if self.solver is Solver.EXACT or len(drafts) == 1:
@@ -155,17 +143,15 @@ class GlobalResolution:
 
 def _accept(
     tree: ReferenceTree, prefix: Prefix, x: int, b: Probs, chooser: Chooser
-) -> Accepted | Rejected:
+) -> int | Rejected:
     p = tree.target_probs(prefix)
     h = min(1, p[x] / b[x]) if b[x] > 0 else 1
     if accepts_draft(tree, prefix, tree.children(prefix)[x], h, chooser):
-        return Accepted(x)
+        return x
     return Rejected(residual_or_target(1, p, b))
 
 
 # The same for batches: exactly, on the device; and by the other solvers, on the host.
-
-
 class GlobalResolutionVerifier(Verifier):
     """Select by exact optimal transport at every node, accept token by token.
 
@@ -236,26 +222,17 @@ class LinearResolutionVerifier(HostSolver):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which of the drafts to select.
+    """Which of the drafts to select."""
 
-    Attributes:
-        chances: Drafted tokens -> the probability with which each of these drafts is selected.
-        probs: b, the distribution of the token selected.
-        shortfall: Bound on the acceptance lost against the optimum.
-    """
-
+    # Drafted tokens -> the probability with which each of these drafts is selected
     chances: Callable[[Sequence[int]], Sequence[Number]]
-    probs: Probs
-    shortfall: float
+    probs: Probs  # b, the distribution of the token selected
+    shortfall: float  # Bound on the acceptance lost against the optimum
 
 
 @lru_cache(maxsize=1 << 12)
 def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
-    """Return a solver's plan for ``drafts`` draws from ``q``; None where the support is too large.
-
-    Raises:
-        ValueError: The exact transport needs no plan.
-    """
+    """Return a solver's plan for so many draws from ``q``; None where the support is too large."""
     if solver is Solver.EXACT:
         raise ValueError("the exact transport needs no plan over draft sets")
     if solver in (Solver.CONVEX, Solver.RACE):
@@ -344,27 +321,16 @@ Objective: TypeAlias = Callable[[Floats], tuple[float, Floats]]
 
 @dataclass(frozen=True, slots=True)
 class WeightedSelection:
-    """A rule that selects one of n independent drafts; arrays are ``[width]``, as p and q were.
+    """A rule that selects one of n independent drafts; arrays are ``[width]``, as p and q were."""
 
-    Attributes:
-        distinct: Whether equal drafts count once: the first of them gets all of the probability.
-        weights: exp(a), float64; 1 off T.
-        ranks: int64, place of each token by p/q ascending.
-        low: H.
-        kept: T.
-        probs: b, float64, the distribution of the token selected; 0 off q's support.
-        shortfall: The acceptance lost against the optimum (see the module on its bound).
-        truncated: n q(off T), the share of the bound that truncation is answerable for.
-    """
-
-    distinct: bool
-    weights: Floats
-    ranks: Indices
-    low: Flags
-    kept: Flags
-    probs: Floats
-    shortfall: float
-    truncated: float
+    distinct: bool  # whether equal drafts count once: the first of them gets all of the probability
+    weights: Floats  # exp(a), float64; 1 off T
+    ranks: Indices  # int64, place of each token by p/q ascending
+    low: Flags  # H
+    kept: Flags  # T
+    probs: Floats  # b, float64, the distribution of the token selected; 0 off q's support
+    shortfall: float  # the acceptance lost against the optimum (see the module on its bound)
+    truncated: float  # n q(off T), the share of the bound that truncation is answerable for
 
     def chances(self, drafts: Sequence[int]) -> list[float]:
         """Return the probability with which each of ``drafts``, indices into q, is selected."""
@@ -380,13 +346,9 @@ class WeightedSelection:
 
 
 def weighted_selection(p: Floats, q: Floats, drafts: int, *, distinct: bool) -> WeightedSelection:
-    """Find the selection for ``drafts`` draws from ``q`` and the target ``p``.
+    """Find the selection for ``drafts`` draws from ``q``, a distribution, and the target ``p``.
 
-    Args:
-        p: ``[width]`` float64; tokens that q never draws may be left out.
-        q: ``[width]`` float64, a distribution.
-        drafts: n.
-        distinct: Whether equal drafts count once.
+    Both are ``[width]`` float64; ``distinct`` says whether equal drafts count once.
     """
     order = ranked_support(p, q)
     ps, qs = p[order], q[order]
@@ -512,13 +474,8 @@ def _raced(
 ) -> Objective:
     """Return the objective of the race among the drafts of H, or of those above it.
 
-    Args:
-        q: ``[tokens]`` float64.
-        beside: The probability of a draft that does not take part: q(H) above H, 0 on H.
-        n: The drafts.
-        rest: That of one more draft, of weight 1, without a gradient; None for none.
-        step: Of the trapezoidal rule.
-        tail: Its reach.
+    ``beside`` is the probability of a draft that does not take part: q(H) above H, 0 on H. With
+    ``rest`` one more draft of that probability runs with weight 1, without a gradient.
     """
     all_q = q if rest is None else np.append(q, rest)
     mass = (beside + all_q.sum()) ** n - beside**n

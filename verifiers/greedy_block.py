@@ -55,19 +55,12 @@ from eaglegbv.verifiers.transport import (
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """An inner node of the path under test.
+    """An inner node of the path under test."""
 
-    Attributes:
-        state: The modified target there.
-        target: M, its distribution.
-        probs: b, the distribution of the child that was selected.
-        drafts: n, the drafts in play.
-    """
-
-    state: ModifiedTarget
-    target: Probs
-    probs: Probs
-    drafts: int
+    state: ModifiedTarget  # the modified target there
+    target: Probs  # M, its distribution
+    probs: Probs  # b, the distribution of the child that was selected
+    drafts: int  # n, the drafts in play
 
 
 def greedy_block(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -148,8 +141,6 @@ def _new_layer(
 
 
 # The same for batches, for a path selected among several by exact optimal transport.
-
-
 class GreedyBlockVerifier(StatefulVerifier):
     """Verify the only path. O(L^2 W^2) under as many layers as there can be, and one row."""
 
@@ -190,7 +181,12 @@ class GreedyBlockVerifier(StatefulVerifier):
             node_stats = partial(_node_stats, tree, path, products, chances)
         stop: BatchVisit = _pick(visits, accepted)
         bonus = accepted == lengths
-        token_ids = _last_token(stop, rho, bonus, target, plain.correction)
+        # From (rho M - b)+ over the whole vocabulary; from M after a whole path.
+        weight = torch.where(bonus, 1.0, rho)
+        b = stop.plan.selected.masked_fill(bonus.unsqueeze(1), 0.0)
+        M = stop.modified.whole(target, stop.node)
+        residual = Residual(stop.node, weight, stop.plan.ids, b)
+        token_ids = draw_residual(M, residual, plain.correction)
         new = torch.where(bonus, 0, tree.length - accepted - 1)
         left = _layers_after(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
         return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, node_stats)
@@ -198,20 +194,13 @@ class GreedyBlockVerifier(StatefulVerifier):
 
 @dataclass(frozen=True, slots=True)
 class BatchVisit:
-    """A node on the way down, one per request.
+    """A node on the way down, one per request."""
 
-    Attributes:
-        node: ``[batch]`` int64.
-        modified: The modified target there; its ``probs`` are M at the node's draft ids.
-        plan: ``[batch, width]``: M and q there, ranked, and b, the distribution of the child
-            selected.
-        drafts: ``[batch]`` int64, n, the drafts in play; 0 at a leaf.
-    """
-
-    node: Tensor
-    modified: ModifiedNode
+    node: Tensor  # ``[batch]`` int64
+    modified: ModifiedNode  # the modified target there; its ``probs`` are M at the node's draft ids
+    # ``[batch, width]``: M and q there, ranked, and b, the distribution of the child selected
     plan: Transport
-    drafts: Tensor
+    drafts: Tensor  # ``[batch]`` int64, n, the drafts in play; 0 at a leaf
 
 
 def _descend(
@@ -318,31 +307,13 @@ def _pick(values: Sequence[Any], numbers: Tensor) -> Any:  # noqa: ANN401
     return type(first)(**{name: _pick(parts, numbers) for name, parts in own.items()})
 
 
-def _last_token(
-    stop: BatchVisit, rho: Tensor, bonus: Tensor, target: TargetProbs, uniforms: Tensor
-) -> Tensor:
-    """Draw from (rho M - b)+ over the whole vocabulary; from M after a whole path."""
-    residual = Residual(
-        nodes=stop.node,
-        weight=torch.where(bonus, 1.0, rho),
-        ids=stop.plan.ids,
-        draft=stop.plan.selected.masked_fill(bonus.unsqueeze(1), 0.0),
-    )
-    return draw_residual(stop.modified.whole(target, stop.node), residual, uniforms)
-
-
 def _layers_after(
     stop: BatchVisit, rho: Tensor, tokens: Tensor, new: Tensor, uniforms: Tensor, paths: int
 ) -> Layers:
-    """Return the layers after the last token, that of this step in the last column.
+    """Return the layers after the last ``tokens`` ``[batch]``, that of this step as the last.
 
-    Args:
-        stop: The visit the step stopped at.
-        rho: ``[batch]`` float64 there.
-        tokens: ``[batch]`` int64, the last token.
-        new: ``[batch]`` int64, how many tokens this step's layer would cover.
-        uniforms: ``[batch, layers + 1]``.
-        paths: Paths of the tree.
+    ``new`` ``[batch]`` int64 is how many tokens this step's layer would cover, ``rho`` the factor
+    at the stop; ``uniforms`` is ``[batch, layers + 1]``.
     """
     plan, modified = stop.plan, stop.modified
     most = max(modified.layers.most_drafts, paths)

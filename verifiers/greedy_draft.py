@@ -26,7 +26,6 @@ from eaglegbv.verifiers.proof.chooser import (
     residual_or_target,
 )
 from eaglegbv.verifiers.proof.tree import (
-    Accepted,
     Outcome,
     ReferenceTree,
     Rejected,
@@ -42,7 +41,7 @@ def greedy_draft(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept t with min(1, p/r), else sample from (p - r)+ and go on where that is a child.
 
     The sample uses the number of the first child of A, so each child owns one number; with A empty
@@ -55,20 +54,18 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
     r = exact_tail_probs(q, kept)
     h = min(1, p[drawn] / r[drawn])
     if accepts_draft(tree, prefix, children[drawn], h, chooser):
-        return Accepted(drawn)
+        return drawn
     weights = residual_or_target(1, p, r)
     if not kept:
         return Rejected(weights)
     first = min(children[x] for x in kept)
     x = chooser.choose(weights, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, first))
     if x in kept:
-        return Accepted(x)
+        return x
     return Rejected(tuple(int(y == x) for y in range(len(p))))
 
 
 # The same for batches.
-
-
 class GreedyDraftVerifier(Verifier):
     """Walk down the greedy tree. O(N W log W) and L + 1 rows of the vocabulary."""
 

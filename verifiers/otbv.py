@@ -9,7 +9,7 @@ this is block verification; with one level it reaches the optimal acceptance alp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
@@ -31,13 +31,8 @@ from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.selection import select_fixed, select_greedy, select_iid
 from eaglegbv.verifiers.transport import exact_transport, select_draft
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """A token selected at a node, and the distribution b of that selection."""
-
-    token: int
-    probs: Probs
+Selected: TypeAlias = tuple[int, Probs]
+"""The token selected at a node, and the distribution b of that selection."""
 
 
 def otbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -45,13 +40,13 @@ def otbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     path: Prefix = ()
     probs: list[Probs] = []
     while tree.children(path):
-        selection = select_child(tree, path, tree.target_probs(path), chooser)
-        path = (*path, selection.token)
-        probs.append(selection.probs)
+        x, b = select_child(tree, path, tree.target_probs(path), chooser)
+        path = (*path, x)
+        probs.append(b)
     return block_verification(tree, path, probs, chooser)
 
 
-def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
+def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     """Select a child of the node ``prefix`` for the target probabilities ``p``."""
     match tree.draft_sampling:
         case DraftSampling.IID:
@@ -64,35 +59,35 @@ def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser
             raise ValueError(f"otbv has no selection for the draft sampling {other!r}")
 
 
-def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
+def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     drafts, q = tree.drafts(prefix), tree.draft_probs(prefix)
     if len(drafts) == 1:
         (token,) = drafts.values()
-        return Selection(token, q)
+        return token, q
     node = exact_transport(p, q, len(drafts))
     token = select_draft(node, drafts, len(prefix), len(tree.paths), chooser)
-    return Selection(token, node.probs)
+    return token, node.probs
 
 
-def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
+def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     children = tuple(tree.children(prefix))
     probs = fixed_probs(p, children)
     index = selection_index(len(tree.paths), len(prefix), 0, 0)
     chosen = chooser.choose([probs[x] for x in children], Purpose.SELECTION, index)
-    return Selection(children[chosen], probs)
+    return children[chosen], probs
 
 
-def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selection:
+def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     q, children = tree.draft_probs(prefix), tuple(tree.children(prefix))
     kept = most_likely(q, len(children) - 1)
     (drawn,) = set(children) - set(kept)
     probs, r = greedy_probs(p, q, kept), exact_tail_probs(q, kept)
     take, which = (selection_index(len(tree.paths), len(prefix), 0, i) for i in (1, 0))
     if accepts(chooser, share(probs[drawn], r[drawn]), Purpose.SELECTION, take):
-        return Selection(drawn, probs)
+        return drawn, probs
     others = tuple(x for x in children if x in kept)
     chosen = chooser.choose([p[x] for x in others], Purpose.SELECTION, which)
-    return Selection(others[chosen], probs)
+    return others[chosen], probs
 
 
 def fixed_probs(p: Probs, children: Sequence[int]) -> Probs:
@@ -119,8 +114,6 @@ def greedy_probs(p: Probs, q: Probs, kept: Sequence[int]) -> Probs:
 
 
 # The same for batches.
-
-
 class OtbvVerifier(BlockRule):
     """Verify the path selected by optimal transport at every node.
 

@@ -20,7 +20,7 @@ _LARGE = 8192
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index whose cumulative weight exceeds ``uniform * total``.
+    """Return the first index whose cumulative weight exceeds ``uniform * total``, ``[rows]`` int64.
 
     An index of weight zero is never returned, whatever the rounding of a parallel cumulative sum,
     unless a row has no positive weight at all: the caller must rule that out.
@@ -28,9 +28,6 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     Args:
         weights: ``[rows, entries]`` float64, non-negative.
         uniforms: ``[rows]`` float64 in [0, 1).
-
-    Returns:
-        ``[rows]`` int64.
     """
     entries = weights.shape[1]
     if entries < _LARGE:
@@ -87,19 +84,12 @@ no token has any residual left."""
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The weights ``max(weight * p - draft, 0)`` at one node per request.
+    """The weights ``max(weight * p - draft, 0)`` at one node per request."""
 
-    Attributes:
-        nodes: ``[batch]`` int64, the stop nodes.
-        weight: ``[batch]`` float64.
-        ids: ``[batch, width]`` int64, tokens of ``draft``, distinct where ``draft`` is not zero.
-        draft: ``[batch, width]`` float64; all zero at a bonus token, which follows p itself.
-    """
-
-    nodes: Tensor
-    weight: Tensor
-    ids: Tensor
-    draft: Tensor
+    nodes: Tensor  # ``[batch]`` int64, the stop nodes
+    weight: Tensor  # ``[batch]`` float64
+    ids: Tensor  # ``[batch, width]`` int64, distinct where ``draft`` is not zero
+    draft: Tensor  # ``[batch, width]`` float64; all zero at a bonus token, which follows p itself
 
     @classmethod
     def at(cls, nodes: Tensor, weight: Tensor, ids: Tensor, draft: Tensor) -> Self:
@@ -114,15 +104,7 @@ def correction_token(residual: Residual, target: TargetProbs, uniforms: Tensor) 
 
     Tokens of target probability zero are never drawn. A residual without mass can only be reached
     through rounding (the stop then has probability zero in exact arithmetic); p is its limit and
-    takes its place.
-
-    Args:
-        residual: The residuals.
-        target: The target's probabilities.
-        uniforms: ``[batch]`` float64 in [0, 1).
-
-    Returns:
-        ``[batch]`` int64.
+    takes its place. ``uniforms`` ``[batch]`` are float64 in [0, 1), tokens ``[batch]`` int64.
     """
     return draw_residual(target.probs_of(residual.nodes), residual, uniforms)
 
@@ -148,12 +130,9 @@ def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
 
 
 def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
-    """Return the places ``[...]`` int64 of tokens in lists of tokens, 0 for those not in them.
+    """Return the places ``[...]`` int64 of ``tokens`` ``[...]`` in lists, 0 for those not in them.
 
-    Args:
-        tokens: ``[...]`` int64.
-        ids: ``[..., width]`` int64.
-        draft: ``[..., width]`` float64, 0 at padding entries.
+    The lists are ``ids`` ``[..., width]`` with ``draft``, which is 0 at padding entries.
     """
     return first_place((ids == tokens.unsqueeze(-1)) & (draft > 0))
 
@@ -161,10 +140,7 @@ def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
 def places_of_tokens(tree: DraftTree, ids: Tensor, draft: Tensor) -> Tensor:
     """Return the place of each node's token in its parent's list, ``[batch, nodes]`` int64.
 
-    Args:
-        tree: The draft trees.
-        ids: ``[batch, nodes, width]`` int64, the support of each node's draft distribution.
-        draft: ``[batch, nodes, width]`` float64, its probabilities.
+    ``ids`` and ``draft`` ``[batch, nodes, width]`` are the lists of all nodes.
     """
     return place_of(tree.token_ids, rows_at(ids, tree.parents), rows_at(draft, tree.parents))
 
@@ -203,11 +179,8 @@ def draft_counts(tree: DraftTree) -> Tensor:
 def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
     """Return ``[batch]`` int64: the first path that follows the preferred child at every node.
 
-    That is the path whose sequence of keys is lexicographically largest.
-
-    Args:
-        tree: The draft trees.
-        keys: ``[batch, nodes]`` int64, at least 0; among siblings the largest is preferred.
+    That is the path whose sequence of ``keys`` ``[batch, nodes]``, int64 and at least 0, is
+    lexicographically largest: among siblings the largest is preferred.
     """
     along = keys.gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
     margins = lexicographic_margins(torch.where(steps_of(tree), along, -1))
@@ -217,8 +190,7 @@ def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
 def lexicographic_margins(keys: Tensor) -> Tensor:
     """Compare the rows of ``keys`` ``[batch, rows, length]`` int64 lexicographically, in pairs.
 
-    Returns:
-        ``[batch, rows, rows]`` int64: entry (i, j) has the sign of row i minus row j.
+    Entry (i, j) of the result, ``[batch, rows, rows]`` int64, has the sign of row i minus row j.
     """
     # With powers of two as weights the first difference outweighs all that follow.
     places = torch.arange(keys.shape[2] - 1, -1, -1, device=keys.device)
@@ -227,10 +199,9 @@ def lexicographic_margins(keys: Tensor) -> Tensor:
 
 
 def path_at(tree: DraftTree, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Return path ``number`` ``[batch]`` int64 of each tree.
+    """Return the nodes and the length of path ``number`` ``[batch]`` int64 of each tree.
 
-    Returns:
-        Its nodes, ``[batch, length + 1]`` int64, the root first, and its length, ``[batch]`` int64.
+    They are ``[batch, length + 1]``, the root first, and ``[batch]``, int64.
     """
     at = number.unsqueeze(1)
     nodes = rooted(rows_at(tree.path_nodes, at).squeeze(1))
@@ -243,22 +214,14 @@ class DraftedPath:
 
     Step i (counted from 0) goes from the node at depth i to the node at depth i + 1. Entries past a
     path's end repeat its last node and carry no meaning.
-
-    Attributes:
-        nodes: ``[batch, length + 1]`` int64, the root first.
-        lengths: ``[batch]`` int64.
-        ids: ``[batch, length, width]`` int64, support of each step's draft distribution.
-        draft: ``[batch, length, width]`` float64, the distribution the step was selected from.
-        target: ``[batch, length, width]`` float64, p at ``ids``.
-        chosen: ``[batch, length]`` int64, the place of the path's own token in the support.
     """
 
-    nodes: Tensor
-    lengths: Tensor
-    ids: Tensor
-    draft: Tensor
-    target: Tensor
-    chosen: Tensor
+    nodes: Tensor  # ``[batch, length + 1]`` int64, the root first
+    lengths: Tensor  # ``[batch]`` int64
+    ids: Tensor  # ``[batch, length, width]`` int64, support of each step's draft distribution
+    draft: Tensor  # ``[batch, length, width]`` float64, the distribution the step was selected from
+    target: Tensor  # ``[batch, length, width]`` float64, p at ``ids``
+    chosen: Tensor  # ``[batch, length]`` int64, the place of the path's own token in the support
 
     @classmethod
     def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor) -> Self:
@@ -286,11 +249,9 @@ class DraftedPath:
         return torch.where(draft > 0, target / draft, target > 0)
 
     def residual(self, accepted: Tensor, weights: Tensor) -> Residual:
-        """Return the weights of the token after ``accepted`` nodes; p itself past the last one.
+        """Return the weights of the token after ``accepted`` ``[batch]`` nodes.
 
-        Args:
-            accepted: ``[batch]`` int64.
-            weights: ``[batch]`` float64, the weight of p in the residual at the stop node.
+        That is p itself past the last node; ``weights`` ``[batch]`` is p's factor elsewhere.
         """
         bonus = accepted == self.lengths
         step = accepted.clamp(max=self.draft.shape[1] - 1).unsqueeze(1)

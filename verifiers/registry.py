@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,8 +93,7 @@ REFERENCES: Mapping[str, VerifyWithState] = MappingProxyType(
 def make_verifier(name: str) -> Verifier:
     """Return the stateless verifier of that name, or the greedy walk.
 
-    A plan cannot choose the walk: it is lossless at temperature 0 only, where the engine uses it
-    whatever the plan's verifier is.
+    A plan cannot choose the walk, which is lossless at temperature 0 only.
 
     Raises:
         InvalidArgument: No stateless verifier has that name.
@@ -123,25 +122,12 @@ def make_any_verifier(name: str) -> Verifier | StatefulVerifier:
 _LEAST_LENGTH, _LEAST_FORKS, _LEAST_WIDTH = 3, 2, 2
 """Smallest sizes that a graph takes."""
 
-
-class Checked(NamedTuple):
-    """A verdict, and whether the verifier's inputs are sound.
-
-    Attributes:
-        verdict: Meaningless where there are faults.
-        faults: ``[batch]`` int64, see :class:`eaglegbv.verifiers.base.Fault`.
-    """
-
-    verdict: Verdict
-    faults: Tensor
+Checked: TypeAlias = tuple[Verdict, Tensor]
+"""A verdict, and ``[batch]`` int64: the faults of its inputs, where it is meaningless; else 0."""
 
 
 class CheckedVerifier:
-    """Verifies batches of trees, those of independent paths by compiled graphs if wanted.
-
-    Attributes:
-        verifier: The verifier that judges.
-    """
+    """Verifies batches of trees, those of independent paths by compiled graphs if wanted."""
 
     def __init__(
         self,
@@ -151,14 +137,9 @@ class CheckedVerifier:
         vocab: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Take a verifier.
+        """Compile the work for ``vocab`` and ``device`` now if the verifier is ``one_graph``.
 
-        Args:
-            verifier: The verifier that judges.
-            compile_backend: A backend of ``torch.compile``, which compiles this work now if the
-                verifier is ``one_graph``; None runs it uncompiled.
-            vocab: Vocabulary size of the targets to compile for.
-            device: Device of the trees to compile for.
+        ``compile_backend`` is a backend of ``torch.compile``; None runs all uncompiled.
 
         Raises:
             InvalidArgument: There is no such backend.
@@ -184,7 +165,7 @@ class CheckedVerifier:
         return self._compiled(replace(tree, forks=max(_LEAST_FORKS, forks)), target, uniforms)
 
     def _verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Checked:
-        return Checked(self.verifier.verify(tree, target, uniforms), find_faults(tree, target))
+        return self.verifier.verify(tree, target, uniforms), find_faults(tree, target)
 
 
 @lru_cache(maxsize=64)
@@ -195,8 +176,6 @@ def checked_verifier(
     device: torch.device | str = "cpu",
 ) -> CheckedVerifier:
     """Return the stateless verifier of that name with its check, compiled once for all engines.
-
-    See :class:`CheckedVerifier` for the other arguments.
 
     Raises:
         InvalidArgument: There is no such verifier, or no such backend of ``torch.compile``.

@@ -40,14 +40,15 @@ from eaglegbv.verifiers.transport import RankedProbs, Transport, labels, transpo
 def select_iid(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> DraftedPath:
     """Return the path selected among independent ones.
 
-    Args:
-        tree: Trees of draft sampling ``iid``.
-        target: The target's probabilities.
-        uniforms: ``[batch, length, paths, 2]``: the draft that path k carries below a node of
-            depth d finds its partner by number (d, k, 0) and takes its label by (d, k, 1).
+    The draft that path k carries below a node of depth d finds its partner by number (d, k, 0) of
+    ``uniforms`` ``[batch, length, paths, 2]`` and takes its label by (d, k, 1).
     """
     forks = Forks.of(tree, target, draft_counts(tree))
-    label = forks.labels(tree, uniforms.transpose(1, 2).flatten(1, 2))
+    parents = forks.at(rooted(tree.path_nodes)[:, :, :-1].flatten(1))
+    tokens = tree.token_ids.gather(1, tree.path_nodes.flatten(1))
+    # A token's first place is its own: entries of draft probability zero come last.
+    ranks = first_place(rows_at(forks.plan.ids, parents) == tokens.unsqueeze(2))
+    label = labels(forks.plan, parents, ranks, uniforms.transpose(1, 2).flatten(1, 2))
     # The highest label wins, the first drafted among equals: one number encodes both. An only child
     # wins with any number.
     first = torch.arange(tree.paths - 1, -1, -1, device=label.device).unsqueeze(1)
@@ -74,16 +75,12 @@ def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Forks:
-    """The forks of a batch of trees, and other nodes where a tree has fewer.
+    """The forks of a batch of trees, and other nodes where a tree has fewer."""
 
-    Attributes:
-        places: ``[batch, nodes]`` int64, the place of each node in ``plan``; the number of its
-            nodes for those it does not have.
-        plan: ``[batch, forks, width]``, their transport.
-    """
-
+    # ``[batch, nodes]`` int64, the place of each node in ``plan``; the number of its nodes for
+    # those it does not have
     places: Tensor
-    plan: Transport
+    plan: Transport  # ``[batch, forks, width]``, their transport
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs, drafts: Tensor) -> Self:
@@ -98,26 +95,11 @@ class Forks:
         places = torch.full_like(drafts, number).scatter_(1, nodes, numbers)
         return cls(places, transport(probs, counts))
 
-    def labels(self, tree: DraftTree, uniforms: Tensor) -> Tensor:
-        """Return ``[batch, paths * length]`` int64: the label of each draft of each path.
-
-        Drafts of nodes that are not forks get an arbitrary number, at least 0.
-
-        Args:
-            tree: The trees.
-            uniforms: ``[batch, paths * length, 2]``.
-        """
-        parents = self._at(rooted(tree.path_nodes)[:, :, :-1].flatten(1))
-        tokens = tree.token_ids.gather(1, tree.path_nodes.flatten(1))
-        # A token's first place is its own: entries of draft probability zero come last.
-        ranks = first_place(rows_at(self.plan.ids, parents) == tokens.unsqueeze(2))
-        return labels(self.plan, parents, ranks, uniforms)
-
     def path(self, tree: DraftTree, target: TargetProbs, number: Tensor) -> DraftedPath:
         """Return path ``number`` ``[batch]`` int64 of each tree, with b along it."""
         nodes, lengths = path_at(tree, number)
         steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
-        places = self._at(steps)
+        places = self.at(steps)
         forked = (self.places.gather(1, steps) < self.plan.ids.shape[1]).unsqueeze(2)
         ids = torch.where(forked, rows_at(self.plan.ids, places), rows_at(tree.draft_ids, steps))
         draft = rows_at(tree.draft_probs, steps)
@@ -127,7 +109,7 @@ class Forks:
         probs = probs_along(target, steps, ids)
         return DraftedPath(nodes, lengths, ids, draft, probs, chosen=first_place(found))
 
-    def _at(self, nodes: Tensor) -> Tensor:
+    def at(self, nodes: Tensor) -> Tensor:
         """Return the places of ``nodes`` ``[batch, ...]``.
 
         For nodes that are not forks, it is an arbitrary fork's place, which callers mask.
@@ -139,12 +121,8 @@ def select_fixed(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Draf
     """Return the path selected where children are not random; b is p restricted to them.
 
     Where p has no mass on a node's children, b is uniform on them: no child is accepted then.
-
-    Args:
-        tree: Trees of draft sampling ``fixed``.
-        target: The target's probabilities.
-        uniforms: ``[batch, length, paths, 2]``; number (depth, 0, 0) draws the child of a node of
-            that depth, with children in the order of the first path through each.
+    Number (d, 0, 0) of ``uniforms`` ``[batch, length, paths, 2]`` draws the child of a node of
+    depth d, with children in the order of the first path through each.
     """
     drafted = drafted_nodes(tree)
     probs = target_of_tokens(tree, target) * drafted
@@ -169,14 +147,9 @@ def select_greedy(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Dra
     """Return the path selected among the most likely children, and one drawn, at every node.
 
     The drawn child t keeps what the target wants of it, b = min(p, r), r the tail it was drawn
-    from; the kept children share the rest in proportion to p. t is taken with probability
-    b(t) / r(t).
-
-    Args:
-        tree: Trees of draft sampling ``greedy``.
-        target: The target's probabilities.
-        uniforms: ``[batch, length, paths, 2]``; at a node of depth d number (d, 0, 1) decides
-            whether t is taken, (d, 0, 0) draws one of the others, in the order of first paths.
+    from; the kept children share the rest in proportion to p. At a node of depth d, t is taken with
+    probability b(t) / r(t) by number (d, 0, 1) of ``uniforms`` ``[batch, length, paths, 2]``; else
+    (d, 0, 0) draws one of the others, in the order of first paths.
     """
     popular = PopularTree.of(tree, target)
     kept = popular.most_likely(child_counts(tree) - 1)
@@ -210,15 +183,9 @@ def select_greedy(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Dra
 def _drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one child of every node by inverse CDF, in the order of the first path through each.
 
-    Args:
-        tree: The draft trees.
-        weights: ``[batch, nodes]`` float64 of each node as a child, 0 at padding nodes.
-        uniforms: ``[batch, nodes]`` float64: the number that draws among a node's siblings, the
-            same for all of them.
-
-    Returns:
-        ``[batch, nodes]`` int64 keys: the largest among siblings, 1 ... K, is the child drawn; 0 is
-        never drawn.
+    ``weights`` of each node as a child, 0 at padding nodes, and ``uniforms``, one number for all
+    siblings, are ``[batch, nodes]``. Return keys likewise: the largest among siblings, 1 ... K, is
+    the child drawn; 0 is never drawn.
     """
     first, others = first_paths(tree), siblings(tree)
     earlier = others & (first.unsqueeze(1) <= first.unsqueeze(2))
@@ -229,31 +196,19 @@ def _drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Ten
 
 
 def _numbers_at(tree: DraftTree, uniforms: Tensor) -> Tensor:
-    """Return ``[batch, nodes]``: for each node, the number of its parent's depth.
-
-    Args:
-        tree: The draft trees.
-        uniforms: ``[batch, length]``, one number for each depth.
-    """
+    """Return for each node the number of its parent's depth; ``uniforms``: ``[batch, length]``."""
     return uniforms.gather(1, (tree.depth - 1).clamp(min=0))
 
 
 @dataclass(frozen=True, slots=True)
 class PopularTree:
-    """Draft trees with every node's list sorted, for samplings that fix the most likely children.
+    """Draft trees with sorted lists, for samplings that fix a node's most likely children."""
 
-    Attributes:
-        tree: The trees.
-        ids: ``[batch, nodes, width]`` int64, most likely first, ties by token id.
-        draft: ``[batch, nodes, width]`` float64, q.
-        target: ``[batch, nodes, width]`` float64, p at ``ids``.
-        places: ``[batch, nodes]`` int64, the place of each node's token among its parent's ids.
-    """
-
-    tree: DraftTree
-    ids: Tensor
-    draft: Tensor
-    target: Tensor
+    tree: DraftTree  # the trees
+    ids: Tensor  # ``[batch, nodes, width]`` int64, most likely first, ties by token id
+    draft: Tensor  # ``[batch, nodes, width]`` float64, q
+    target: Tensor  # ``[batch, nodes, width]`` float64, p at ``ids``
+    # ``[batch, nodes]`` int64, the place of each node's token among its parent's ids
     places: Tensor
 
     @classmethod

@@ -27,14 +27,7 @@ from eaglegbv.verifiers.proof.chooser import (
     positive,
     share,
 )
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 from eaglegbv.verifiers.selection import PopularTree, tail_probs
 
 
@@ -43,7 +36,7 @@ def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub takes what is left."""
     p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     (hub,) = most_likely(q, 1)
@@ -59,11 +52,11 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
         else:
             h = share(min(second, positive(p[x] - first[x])), second) if second > 0 else 0
         if accepts_draft(tree, prefix, children[x], h, chooser):
-            return Accepted(x)
+            return x
     left = 1 - sum(taken)
     h = min(1, share(p[hub], left)) if left > 0 else 1
     if accepts_draft(tree, prefix, children[hub], h, chooser):
-        return Accepted(hub)
+        return hub
     weights = tuple(
         px - px if x == hub else positive(px - tx)
         for x, (px, tx) in enumerate(zip(p, taken, strict=True))
@@ -80,8 +73,6 @@ def _taken(p: Probs, first: Probs, tail: Probs, hub: int) -> list[Number]:
 
 
 # The same for batches.
-
-
 class SpecHubVerifier(Verifier):
     """Walk down the tree of pairs. O(N W log W) and one row of the vocabulary."""
 
@@ -116,15 +107,9 @@ class SpecHubVerifier(Verifier):
         chances = torch.where(leads, ratio, popular.at_tokens(chances))
         numbers = numbers_of_children(tree, paths, uniforms.acceptance)
         passed = drafted_nodes(tree) & (numbers < chances)
-        return descend(
-            tree,
-            target,
-            uniforms,
-            children=_preferred(tree, passed, is_hub),
-            weight=torch.ones_like(numbers),
-            ids=popular.ids,
-            draft=torch.where(hub, popular.target, served),
-        )
+        child, ones = _preferred(tree, passed, is_hub), torch.ones_like(numbers)
+        draft = torch.where(hub, popular.target, served)
+        return descend(tree, target, uniforms, child, ones, popular.ids, draft)
 
 
 def _preferred(tree: DraftTree, passed: Tensor, is_hub: Tensor) -> Tensor:

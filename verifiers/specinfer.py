@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_paths
-from eaglegbv.verifiers.paths import first_paths, places_of_tokens, rooted, rows_at, steps_of
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
+from eaglegbv.verifiers.paths import first_paths, places_of_tokens, rows_at
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, normalised, residual_or_target
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
 
 def specinfer(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -25,7 +18,7 @@ def specinfer(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept x with min(1, r(x) / q(x)), r = p at first; on rejection r <- (r - q)+, normalised.
 
     Drawn without replacement (each child once), q also loses x and is renormalised. Drawn with
@@ -34,7 +27,7 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
     r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     for path, x in _drafts(tree, prefix).items():
         if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
-            return Accepted(x)
+            return x
         r = normalised(residual_or_target(1, r, q))
         if tree.draft_sampling is DraftSampling.WOR:
             q = without(q, x)
@@ -54,8 +47,6 @@ def without(q: Probs, x: int) -> Probs:
 
 
 # The same for batches.
-
-
 class SpecInferVerifier(Verifier):
     """Try the drafts in order. O(K L W) and one row of the vocabulary."""
 
@@ -65,51 +56,32 @@ class SpecInferVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with (``iid``) or without (``wor``) replacement."""
         left, first = RemainingProbs.of(tree, target), first_paths(tree)
-        above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
-        numbers = numbers_of_paths(tree, uniforms.acceptance)
         wor = tree.draft_sampling is DraftSampling.WOR
         chosen = torch.zeros_like(tree.parents)
-        for k in range(tree.paths):
-            parents, children = above[:, k], tree.path_nodes[:, k]
-            tried = real[:, k] & (chosen.gather(1, parents) == 0)
+        drafts = drafts_in_order(tree, uniforms.acceptance)
+        for k, (parents, children, real, numbers) in enumerate(drafts):
+            tried = real & (chosen.gather(1, parents) == 0)
             if wor:  # paths share their children: each is one draft, that of its first path
                 tried &= first.gather(1, children) == k
-            passed = tried & (numbers[:, :, k] < left.ratios(parents, children))
+            passed = tried & (numbers < left.ratios(parents, children))
             chosen = chosen.scatter_add(1, parents, children * passed)
             rejected = tried & ~passed
-            left.subtract(parents, torch.ones_like(numbers[:, :, k]), rejected)
+            left.subtract(parents, torch.ones_like(numbers), rejected)
             if wor:
                 left.lose(parents, children, rejected)
-        return descend(
-            tree,
-            target,
-            uniforms,
-            children=chosen,
-            weight=left.scale,
-            ids=tree.draft_ids,
-            draft=left.taken,
-        )
+        return descend(tree, target, uniforms, chosen, left.scale, tree.draft_ids, left.taken)
 
 
 @dataclass(slots=True)
 class RemainingProbs:
-    """What rejections leave of p and q at each node: of p on the support of q, and off it.
+    """What rejections leave of p and q at each node: of p on the support of q, and off it."""
 
-    Attributes:
-        probs: ``[batch, nodes, width]`` float64, p at the draft ids as it was.
-        left: ``[batch, nodes, width]`` float64, what is left of it, normalised.
-        beside: ``[batch, nodes]`` float64, the mass left off the support.
-        scale: ``[batch, nodes]`` float64, what is left of a token off the support, over its p.
-        draft: ``[batch, nodes, width]`` float64, q given the tokens lost.
-        places: ``[batch, nodes]`` int64, the place of each node's token in its parent's ids.
-    """
-
-    probs: Tensor
-    left: Tensor
-    beside: Tensor
-    scale: Tensor
-    draft: Tensor
-    places: Tensor
+    probs: Tensor  # ``[batch, nodes, width]`` float64, p at the draft ids as it was
+    left: Tensor  # ``[batch, nodes, width]`` float64, what is left of it, normalised
+    beside: Tensor  # ``[batch, nodes]`` float64, the mass left off the support
+    scale: Tensor  # ``[batch, nodes]`` float64, what is left of a token off the support, over its p
+    draft: Tensor  # ``[batch, nodes, width]`` float64, q given the tokens lost
+    places: Tensor  # ``[batch, nodes]`` int64, the place of each node's token in its parent's ids
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
@@ -130,16 +102,10 @@ class RemainingProbs:
         return self.left.flatten(1).gather(1, at) / self.draft.flatten(1).gather(1, at)
 
     def subtract(self, nodes: Tensor, weights: Tensor, where: Tensor) -> Tensor:
-        """Replace what is left of p by ``(w left - q)+``, normalised, at some nodes.
+        """Replace what is left of p by ``(w left - q)+``, normalised, at ``nodes`` if ``where``.
 
-        Args:
-            nodes: ``[batch, steps]`` int64, different where ``where`` holds.
-            weights: ``[batch, steps]`` float64, w.
-            where: ``[batch, steps]`` bool: which to change. Nodes at which nothing would be left
-                stay as they are.
-
-        Returns:
-            ``[batch, steps]`` float64, the mass before normalising.
+        Those are different nodes; one at which nothing would be left stays as it is. All arguments,
+        and the mass before normalising that is returned, are ``[batch, steps]``.
         """
         left, draft = rows_at(self.left, nodes), rows_at(self.draft, nodes)
         beside, scale = self.beside.gather(1, nodes), self.scale.gather(1, nodes)

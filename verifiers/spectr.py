@@ -1,23 +1,15 @@
 """K-SEQ, the sequential selection of SpecTr (Sun et al. 2023, 2310.15141)."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_paths
-from eaglegbv.verifiers.paths import draft_counts, places_of_tokens, rooted, steps_of
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
+from eaglegbv.verifiers.paths import draft_counts, places_of_tokens
 from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
 
 def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -25,7 +17,7 @@ def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, exact_k_seq)
 
 
-def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept each of the n drafts with min(1, p / (rho q)).
 
     The residual is p - min(q, p / rho) * sum_{k<n} (1 - beta)^k, non-negative because that sum is
@@ -36,7 +28,7 @@ def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accept
     rho = scale(p, q, len(drafts))
     for path, x in drafts.items():
         if accepts_draft(tree, prefix, path, min(1, p[x] / (rho * q[x])), chooser):
-            return Accepted(x)
+            return x
     overlap = _overlap(p, q, rho)
     tries = _tries(sum(overlap), len(drafts))
     weights = tuple(positive(px - m * tries) for px, m in zip(p, overlap, strict=True))
@@ -71,8 +63,6 @@ def _tries(beta: Number, drafts: int) -> Number:
 
 
 # The same for batches.
-
-
 class SpecTrVerifier(Verifier):
     """Try the drafts in order, with the smallest lossless rho of each node.
 
@@ -85,55 +75,29 @@ class SpecTrVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
-        plan = k_seq(probs, tree.draft_probs, draft_counts(tree))
+        rho, served = k_seq(probs, tree.draft_probs, draft_counts(tree))
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places
         p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
-        chances = p / (plan.rho.gather(1, tree.parents) * q)
-        above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
-        numbers = numbers_of_paths(tree, uniforms.acceptance)
+        chances = p / (rho.gather(1, tree.parents) * q)
         chosen = torch.zeros_like(tree.parents)
-        for k in range(tree.paths):
-            parents, children = above[:, k], tree.path_nodes[:, k]
-            tried = real[:, k] & (chosen.gather(1, parents) == 0)
-            passed = tried & (numbers[:, :, k] < chances.gather(1, children))
+        for parents, children, real, numbers in drafts_in_order(tree, uniforms.acceptance):
+            tried = real & (chosen.gather(1, parents) == 0)
+            passed = tried & (numbers < chances.gather(1, children))
             chosen = chosen.scatter_add(1, parents, children * passed)
-        return descend(
-            tree,
-            target,
-            uniforms,
-            children=chosen,
-            weight=torch.ones_like(plan.rho),
-            ids=tree.draft_ids,
-            draft=plan.served,
-        )
+        ones = torch.ones_like(rho)
+        return descend(tree, target, uniforms, chosen, ones, tree.draft_ids, served)
 
 
 _HALVINGS = 58
 """Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class KSeq:
-    """K-SEQ at every node.
+def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """Find rho at every node, as :func:`scale` does; return it and what the drafts serve of p.
 
-    Attributes:
-        rho: ``[batch, nodes]`` float64.
-        served: ``[batch, nodes, width]`` float64, what the drafts serve of p: the residual is
-            p minus it.
-    """
-
-    rho: Tensor
-    served: Tensor
-
-
-def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
-    """Find rho at every node, as :func:`scale` does.
-
-    Args:
-        target: ``[batch, nodes, width]`` float64, p on the support of q.
-        draft: ``[batch, nodes, width]`` float64, q.
-        drafts: ``[batch, nodes]`` int64, n.
+    p on the support of q, q, and what is served, so that the residual is p minus it, are ``[batch,
+    nodes, width]`` float64; ``drafts``, n, and rho ``[batch, nodes]``.
     """
     n = drafts.to(draft.dtype).clamp(min=1)
 
@@ -152,4 +116,4 @@ def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
     overlap = torch.minimum(draft, target / high.unsqueeze(2))
     # A leaf has no drafts, so nothing is served there.
     served = torch.where(drafts > 0, tries(high), 0.0)
-    return KSeq(rho=high, served=overlap * served.unsqueeze(2))
+    return high, overlap * served.unsqueeze(2)

@@ -22,11 +22,11 @@ def spectr_gbv(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) ->
     while drafts := tree.drafts(path):
         p = tree.target_probs(path)
         M = state.probs(p)
-        selection = select_child(tree, path, M, chooser)
-        visits.append(Visit(state, M, selection.probs, len(drafts)))
+        x, b = select_child(tree, path, M, chooser)
+        visits.append(Visit(state, M, b, len(drafts)))
         draw = entering_draw(tree, chooser, len(path), len(target.layers))
-        state = state.entered(p, selection.token, draw)
-        path = (*path, selection.token)
+        state = state.entered(p, x, draw)
+        path = (*path, x)
     return greedy_verification(tree, path, visits, state, chooser)
 
 

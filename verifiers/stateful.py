@@ -61,22 +61,15 @@ from eaglegbv.verifiers.transport import (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one earlier step left.
+    """What one earlier step left."""
 
-    Attributes:
-        rho: Its factor at the current prefix.
-        drafts: n, the drafts that would still be in play at the current prefix.
-        remaining: Tokens it still covers.
-        draft_probs: The draft distribution of *its own* step, by all tokens committed since the
-            start.
-        stop: The stopping rule of its own step, likewise: beyond the end of a path there is nothing
-            to make up for.
-    """
-
-    rho: Number
-    drafts: int
-    remaining: int
+    rho: Number  # its factor at the current prefix
+    drafts: int  # n, the drafts that would still be in play at the current prefix
+    remaining: int  # tokens it still covers
+    # the draft distribution of *its own* step, by all tokens committed since the start
     draft_probs: ProbsAt
+    # the stopping rule of its own step, likewise: beyond the end of a path there is nothing to make
+    # up for
     stop: Stop
 
 
@@ -116,15 +109,10 @@ def drafts_on(p: Probs, q: Probs, drafts: int, token: int, draw: Callable[[Probs
 
 @dataclass(frozen=True, slots=True)
 class ModifiedTarget:
-    """The target of one request after ``context``.
+    """The target of one request after ``context``."""
 
-    Attributes:
-        context: All tokens committed since the start, and those on the way into a tree.
-        layers: Oldest first.
-    """
-
-    context: Prefix = ()
-    layers: tuple[Layer, ...] = ()
+    context: Prefix = ()  # All tokens committed since the start, and those on the way into a tree
+    layers: tuple[Layer, ...] = ()  # Oldest first
 
     def at_node(self, p: Probs) -> tuple[LayerAtNode, ...]:
         """Return the layers where the target's own distribution is ``p``."""
@@ -143,12 +131,9 @@ class ModifiedTarget:
         return nodes[-1].after if nodes else p
 
     def entered(self, p: Probs, token: int, draw: Callable[[int, Probs], int]) -> "ModifiedTarget":
-        """Return the target after ``token`` is emitted or entered.
+        """Return the target after ``token`` is emitted or entered, where its own distribution is p.
 
-        Args:
-            p: The target's own distribution before ``token``.
-            token: The token.
-            draw: ``draw(k, probs)`` draws from ``probs`` for layer number k.
+        ``draw(k, probs)`` draws from ``probs`` for layer number k.
         """
         context = (*self.context, token)
         layers: list[Layer] = []
@@ -205,8 +190,6 @@ def committing_draw(chooser: Chooser) -> Callable[[int, Probs], int]:
 
 
 # The same for batches: what verifiers take and return.
-
-
 @dataclass(frozen=True, slots=True)
 class Layers:
     """What earlier steps left, ``[batch, layers]`` each, oldest first.
@@ -237,12 +220,12 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SparseProbs:
-    """Draft distributions as short lists.
+    """Draft distributions as short lists, ``[batch, layers, width]``.
 
     Attributes:
-        ids: ``[batch, layers, width]`` int64.
-        probs: ``[batch, layers, width]`` float64; padding entries are 0. All are 0 where there is
-            no layer, or where the paths of the layer's own step would have ended.
+        ids: int64.
+        probs: float64; 0 at padding entries, everywhere where there is no layer, and where the
+            paths of the layer's own step would have ended.
     """
 
     ids: Tensor
@@ -255,11 +238,8 @@ class LayerProbs(Protocol):
     def after(self, tokens: Tensor) -> SparseProbs:
         """Return the distribution of every layer's own step after ``tokens``.
 
-        Called once per depth, from the root down, each time with one token more.
-
-        Args:
-            tokens: ``[batch, depth]`` int64, the tokens entered below the root so far; depth is 0
-                at the root. They are meaningless for requests whose path has already ended.
+        Called once per depth, from the root down, each time with one token more: ``[batch, depth]``
+        int64, those entered below the root, meaningless once a request's path has ended.
         """
 
 
@@ -293,15 +273,7 @@ class StatefulUniforms:
         """Draw every request's numbers from its own stream at its own step counter.
 
         They continue the selection and correction numbers of the plain draw, so they do not depend
-        on how many layers other requests have.
-
-        Args:
-            streams: The requests' streams.
-            steps: Their step counters.
-            layers: The number of layers of each request.
-            paths: Paths of the tree.
-            length: Length of the tree.
-            device: Where the numbers are wanted.
+        on how many layers other requests have; ``layers`` counts those of each request.
         """
         plain = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
         most = max(layers, default=0)
@@ -317,15 +289,12 @@ class StatefulUniforms:
 
 @dataclass(frozen=True, slots=True)
 class StatefulVerdict(Verdict):
-    """What a verification commits, and what it leaves to the next.
+    """What a verification commits, and what it leaves to the next."""
 
-    Attributes:
-        layers: The layers after the last token: those passed in, and in the last column the one of
-            this step; ``remaining`` is 0 where there is none.
-        node_stats: Computes the numbers, beside p and q, by which the verification decided.
-    """
-
+    # the layers after the last token: those passed in, and in the last column the one of this step;
+    # ``remaining`` is 0 where there is none
     layers: Layers
+    # Computes the numbers, beside p and q, by which the verification decided
     node_stats: Callable[[], NodeStats]
 
 
@@ -345,15 +314,8 @@ class StatefulVerifier(Rule):
 
         ``tree.length`` must be the length the paths were drawn to, even if all ended earlier: it
         determines how long a layer lasts. A tree of a root alone yields a token of the modified
-        target.
-
-        Args:
-            tree: The draft trees.
-            target: The target's own probabilities.
-            uniforms: The random numbers.
-            layers: Requests with fewer layers than others are padded by columns whose ``remaining``
-                is 0.
-            layer_probs: The draft distributions of the layers.
+        target. Requests with fewer ``layers`` than others are padded by columns whose
+        ``remaining`` is 0; ``layer_probs`` are their draft distributions.
 
         Raises:
             SamplingMismatch: The tree's draft sampling is not among :attr:`draft_samplings`.
@@ -374,12 +336,10 @@ other tokens together have less than 1e-80 times the size of the vocabulary.
 
 
 def rho_after(rho: Tensor, target_prob: Tensor, plan_prob: Tensor) -> Tensor:
-    """Return ``rho M(x) / b(x)`` once a token x is entered, at most :data:`MOST_RHO`.
+    """Return ``rho M(x) / b(x)`` once a token x is entered, at most :data:`MOST_RHO`; float64.
 
-    Args:
-        rho: float64, of any shape, as are the others.
-        target_prob: M(x), the distribution that the layer modifies.
-        plan_prob: b(x) > 0, by which the layer's own step would have selected x.
+    M is the distribution that the layer modifies, b > 0 that by which its own step would have
+    selected x.
     """
     factor = (target_prob / plan_prob).clamp(max=MOST_RHO)
     return (rho * factor).clamp(max=MOST_RHO)
@@ -387,20 +347,14 @@ def rho_after(rho: Tensor, target_prob: Tensor, plan_prob: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModifiedNode:
-    """The modified target at one node per request.
+    """The modified target at one node per request."""
 
-    Attributes:
-        layers: The layers in force there.
-        plan: ``[batch, layers, width]``: M_{k-1} and q_k of each layer, ranked, and b_k.
-        mass: ``[batch, layers]`` float64, the sum of (rho_k M_{k-1} - b_k)+, the normaliser of M_k;
-            0 where a layer has no effect.
-        probs: ``[batch, width]`` float64, M at the tokens asked for.
-    """
-
-    layers: Layers
-    plan: Transport
+    layers: Layers  # the layers in force there
+    plan: Transport  # ``[batch, layers, width]``: M_{k-1} and q_k of each layer, ranked, and b_k
+    # ``[batch, layers]`` float64, the sum of (rho_k M_{k-1} - b_k)+, the normaliser of M_k; 0 where
+    # a layer has no effect
     mass: Tensor
-    probs: Tensor
+    probs: Tensor  # ``[batch, width]`` float64, M at the tokens asked for
 
     @property
     def active(self) -> Tensor:
@@ -411,14 +365,10 @@ class ModifiedNode:
     def at(
         cls, target: TargetProbs, nodes: Tensor, layers: Layers, draft: SparseProbs, ids: Tensor
     ) -> Self:
-        """Work out M at ``ids``.
+        """Work out M at ``ids`` ``[batch, width]`` int64 of ``nodes`` ``[batch]`` int64.
 
-        Args:
-            target: The target's own probabilities.
-            nodes: ``[batch]`` int64.
-            layers: The layers that reach the nodes.
-            draft: Their draft distributions there; a layer without one ends.
-            ids: ``[batch, width]`` int64.
+        ``layers`` are those that reach the nodes, ``draft`` their draft distributions there; a
+        layer without one ends.
         """
         remaining = torch.where(draft.probs.sum(dim=2) > 0, layers.remaining, 0)
         wanted = torch.cat((ids, draft.ids.flatten(1)), dim=1)
@@ -446,11 +396,9 @@ class ModifiedNode:
         )
 
     def entered(self, tokens: Tensor, uniforms: Tensor) -> Layers:
-        """Return the layers after ``tokens`` ``[batch]``.
+        """Return the layers after ``tokens`` ``[batch]`` int64.
 
-        Args:
-            tokens: int64.
-            uniforms: ``[batch, layers]``, one for each layer in force, in their order.
+        ``uniforms`` ``[batch, layers]``: one for each layer in force, in their order.
         """
         layers, plan = self.layers, self.plan
         if layers.count == 0:
@@ -502,11 +450,5 @@ def _selected_at(plan: Transport, wanted: Tensor) -> Tensor:
 
 
 def _stacked(plans: Sequence[Transport]) -> Transport:
-    return Transport(
-        *(
-            torch.stack(columns, dim=1)
-            for columns in zip(
-                *((p.ids, p.draft, p.target, p.selected, p.highest) for p in plans), strict=True
-            )
-        )
-    )
+    columns = ((p.ids, p.draft, p.target, p.selected, p.highest) for p in plans)
+    return Transport(*(torch.stack(column, dim=1) for column in zip(*columns, strict=True)))

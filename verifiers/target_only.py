@@ -31,8 +31,6 @@ def target_only(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 
 # The same for batches, and at temperature 0.
-
-
 class TargetOnlyVerifier(Verifier):
     """Sample from p; descend while the sample is a child. L + 1 rows of the vocabulary."""
 

@@ -1,4 +1,4 @@
-"""Token verification (Leviathan et al. 2211.17192; Chen et al. 2302.01318): speculative sampling."""
+"""Token verification (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ def token(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 
 # The same for batches.
-
-
 class TokenVerifier(Verifier):
     """Judge one token after the other. O(L) and one row of the vocabulary."""
 
@@ -45,11 +43,8 @@ def verify_tokens(
 ) -> Verdict:
     """Accept x_i with chance min(1, p/q), stop at the first rejection, correct from (p - q)+.
 
-    Args:
-        path: The path and its draft distributions q.
-        target: The target's probabilities.
-        tests: ``[batch, length]`` float64, the uniforms of the tests.
-        correction: ``[batch]`` float64, the uniform of the last token.
+    ``tests`` ``[batch, length]`` are the uniforms of the tests, ``correction`` ``[batch]`` that of
+    the last token.
     """
     depths = torch.arange(tests.shape[1], device=tests.device)
     passed = (tests < path.ratios()) & (depths < path.lengths.unsqueeze(1))

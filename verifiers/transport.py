@@ -44,23 +44,14 @@ from eaglegbv.verifiers.proof.chooser import (
 
 @dataclass(frozen=True, eq=False)
 class ExactTransport:
-    """The exact transport of n iid drafts; sequences run over the ranked support.
+    """The exact transport of n iid drafts; sequences run over the ranked support."""
 
-    Attributes:
-        drafts: n.
-        order: Tokens of q's support, lowest p/q first.
-        q: Draft probabilities.
-        v: Distribution of the highest-ranked of the n drafts.
-        b: Distribution of the selected draft.
-        probs: b over the whole vocabulary.
-    """
-
-    drafts: int
-    order: tuple[int, ...]
-    q: Probs
-    v: Probs
-    b: Probs
-    probs: Probs
+    drafts: int  # n
+    order: tuple[int, ...]  # tokens of q's support, lowest p/q first
+    q: Probs  # draft probabilities
+    v: Probs  # Distribution of the highest-ranked of the n drafts
+    b: Probs  # Distribution of the selected draft
+    probs: Probs  # b over the whole vocabulary
 
     @cached_property
     def moved(self) -> Probs:
@@ -77,17 +68,15 @@ class ExactTransport:
         return tuple(self._partners(rank) for rank in range(len(self.order)))
 
     def _partners(self, rank: int) -> dict[int, Number]:
-        moved = self.moved
-        own, other = (1, -1) if moved[rank] > 0 else (-1, 1)
-        mine = list(accumulate(positive(own * d) for d in moved))
-        theirs = list(accumulate(positive(other * d) for d in moved))
-        low, high = mine[rank] - magnitude(moved[rank]), mine[rank]
+        sign = 1 if self.moved[rank] > 0 else -1
+        mine = list(accumulate(positive(sign * d) for d in self.moved))
+        theirs = list(accumulate(positive(-sign * d) for d in self.moved))
+        low, high = mine[rank] - magnitude(self.moved[rank]), mine[rank]
         overlap: dict[int, Number] = {}
-        for y in reversed(range(len(moved))):
-            if other * moved[y] > 0:
-                delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(moved[y]))
-                if delta > 0:
-                    overlap[y] = delta
+        for y, d in reversed(tuple(enumerate(self.moved))):
+            delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(d))
+            if sign * d < 0 and delta > 0:
+                overlap[y] = delta
         return overlap
 
     def relabel_probability(self, rank: int, partner: int) -> Number:
@@ -174,12 +163,8 @@ def select_draft(
 ) -> int:
     """Return the token selected among the drafts of one node; its distribution is ``node.probs``.
 
-    Args:
-        node: The node's transport, for ``len(drafts)`` drafts.
-        drafts: Path number -> token, in the order drawn.
-        depth: The node's depth, for the index of the uniforms.
-        paths: K, for the same.
-        chooser: Decides.
+    ``drafts`` are path number -> token, in the order drawn; the node's ``depth`` and the number of
+    ``paths`` say which uniforms decide.
     """
 
     def label(path: int) -> int:
@@ -200,14 +185,13 @@ def select_draft(
 def multiplicity_probs(node: ExactTransport, token: int) -> Probs:
     """Return Pr(m | token): how many of the drafts lie on the selected token, m = 1 ... n.
 
-    Entry m - 1 belongs to m. A draft's *position* is uniform inside its label's piece of [0, 1],
-    so positions of drafts are uniform on [0, 1] and the highest one wins. With H the cdf of the
-    position of a draft of token x and h its density,
+    A draft's *position* is uniform inside its label's piece of [0, 1], so positions of drafts are
+    uniform on [0, 1] and the highest one wins. With H the cdf of the position of a draft of token x
+    and h its density,
 
         Pr(x, m) = C(n, m) m q_x^m  integral of H(t)^(m-1) (t - q_x H(t))^(n-m) h(t) dt,
 
-    a polynomial on each piece with non-negative coefficients. A token outside q's support is
-    selected with probability 0; m = 1 then.
+    a polynomial on each piece. A token off q's support is selected with probability 0; m = 1 then.
     """
     n = node.drafts
     if token not in node.order:
@@ -253,16 +237,11 @@ class RankedProbs:
     """q and p over the support of q, lowest p/q first, ties by token id: the order used everywhere.
 
     Entries of draft probability zero come last, with target 0.
-
-    Attributes:
-        ids: ``[..., width]`` int64.
-        draft: ``[..., width]`` float64, q.
-        target: ``[..., width]`` float64, p at ``ids``.
     """
 
-    ids: Tensor
-    draft: Tensor
-    target: Tensor
+    ids: Tensor  # ``[..., width]`` int64
+    draft: Tensor  # ``[..., width]`` float64, q
+    target: Tensor  # ``[..., width]`` float64, p at ``ids``
 
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
@@ -277,15 +256,10 @@ class RankedProbs:
 
 @dataclass(frozen=True, slots=True)
 class Transport(RankedProbs):
-    """The exact transport at nodes of n drafts, over their ranked supports.
+    """The exact transport at nodes of n drafts, over their ranked supports."""
 
-    Attributes:
-        selected: ``[..., width]`` float64, b, the distribution of the selected draft.
-        highest: ``[..., width]`` float64, v, the distribution of the highest-ranked draft.
-    """
-
-    selected: Tensor
-    highest: Tensor
+    selected: Tensor  # ``[..., width]`` float64, b, the distribution of the selected draft
+    highest: Tensor  # ``[..., width]`` float64, v, the distribution of the highest-ranked draft
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
         """Return it with ``change`` applied to every tensor."""
@@ -318,10 +292,7 @@ def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
 def _selected(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
     """Return b case by case; as a difference of P + g it would lose its digits.
 
-    Args:
-        p: ``[..., width]``, in ranked order.
-        v: ``[..., width]``.
-        D: ``[..., width + 1]``, entry 0 is D_0 = 0.
+    p and v are ``[..., width]`` in ranked order, D ``[..., width + 1]`` from D_0 = 0.
     """
     # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
     g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
@@ -342,11 +313,8 @@ def labels(plan: Transport, nodes: Tensor, ranks: Tensor, uniforms: Tensor) -> T
     Args:
         plan: The transport at ``[batch, nodes]``.
         nodes: ``[batch, drafts]`` int64, the place in ``plan`` of the node each was drawn at.
-        ranks: ``[batch, drafts]`` int64, the rank of its token there.
+        ranks: ``[batch, drafts]`` int64, the rank of its token there, as the result's labels are.
         uniforms: ``[batch, drafts, 2]``.
-
-    Returns:
-        ``[batch, drafts]`` int64, ranks.
     """
     ranks = ranks.unsqueeze(2)
     moved = rows_at(plan.selected - plan.highest, nodes)
@@ -372,7 +340,7 @@ def labels(plan: Transport, nodes: Tensor, ranks: Tensor, uniforms: Tensor) -> T
 def draw_multiplicity(
     plan: Transport, drafts: Tensor, ranks: Tensor, uniforms: Tensor, most: int
 ) -> Tensor:
-    """Draw m from Pr(m | x, n), the number of drafts on the selected token x.
+    """Draw m, ``[nodes]`` int64 in 1 ... n, from Pr(m | x, n): the drafts on the selected token x.
 
     Args:
         plan: The transport of some nodes, ``[nodes, width]``.
@@ -380,9 +348,6 @@ def draw_multiplicity(
         ranks: ``[nodes]`` int64, the rank of x.
         uniforms: ``[nodes]`` float64.
         most: A bound on ``drafts``.
-
-    Returns:
-        ``[nodes]`` int64, 1 ... n.
     """
     if most < 2:
         return torch.ones_like(drafts)

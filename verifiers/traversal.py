@@ -35,21 +35,13 @@ from eaglegbv.verifiers.specinfer import RemainingProbs, without
 
 @dataclass(slots=True)
 class _Node:
-    """A node on the way back to the root, with what its rejected children have changed.
+    """A node on the way back to the root, with what its rejected children have changed."""
 
-    Attributes:
-        prefix: Tokens to the node.
-        w: Weight of the node.
-        p: Target distribution left.
-        q: Draft distribution of the next child, given the children tried.
-        untried: Children not yet tried, in draft order.
-    """
-
-    prefix: Prefix
-    w: Number
-    p: Probs
-    q: Probs
-    untried: list[int]
+    prefix: Prefix  # tokens to the node
+    w: Number  # weight of the node
+    p: Probs  # target distribution left
+    q: Probs  # draft distribution of the next child, given the children tried
+    untried: list[int]  # children not yet tried, in draft order
 
     def child_weight(self, x: int) -> Number:
         """Return min(1, w p(x) / q(x))."""
@@ -98,8 +90,6 @@ def _node(tree: ReferenceTree, prefix: Prefix, w: Number) -> _Node:
 
 
 # The same for batches.
-
-
 class TraversalVerifier(Verifier):
     """Test the nodes from the leaves to the root.
 
@@ -139,19 +129,12 @@ def _traverse(tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) ->
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The paths of all requests that come next in depth-first order.
+    """The paths of all requests that come next in depth-first order, ``[batch, length]`` each."""
 
-    Attributes:
-        parents: ``[batch, length]`` int64, the node above each of ``nodes``.
-        nodes: ``[batch, length]`` int64.
-        entered: ``[batch, length]`` bool: whether no earlier path has the node.
-        left: ``[batch, length]`` bool: whether no later path has the node.
-    """
-
-    parents: Tensor
-    nodes: Tensor
-    entered: Tensor
-    left: Tensor
+    parents: Tensor  # int64, the node above each of ``nodes``
+    nodes: Tensor  # int64
+    entered: Tensor  # bool: whether no earlier path has the node
+    left: Tensor  # bool: whether no later path has the node
 
 
 def _leaves(tree: DraftTree) -> Iterator[_Leaf]:
@@ -173,21 +156,13 @@ def _leaves(tree: DraftTree) -> Iterator[_Leaf]:
 
 @dataclass(slots=True)
 class _Visit:
-    """The state of the traversal.
+    """The state of the traversal."""
 
-    Attributes:
-        left: What is left of p and q at every node.
-        weights: ``[batch, nodes]`` float64, w of the nodes entered.
-        accepted: ``[batch, 1]`` bool: whether a node was accepted.
-        stop: ``[batch]`` int64, that node, else the root.
-        path: ``[batch, length]`` int64, a path through it.
-    """
-
-    left: RemainingProbs
-    weights: Tensor
-    accepted: Tensor
-    stop: Tensor
-    path: Tensor
+    left: RemainingProbs  # what is left of p and q at every node
+    weights: Tensor  # ``[batch, nodes]`` float64, w of the nodes entered
+    accepted: Tensor  # ``[batch, 1]`` bool: whether a node was accepted
+    stop: Tensor  # ``[batch]`` int64, that node, else the root
+    path: Tensor  # ``[batch, length]`` int64, a path through it
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:

@@ -411,12 +411,12 @@ def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: f
 def _k_seq(node: Node, start: float) -> Answer:
     """Accept the drafts in order with min(1, p / (rho q))."""
     p, q = torch.from_numpy(node.wanted).view(1, 1, -1), torch.from_numpy(node.draft).view(1, 1, -1)
-    plan = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
-    rho = float(plan.rho)
+    rho_of_node, served = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
+    rho = float(rho_of_node)
     np.argmax(node.uniforms[:, 0] < node.wanted[node.drawn] / (rho * node.draft[node.drawn]))
     seconds = process_time() - start
     once = node.draft * np.minimum(1.0, node.wanted / (rho * node.draft))
     tries = sum((1 - once.sum()) ** k for k in range(len(node.drawn)))
     residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - plan.served.numpy().ravel(), 0.0)
+    residual[node.ids] = np.maximum(node.wanted - served.numpy().ravel(), 0.0)
     return Answer(seconds, once * tries, residual, None)

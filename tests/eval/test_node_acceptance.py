@@ -6,13 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.acceptance import inside_wor_race
-from support.tables import KINDS, Model, Shape, problem
+from support.acceptance import alpha_greedy, alpha_iid, alpha_wor, inside_wor_race
+from support.tables import KINDS, Model, Shape, acceptance_length, iterate, problem
 
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_wor, rejection_wor
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.enumeration import Problem, acceptance_length, iterate
-from eaglegbv.verifiers.proof.lp import alpha_greedy, alpha_iid, alpha_wor
+from eaglegbv.verifiers.proof.enumeration import Problem
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.transport import ranked
 

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support.acceptance import alpha_iid
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import solvers
@@ -23,7 +24,7 @@ from eaglegbv.verifiers.global_resolution import (
     count_draft_sets,
     weighted_selection,
 )
-from eaglegbv.verifiers.proof.lp import alpha_iid, draft_sets_iid
+from eaglegbv.verifiers.proof.lp import draft_sets_iid
 
 TINY = Setting(vocab=4, drafts=3, width=4)
 SIZES = [s for s in settings_of() if s.vocab <= 1000 or s.width <= 64]

@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 from scipy.integrate import quad
@@ -11,9 +12,19 @@ from scipy.integrate import quad
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.gbv import skewed_probs
 from eaglegbv.verifiers.global_resolution import weighted_selection
-from eaglegbv.verifiers.proof.chooser import Number, Prefix, ProbsAt, support
+from eaglegbv.verifiers.proof.chooser import (
+    Number,
+    Prefix,
+    Probs,
+    ProbsAt,
+    exact_tail_probs,
+    most_likely,
+    share as ratio_of,
+    support,
+)
+from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import ReferenceTree
-from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs
+from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked
 
 
 def otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
@@ -165,6 +176,61 @@ def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
 def claimed_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """SpecTr-GBV's Theorem 5.3: sum of p [1 - (1 - min(1, q/p))^K] over prefixes."""
     return sum(a * (1 - (1 - min(1, b / a)) ** paths) for a, b in prefixes(p, q, length) if a > 0)
+
+
+def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:
+    """Return alpha* = 1 + min_H [P(H) - Q(H)], Q(H) = Pr(all drafts lie in H) = ``inside(H)``.
+
+    The minimum is reached on a prefix of the tokens by q/p descending (Hu et al., ICLR 2025).
+    """
+    order = ranked(p, q)
+    least: Number = 0
+    for size in range(1, len(order) + 1):
+        H = order[:size]
+        least = min(least, sum(p[x] for x in H) - inside(H))
+    return 1 + least
+
+
+def alpha_iid(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for independent drafts."""
+    return optimal_acceptance(p, q, lambda H: sum(q[x] for x in H) ** drafts)
+
+
+def alpha_wor(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for drafts without replacement (all of the support where it is smaller)."""
+    count = min(drafts, len(support(q)))
+    return optimal_acceptance(p, q, lambda H: inside_wor(q, H, count))
+
+
+def alpha_greedy(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return the acceptance of the top n - 1 tokens with one drawn from the rest of q."""
+    kept = most_likely(q, drafts - 1)
+    covered = sum(p[x] for x in kept)
+    if len(kept) == len(support(q)):
+        return covered
+    r = exact_tail_probs(q, kept)
+    return covered + sum(min(p[x], r[x]) for x in range(len(p)) if x not in kept)
+
+
+def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
+    """Return the probability that all of ``drafts`` draws without replacement lie in H.
+
+    Successive sampling: the sum over ordered tuples in H of prod q_j / (1 - earlier).
+    """
+    total: Number = 0
+    for drawn in permutations(H, drafts):
+        mass: Number = 1
+        left = sum(q)
+        for x in drawn:
+            mass *= ratio_of(q[x], left)
+            left -= q[x]
+        total += mass
+    return total
+
+
+def lp_acceptance(p: Probs, sets: DraftSets) -> float:
+    """Return the value of :func:`transport_plan`: the optimal acceptance of one node."""
+    return sum(transport_plan(p, sets).values())
 
 
 def inside_wor_race(q: Sequence[float], H: Sequence[int], drafts: int) -> float:

@@ -10,7 +10,6 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import draft_counts
 from eaglegbv.verifiers.proof.chooser import (
-    GeneratorChooser,
     Prefix,
     Probs,
     ProbsAt,
@@ -19,7 +18,7 @@ from eaglegbv.verifiers.proof.chooser import (
 from eaglegbv.verifiers.proof.tree import Outcome, from_draft_tree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
-from support.tables import KINDS, Model, Shape, draft
+from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.proof.chooser import GeneratorChooser, Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, inverse_cdf
 from eaglegbv.verifiers.proof.enumeration import After
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
 from eaglegbv.verifiers.stateful import (
@@ -21,7 +21,7 @@ from eaglegbv.verifiers.stateful import (
     VerifyWithState,
 )
 from support.batched_trees import Batch, Request, build_batch, outcomes
-from support.tables import KINDS, Model, Shape, draft
+from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
 
 
 @dataclass

@@ -35,8 +35,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
 from eaglegbv.verifiers.base import VerifyUniforms
@@ -179,32 +177,15 @@ class UniformChooser:
                 raise IndexError(f"no number for {purpose!r} {index}")
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorChooser:
-    """Samples: every decision takes a fresh number from ``generator``."""
-
-    generator: np.random.Generator
-
-    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
-        """Return a random entry."""
-        del purpose, index
-        return inverse_cdf(weights, self.generator.random())
-
-
 @dataclass(slots=True)
 class ReplayChooser:
-    """Follows ``script``, then takes the first possible entry of every further choice.
+    """Follows ``script``, then takes the first possible entry of every further choice."""
 
-    Attributes:
-        script: Choices to repeat.
-        weight: Probability of the choices made so far.
-        branches: Scripts of the branches not taken after the script's end.
-        used: The numbers drawn; a number must not decide twice.
-    """
-
-    script: tuple[int, ...]
-    weight: Number = 1
+    script: tuple[int, ...]  # choices to repeat
+    weight: Number = 1  # probability of the choices made so far
+    # Scripts of the branches not taken after the script's end
     branches: list[tuple[int, ...]] = field(default_factory=list)
+    # the numbers drawn; a number must not decide twice
     used: set[tuple[Purpose, int]] = field(default_factory=set)
     taken: list[int] = field(default_factory=list)
 

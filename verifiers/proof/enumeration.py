@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic
 
 from eaglegbv.tree import DraftSampling
@@ -35,54 +36,41 @@ from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, c
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Size of a tiny problem.
+    """Size of a tiny problem."""
 
-    Attributes:
-        vocab: Tokens.
-        length: Depth of a path.
-        paths: Paths of an ``iid`` tree; children of every node for the other samplings.
-    """
-
-    vocab: int
-    length: int
-    paths: int
+    vocab: int  # Tokens
+    length: int  # depth of a path
+    paths: int  # paths of an ``iid`` tree; children of every node for the other samplings
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A target and the draft trees it is offered.
+    """A target and the draft trees it is offered."""
 
-    Attributes:
-        draft_sampling: How children arise.
-        target_probs: p, by all tokens since the start.
-        draft_probs: q, likewise.
-        shape: Sizes.
-        stop: When paths stop early, by the tokens since the start.
-    """
+    draft_sampling: DraftSampling  # how children arise
+    target_probs: ProbsAt  # p, by all tokens since the start
+    draft_probs: ProbsAt  # q, likewise
+    shape: Shape  # Sizes
+    stop: Stop = never  # when paths stop early, by the tokens since the start
 
-    draft_sampling: DraftSampling
-    target_probs: ProbsAt
-    draft_probs: ProbsAt
-    shape: Shape
-    stop: Stop = never
+
+_DRAWS: Mapping[DraftSampling, DrawChildren] = MappingProxyType(
+    {
+        DraftSampling.WOR: draw_wor,
+        DraftSampling.GREEDY: draw_greedy,
+        DraftSampling.FIXED: draw_fixed,
+        DraftSampling.HUB: draw_hub,
+    }
+)
 
 
 def draft(
     draft_sampling: DraftSampling, q: ProbsAt, shape: Shape, chooser: Chooser, stop: Stop = never
 ) -> tuple[Prefix, ...]:
     """Draw the paths of one tree."""
-    draw: DrawChildren
-    match draft_sampling:
-        case DraftSampling.IID:
-            return draft_iid(q, shape.paths, shape.length, chooser, stop)
-        case DraftSampling.WOR:
-            draw = draw_wor
-        case DraftSampling.GREEDY:
-            draw = draw_greedy
-        case DraftSampling.FIXED:
-            draw = draw_fixed
-        case DraftSampling.HUB:
-            draw = draw_hub
+    if draft_sampling is DraftSampling.IID:
+        return draft_iid(q, shape.paths, shape.length, chooser, stop)
+    draw = _DRAWS[draft_sampling]
     return draft_tree(draw, q, (shape.paths,) * shape.length, chooser, stop)
 
 
@@ -113,17 +101,6 @@ def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[Refe
         yield ReferenceTree(sampling, paths, p, q, reach=shape.length, stop=stop), mass
 
 
-def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
-    """Return the exact distribution of the tokens that one step commits."""
-    states = iterate(stateless(verify), [problem], problem.shape.length + 1)
-    return {state.context: mass for state, mass in states.items()}
-
-
-def acceptance_length(probs: Mapping[Prefix, Number]) -> Number:
-    """Return E[tau] of an output distribution: committed tokens less one."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in probs.items())
-
-
 def stateless(verify: Verify) -> VerifyWithState:
     """Return ``verify`` as a verifier that passes the plain target on."""
 
@@ -152,13 +129,6 @@ def states_by_step(
                 following[after] = following.get(after, 0) + mass * probability
         states = following
         yield states
-
-
-def iterate(
-    verify: VerifyWithState, problems: Sequence[Problem], total: int
-) -> dict[ModifiedTarget, Number]:
-    """Return the exact distribution of the state after one step for each of ``problems``."""
-    return list(states_by_step(verify, problems, total))[-1]
 
 
 def _step_probs(
@@ -208,11 +178,6 @@ def target_joint(p: ProbsAt, total: int) -> dict[Prefix, Number]:
             mass *= p(tokens[:i])[x]
         joint[tokens] = mass
     return joint
-
-
-def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
-    """Return :func:`deviation` after one step for each of ``problems``."""
-    return deviation(iterate(verify, problems, total), problems[0].target_probs, total)
 
 
 def deviation(states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int) -> float:

@@ -31,27 +31,19 @@ def never(prefix: Prefix) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTree:
-    """The paths drafted for one request, with what they were drawn from and are judged by.
+    """The paths drafted for one request, with what they were drawn from and are judged by."""
 
-    Attributes:
-        draft_sampling: How children arise.
-        paths: Tokens of each path below the root, in the order drawn, duplicates kept.
-        target_probs: p(. | prefix), over the whole vocabulary.
-        draft_probs: q(. | prefix), over the whole vocabulary, 0 off its support.
-        node_numbers: Number of each node in a batched tree, keyed by prefix; by default nodes are
-            numbered by depth, then by first path.
-        reach: Length the paths were drawn to, unless they stopped early; by default that of the
-            longest path.
-        stop: The rule by which paths stop early.
-    """
-
-    draft_sampling: DraftSampling
+    draft_sampling: DraftSampling  # how children arise
+    # Tokens of each path below the root, in the order drawn, duplicates kept
     paths: tuple[Prefix, ...]
-    target_probs: ProbsAt
-    draft_probs: ProbsAt
+    target_probs: ProbsAt  # p(. | prefix), over the whole vocabulary
+    draft_probs: ProbsAt  # q(. | prefix), over the whole vocabulary, 0 off its support
+    # number of each node in a batched tree, keyed by prefix; by default nodes are numbered by
+    # depth, then by first path
     node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
+    # length the paths were drawn to, unless they stopped early; by default that of the longest path
     reach: int = 0
-    stop: Stop = never
+    stop: Stop = never  # the rule by which paths stop early
 
     @property
     def length(self) -> int:
@@ -228,32 +220,24 @@ def _one_of_the_rest(
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The walk goes on at the child ``token``, with every path through it."""
-
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
 class Rejected:
     """The walk stops; the correction token has these weights."""
 
     weights: Probs
 
 
-Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], Accepted | Rejected]
-"""Decides at an inner node."""
+Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], int | Rejected]
+"""Decides at an inner node: the child at which the walk goes on, with every path through it."""
 
 
 def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
     """Take ``step`` at every node until it rejects; after a leaf the bonus token follows p."""
     prefix: Prefix = ()
     while tree.children(prefix):
-        match step(tree, prefix, chooser):
-            case Accepted(token):
-                prefix = (*prefix, token)
-            case Rejected(weights):
-                return Outcome(prefix, chooser.choose(weights, Purpose.CORRECTION, 0))
+        decision = step(tree, prefix, chooser)
+        if isinstance(decision, Rejected):
+            return Outcome(prefix, chooser.choose(decision.weights, Purpose.CORRECTION, 0))
+        prefix = (*prefix, decision)
     return Outcome(prefix, chooser.choose(tree.target_probs(prefix), Purpose.CORRECTION, 0))
 
 

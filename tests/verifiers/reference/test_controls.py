@@ -8,7 +8,15 @@ import pytest
 from scipy.stats import chi2
 from support.acceptance import claimed_length
 from support.published_spectr_gbv import published_spectr_gbv
-from support.tables import Model, Shape, constant, problem
+from support.tables import (
+    Model,
+    Shape,
+    acceptance_length,
+    constant,
+    max_error,
+    output_probs,
+    problem,
+)
 
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling
@@ -25,14 +33,7 @@ from eaglegbv.verifiers.proof.chooser import (
     residual,
     residual_or_target,
 )
-from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
-    acceptance_length,
-    max_error,
-    output_probs,
-    stateless,
-    target_joint,
-)
+from eaglegbv.verifiers.proof.enumeration import Problem, stateless, target_joint
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.spectr_gbv import spectr_gbv
 from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
@@ -131,11 +132,11 @@ def spectr_gbv_selecting_by_p(
         p = tree.target_probs(path)
         M = state.probs(p)
         honest = select_sampling(tree, path, M)
-        selection = select_child(tree, path, p, chooser)
+        x, _ = select_child(tree, path, p, chooser)
         visits.append(Visit(state, M, honest, len(drafts)))
         draw = entering_draw(tree, chooser, len(path), len(target.layers))
-        state = state.entered(p, selection.token, draw)
-        path = (*path, selection.token)
+        state = state.entered(p, x, draw)
+        path = (*path, x)
     return greedy_verification(tree, path, visits, state, chooser)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.tables import KINDS, Model, Shape, problem
+from support.tables import KINDS, Model, Shape, max_error, problem
 
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import block_verification
@@ -14,7 +14,6 @@ from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     completed,
     draft,
-    max_error,
     paths_probs,
     stateless,
     target_joint,
@@ -149,9 +148,9 @@ def test_otbv_on_a_tree_of_mixed_distributions(kind: str) -> None:
         path, dists = (), []
         while tree.children(path):
             node = replace(tree, draft_sampling=DraftSampling.IID if path else DraftSampling.FIXED)
-            selection = select_child(node, path, tree.target_probs(path), chooser)
-            path = (*path, selection.token)
-            dists.append(selection.probs)
+            x, b = select_child(node, path, tree.target_probs(path), chooser)
+            path = (*path, x)
+            dists.append(b)
         return block_verification(tree, path, dists, chooser)
 
     for seed in range(3):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.tables import Model, Shape, problem
+from support.tables import Model, Shape, max_error, problem
 
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
@@ -33,7 +33,6 @@ from eaglegbv.verifiers.proof.enumeration import (
     Verify,
     completed,
     draft,
-    max_error,
     stateless,
     target_joint,
 )

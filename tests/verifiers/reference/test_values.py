@@ -7,39 +7,38 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from support.acceptance import (
+    alpha_greedy,
+    alpha_iid,
+    alpha_wor,
     claimed_length,
     gbv_length,
     global_resolution_length,
     ideal_length,
+    inside_wor,
     inside_wor_race,
+    lp_acceptance,
     otbv_length,
     race_resolution_length,
     spectr_gbv_length,
     weighted_otbv_length,
 )
-from support.tables import KINDS, Model, Shape, constant, problem
+from support.tables import (
+    KINDS,
+    Model,
+    Shape,
+    acceptance_length,
+    constant,
+    iterate,
+    max_error,
+    output_probs,
+    problem,
+)
 
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.global_resolution import GlobalResolution, Solver
 from eaglegbv.verifiers.proof.chooser import Number
-from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
-    acceptance_length,
-    drafted_paths,
-    iterate,
-    max_error,
-    output_probs,
-    stateless,
-)
-from eaglegbv.verifiers.proof.lp import (
-    alpha_greedy,
-    alpha_iid,
-    alpha_wor,
-    draft_sets_iid,
-    inside_wor,
-    lp_acceptance,
-    lp_acceptance_length,
-)
+from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, stateless
+from eaglegbv.verifiers.proof.lp import draft_sets_iid, lp_acceptance_length
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, STATEFUL_VERIFIERS
 from eaglegbv.verifiers.spectr import scale, spectr
 
