@@ -14,8 +14,6 @@ class FirstPath(ReferenceVerifier):
     """Accept a draft with probability min(1, p/q); stop at the first rejection."""
 
     name = "first_path"
-    source = "an example"
-    cost = "O(L) and one row of the vocabulary"
     # The claim under audit. `greedy` would fail: there the first child is not drawn from q.
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
