@@ -158,7 +158,7 @@ def settle(
     finally:
         allocator.release(borrowed)
     debts = _owed(requests, result.layers, drafter)
-    return Settlement(result, debts, dists.faults, result.node_stats)
+    return Settlement(result, debts, dists.faults, result.stats)
 
 
 @dataclass(slots=True)
@@ -386,7 +386,7 @@ class Verification:
         verdict, faults = self._checked(verifier, group.tree.draft_sampling).verify(
             group.tree, dist, uniforms
         )
-        figures = partial(verifier.node_stats, group.tree, dist, uniforms)
+        figures = partial(verifier.stats, group.tree, dist, uniforms)
         evidence = self._evidence(group, verifier, dist, figures)
         return Judgement(verdict, faults, [() for _ in group.requests], evidence)
 

@@ -251,7 +251,7 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
     def refuse(*arguments: object) -> None:
         raise AssertionError("figures were asked for")
 
-    monkeypatch.setattr(OtbvVerifier, "node_stats", refuse)
+    monkeypatch.setattr(OtbvVerifier, "stats", refuse)
     monkeypatch.setattr("eaglegbv.outcomes.tree_records", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)

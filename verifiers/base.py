@@ -148,12 +148,7 @@ class Verifier(Rule):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of an accepted draft sampling and of at least one step."""
 
-    def node_stats(
-        self,
-        tree: DraftTree,  # noqa: ARG002
-        target: TargetProbs,  # noqa: ARG002
-        uniforms: VerifyUniforms,  # noqa: ARG002
-    ) -> NodeStats:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:  # noqa: ARG002
         """Return the numbers, beside p and q, by which :meth:`judge` decides; most have none."""
         return {}
 

@@ -38,11 +38,11 @@ def _ranks(tree: ReferenceTree, path: Prefix) -> tuple[int, ...]:
     return tuple(_order(tree, path[:i]).index(x) for i, x in enumerate(path))
 
 
+_ranked = lru_cache(maxsize=1 << 16)(ranked)
+
+
 def _order(tree: ReferenceTree, prefix: Prefix) -> tuple[int, ...]:
     return _ranked(tree.target_probs(prefix), tree.draft_probs(prefix))
-
-
-_ranked = lru_cache(maxsize=1 << 16)(ranked)
 
 
 def skewed_probs(tree: ReferenceTree, path: Prefix) -> list[Probs]:
@@ -85,12 +85,7 @@ class GbvVerifier(BlockRule):
     name = "gbv"
     draft_samplings = frozenset({DraftSampling.IID})
 
-    def select(
-        self,
-        tree: DraftTree,
-        target: TargetProbs,
-        uniforms: VerifyUniforms,  # noqa: ARG002
-    ) -> DraftedPath:
+    def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the best path, with the distributions that being the best gives it."""
         best = preferred_path(tree, _sibling_ranks(tree, _ratios(tree, target)))
         path = DraftedPath.drawn(tree, target, best)

@@ -165,7 +165,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         plain = uniforms.plain
         rho, accepted = torch.ones_like(plain.correction), torch.zeros_like(tree.num_nodes)
         lengths = accepted
-        node_stats: Callable[[], NodeStats] = dict
+        stats: Callable[[], NodeStats] = dict
         if tree.length > 0:
             self.check_sampling(tree.draft_sampling, tree.paths)
         visits, chosen = _descend(tree, target, uniforms, layers, layer_probs)
@@ -178,7 +178,7 @@ class GreedyBlockVerifier(StatefulVerifier):
             chances = _chances(path, products)
             accepted = longest_passed(chances, lengths, plain.acceptance)
             rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
-            node_stats = partial(_node_stats, tree, path, products, chances)
+            stats = partial(_node_stats, tree, path, products, chances)
         stop: BatchVisit = _pick(visits, accepted)
         bonus = accepted == lengths
         # From (rho M - b)+ over the whole vocabulary; from M after a whole path.
@@ -189,7 +189,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         token_ids = draw_residual(M, residual, plain.correction)
         new = torch.where(bonus, 0, tree.length - accepted - 1)
         left = _layers_after(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
-        return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, node_stats)
+        return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, stats)
 
 
 @dataclass(frozen=True, slots=True)

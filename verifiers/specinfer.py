@@ -25,19 +25,15 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     replacement every copy of a token is tried: a copy counts like any other draft.
     """
     r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
-    for path, x in _drafts(tree, prefix).items():
+    wor = tree.draft_sampling is DraftSampling.WOR
+    drafts = {k: x for x, k in tree.children(prefix).items()} if wor else tree.drafts(prefix)
+    for path, x in drafts.items():
         if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
             return x
         r = normalised(residual_or_target(1, r, q))
-        if tree.draft_sampling is DraftSampling.WOR:
+        if wor:
             q = without(q, x)
     return Rejected(r)
-
-
-def _drafts(tree: ReferenceTree, prefix: Prefix) -> dict[int, int]:
-    if tree.draft_sampling is DraftSampling.WOR:
-        return {path: token for token, path in tree.children(prefix).items()}
-    return tree.drafts(prefix)
 
 
 def without(q: Probs, x: int) -> Probs:

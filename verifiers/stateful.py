@@ -295,7 +295,7 @@ class StatefulVerdict(Verdict):
     # ``remaining`` is 0 where there is none
     layers: Layers
     # Computes the numbers, beside p and q, by which the verification decided
-    node_stats: Callable[[], NodeStats]
+    stats: Callable[[], NodeStats]
 
 
 class StatefulVerifier(Rule):

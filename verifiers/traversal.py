@@ -110,9 +110,7 @@ class TraversalVerifier(Verifier):
             token_ids=correction_token(residual, target, uniforms.correction),
         )
 
-    def node_stats(
-        self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> NodeStats:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:
         """Return w of every drafted node, the chance of its test once no child is left."""
         weights = _traverse(tree, target, uniforms).weights
         return {"w": weights.masked_fill(~drafted_nodes(tree), torch.nan)}

@@ -209,7 +209,8 @@ class ReplayChooser:
         """Return the entries to walk, the most likely one first (it is never negligible)."""
         first, *others = sorted(support(weights), key=lambda i: -weights[i])
         mass = {i: self.weight * share(weights[i], total) for i in others}
-        return [first, *(i for i in others if not _negligible(mass[i]))]
+        walked = (i for i, m in mass.items() if m >= NEGLIGIBLE or isinstance(m, Fraction))
+        return [first, *walked]
 
 
 def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
@@ -227,10 +228,6 @@ def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
         probs[result] = probs.get(result, 0) + chooser.weight
         scripts.extend(chooser.branches)
     return probs
-
-
-def _negligible(weight: Number) -> bool:
-    return isinstance(weight, float) and weight < NEGLIGIBLE
 
 
 def _total(weights: Sequence[Number]) -> Number:
