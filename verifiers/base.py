@@ -37,17 +37,11 @@ _PURPOSES = (Purpose.SELECTION, Purpose.ACCEPTANCE, Purpose.CORRECTION)
 
 @dataclass(frozen=True, slots=True)
 class VerifyUniforms:
-    """The random numbers one verification may use, float64 in [0, 1).
+    """The random numbers one verification may use, float64 in [0, 1)."""
 
-    Attributes:
-        selection: ``[batch, length, paths, 2]``: two for each path at each depth.
-        acceptance: ``[batch, paths * length]``: one for each acceptance test.
-        correction: ``[batch]``: the correction or bonus token.
-    """
-
-    selection: Tensor
-    acceptance: Tensor
-    correction: Tensor
+    selection: Tensor  # [batch, length, paths, 2]: two for each path at each depth
+    acceptance: Tensor  # [batch, paths * length]: one for each acceptance test
+    correction: Tensor  # [batch]: the correction or bonus token
 
     @classmethod
     def draw(
@@ -75,18 +69,13 @@ class VerifyUniforms:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verification commits, per request.
+    """What a verification commits, per request."""
 
-    Attributes:
-        path_nodes: ``[batch, length]`` int64, nodes of the selected path at depths 1 ... length;
-            meaningful up to ``accepted``.
-        accepted: ``[batch]`` int64, number of accepted nodes, 0 ... length.
-        token_ids: ``[batch]`` int64, the correction token, or the bonus token where the whole path
-            was accepted.
-    """
-
+    # [batch, length] int64, nodes of the selected path at depths 1 ... length; meaningful up to
+    # ``accepted``
     path_nodes: Tensor
-    accepted: Tensor
+    accepted: Tensor  # [batch] int64, number of accepted nodes, 0 ... length
+    # [batch] int64, the correction token, or the bonus token where the whole path was accepted
     token_ids: Tensor
 
 

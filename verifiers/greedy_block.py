@@ -94,7 +94,11 @@ def greedy_verification(
         rho.append(rho[-1] * factor)
     tau = 0
     for i in range(len(path), 0, -1):
-        h = min(1, rho[i]) if i == len(path) else _acceptance(rho[i], visits[i])
+        h = min(1, rho[i])
+        if i < len(path):
+            gain = sum(residual(rho[i], visits[i].target, visits[i].probs))
+            loss = gain + 1 - rho[i]  # sum (b - rho M)+, as M and b sum to 1
+            h = min(1, gain / loss) if loss > 0 else 1
         if accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
             tau = i
             break
@@ -110,12 +114,6 @@ def greedy_verification(
     layer = _new_layer(tree, visit, path[:tau], token, rho[tau], new)
     layers = after.layers if layer is None else (*after.layers, layer)
     return Step(Outcome(path[:tau], token), replace(after, layers=layers))
-
-
-def _acceptance(rho: Number, visit: Visit) -> Number:
-    gain = sum(residual(rho, visit.target, visit.probs))
-    loss = gain + 1 - rho  # sum (b - rho M)+, as M and b sum to 1
-    return min(1, gain / loss) if loss > 0 else 1
 
 
 def _new_layer(
@@ -196,11 +194,11 @@ class GreedyBlockVerifier(StatefulVerifier):
 class BatchVisit:
     """A node on the way down, one per request."""
 
-    node: Tensor  # ``[batch]`` int64
+    node: Tensor  # [batch] int64
     modified: ModifiedNode  # the modified target there; its ``probs`` are M at the node's draft ids
-    # ``[batch, width]``: M and q there, ranked, and b, the distribution of the child selected
+    # [batch, width]: M and q there, ranked, and b, the distribution of the child selected
     plan: Transport
-    drafts: Tensor  # ``[batch]`` int64, n, the drafts in play; 0 at a leaf
+    drafts: Tensor  # [batch] int64, n, the drafts in play; 0 at a leaf
 
 
 def _descend(

@@ -86,10 +86,10 @@ no token has any residual left."""
 class Residual:
     """The weights ``max(weight * p - draft, 0)`` at one node per request."""
 
-    nodes: Tensor  # ``[batch]`` int64, the stop nodes
-    weight: Tensor  # ``[batch]`` float64
-    ids: Tensor  # ``[batch, width]`` int64, distinct where ``draft`` is not zero
-    draft: Tensor  # ``[batch, width]`` float64; all zero at a bonus token, which follows p itself
+    nodes: Tensor  # [batch] int64, the stop nodes
+    weight: Tensor  # [batch] float64
+    ids: Tensor  # [batch, width] int64, distinct where ``draft`` is not zero
+    draft: Tensor  # [batch, width] float64; all zero at a bonus token, which follows p itself
 
     @classmethod
     def at(cls, nodes: Tensor, weight: Tensor, ids: Tensor, draft: Tensor) -> Self:
@@ -216,12 +216,12 @@ class DraftedPath:
     path's end repeat its last node and carry no meaning.
     """
 
-    nodes: Tensor  # ``[batch, length + 1]`` int64, the root first
-    lengths: Tensor  # ``[batch]`` int64
-    ids: Tensor  # ``[batch, length, width]`` int64, support of each step's draft distribution
-    draft: Tensor  # ``[batch, length, width]`` float64, the distribution the step was selected from
-    target: Tensor  # ``[batch, length, width]`` float64, p at ``ids``
-    chosen: Tensor  # ``[batch, length]`` int64, the place of the path's own token in the support
+    nodes: Tensor  # [batch, length + 1] int64, the root first
+    lengths: Tensor  # [batch] int64
+    ids: Tensor  # [batch, length, width] int64, support of each step's draft distribution
+    draft: Tensor  # [batch, length, width] float64, the distribution the step was selected from
+    target: Tensor  # [batch, length, width] float64, p at ``ids``
+    chosen: Tensor  # [batch, length] int64, the place of the path's own token in the support
 
     @classmethod
     def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor) -> Self:

@@ -72,12 +72,12 @@ class SpecInferVerifier(Verifier):
 class RemainingProbs:
     """What rejections leave of p and q at each node: of p on the support of q, and off it."""
 
-    probs: Tensor  # ``[batch, nodes, width]`` float64, p at the draft ids as it was
-    left: Tensor  # ``[batch, nodes, width]`` float64, what is left of it, normalised
-    beside: Tensor  # ``[batch, nodes]`` float64, the mass left off the support
-    scale: Tensor  # ``[batch, nodes]`` float64, what is left of a token off the support, over its p
-    draft: Tensor  # ``[batch, nodes, width]`` float64, q given the tokens lost
-    places: Tensor  # ``[batch, nodes]`` int64, the place of each node's token in its parent's ids
+    probs: Tensor  # [batch, nodes, width] float64, p at the draft ids as it was
+    left: Tensor  # [batch, nodes, width] float64, what is left of it, normalised
+    beside: Tensor  # [batch, nodes] float64, the mass left off the support
+    scale: Tensor  # [batch, nodes] float64, what is left of a token off the support, over its p
+    draft: Tensor  # [batch, nodes, width] float64, q given the tokens lost
+    places: Tensor  # [batch, nodes] int64, the place of each node's token in its parent's ids
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:

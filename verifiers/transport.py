@@ -49,8 +49,8 @@ class ExactTransport:
     drafts: int  # n
     order: tuple[int, ...]  # tokens of q's support, lowest p/q first
     q: Probs  # draft probabilities
-    v: Probs  # Distribution of the highest-ranked of the n drafts
-    b: Probs  # Distribution of the selected draft
+    v: Probs  # distribution of the highest-ranked of the n drafts
+    b: Probs  # distribution of the selected draft
     probs: Probs  # b over the whole vocabulary
 
     @cached_property
@@ -239,9 +239,9 @@ class RankedProbs:
     Entries of draft probability zero come last, with target 0.
     """
 
-    ids: Tensor  # ``[..., width]`` int64
-    draft: Tensor  # ``[..., width]`` float64, q
-    target: Tensor  # ``[..., width]`` float64, p at ``ids``
+    ids: Tensor  # [..., width] int64
+    draft: Tensor  # [..., width] float64, q
+    target: Tensor  # [..., width] float64, p at ``ids``
 
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
@@ -258,8 +258,8 @@ class RankedProbs:
 class Transport(RankedProbs):
     """The exact transport at nodes of n drafts, over their ranked supports."""
 
-    selected: Tensor  # ``[..., width]`` float64, b, the distribution of the selected draft
-    highest: Tensor  # ``[..., width]`` float64, v, the distribution of the highest-ranked draft
+    selected: Tensor  # [..., width] float64, b, the distribution of the selected draft
+    highest: Tensor  # [..., width] float64, v, the distribution of the highest-ranked draft
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
         """Return it with ``change`` applied to every tensor."""

@@ -183,7 +183,7 @@ class ReplayChooser:
 
     script: tuple[int, ...]  # choices to repeat
     weight: Number = 1  # probability of the choices made so far
-    # Scripts of the branches not taken after the script's end
+    # scripts of the branches not taken after the script's end
     branches: list[tuple[int, ...]] = field(default_factory=list)
     # the numbers drawn; a number must not decide twice
     used: set[tuple[Purpose, int]] = field(default_factory=set)

@@ -34,7 +34,7 @@ class ReferenceTree:
     """The paths drafted for one request, with what they were drawn from and are judged by."""
 
     draft_sampling: DraftSampling  # how children arise
-    # Tokens of each path below the root, in the order drawn, duplicates kept
+    # tokens of each path below the root, in the order drawn, duplicates kept
     paths: tuple[Prefix, ...]
     target_probs: ProbsAt  # p(. | prefix), over the whole vocabulary
     draft_probs: ProbsAt  # q(. | prefix), over the whole vocabulary, 0 off its support
