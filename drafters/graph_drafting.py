@@ -11,8 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import BranchAttention, BranchShape, PagedAttention, Segment, pack
-from eaglegbv.attention.opaque import PagedCall, attend_opaque, attending
+from eaglegbv.attention.base import (
+    AttentionCall,
+    BranchAttention,
+    BranchShape,
+    PagedAttention,
+    Segment,
+    attend_opaque,
+    attending,
+    pack,
+)
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
@@ -91,7 +99,7 @@ class CompiledHeadForward(HeadForward):
         generates = can_generate(compile_backend, dtype=kind.dtype, device=kind.device)
         super().__init__(head, attention, quantization=quantization, generated=generates)
         check_backend(compile_backend)
-        attend = partial(attend_opaque, 0, scale=self._scale)
+        attend = partial(attend_opaque, AttentionCall(0, self._scale))
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {
             forward: compile_graph(partial(forward, head, attend), compile_backend)
             for forward in (read_rows, go_on_rows)
@@ -112,8 +120,8 @@ class CompiledHeadForward(HeadForward):
         if not self._recorded:
             return super().level(rows, hidden, attend)
 
-        def attend_rows(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-            del layer  # a head has one
+        def attend_rows(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            del call  # a head has one layer
             return attend(q, k, v)
 
         with in_use(self._products), attending(attend_rows):
@@ -136,7 +144,7 @@ class CompiledHeadForward(HeadForward):
         batch = pack(segments, self._head.embedding.device)
         # Graphs are made for tensors of inference mode; these may have been made outside it.
         rows = self._rows(batch.token_ids.clone(), batch.positions.clone(), segments)
-        with in_use(self._products), attending(PagedCall(self.attention, batch).attend):
+        with in_use(self._products), attending(partial(self.attention.attend, batch=batch)):
             found: Result = graph(rows, above)
             return found
 

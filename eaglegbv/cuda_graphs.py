@@ -204,3 +204,15 @@ class Bucket:
         most = 1 << (requests - 1).bit_length()
         place = bisect_left(_ROWS, rows + most + 1 - requests)
         return cls(most, _ROWS[place]) if place < len(_ROWS) else None
+
+    @classmethod
+    def up_to(cls, requests: int, rows_each: int) -> list[Self]:
+        """Return the buckets of all batches of as many requests and rows of each, or fewer."""
+        found: dict[Self, None] = {}
+        for count in range(1, requests + 1):
+            for rows in range(count, count * rows_each + 1):
+                bucket = cls.holding(count, rows)
+                if bucket is None:
+                    break
+                found[bucket] = None
+        return list(found)

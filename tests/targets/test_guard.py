@@ -8,7 +8,7 @@ from support.tiny_models import CONFIGS, LAYERS, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eaglegbv.attention.base import PackedBatch, Segment, pack
+from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import ModelNotSupported
@@ -67,8 +67,8 @@ def test_other_kinds_of_attention_are_refused() -> None:
 class SeesSiblings(TorchPagedAttention):
     """Ignores who sees whom."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
-        return super().attend(layer, q, k, v, self.blind(batch), **how)
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
+        return super().attend(call, q, k, v, self.blind(batch))
 
     def blind(self, batch: PackedBatch) -> PackedBatch:
         return pack([self.change(segment) for segment in batch.segments])
@@ -87,8 +87,8 @@ class ForgetsContext(SeesSiblings):
 class IgnoresWindow(TorchPagedAttention):
     """Attends without a window."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
-        return super().attend(layer, q, k, v, batch, **{**how, "window": None})
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
+        return super().attend(call._replace(window=None), q, k, v, batch)
 
 
 @pytest.mark.parametrize("broken", [SeesSiblings, ForgetsContext, IgnoresWindow])

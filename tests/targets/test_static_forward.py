@@ -11,7 +11,7 @@ from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.attention.base import PackedBatch
+from eaglegbv.attention.base import AttentionCall, PackedBatch
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
 from eaglegbv.errors import InvalidArgument
@@ -121,10 +121,10 @@ class Obstinate(TorchPagedAttention):
 
     refusing = False
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
         if self.refusing and batch.rows == 8:
             raise NotRecordable("sinks")
-        return super().attend(layer, q, k, v, batch, **how)
+        return super().attend(call, q, k, v, batch)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:
