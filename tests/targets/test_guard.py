@@ -97,6 +97,15 @@ def test_wrong_attention_is_noticed(broken: type[TorchPagedAttention]) -> None:
         HFTarget(tiny_model("mistral"), max_slots=64, attention=broken)
 
 
+def test_a_benchmark_may_go_on_with_what_the_check_found(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("mistral")
+    target = HFTarget(model, max_slots=64, attention=SeesSiblings, must_pass=False)
+    assert target.self_check is not None
+    assert "logits of the plain model" in target.self_check
+    assert ["self-check" in record.getMessage() for record in caplog.records] == [True]
+    assert HFTarget(tiny_model("mistral"), max_slots=64, must_pass=False).self_check is None
+
+
 def test_even_a_freshly_initialised_model_shows_it() -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
