@@ -8,6 +8,7 @@ copied into the buffers, padded up to the sizes for which they were made (a *buc
 the recording itself is the same.
 """
 
+import gc
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv.errors import InvalidArgument
 
@@ -104,15 +106,18 @@ class CudaRecorder(Recorder):
         """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
 
         Raises:
-            NotRecordable: It reads numbers on the host, for example in layers of experts.
+            NotRecordable: It reads numbers on the host, for example in layers of experts. The
+                reason names the operation.
         """
         try:
             return self._record(work)
         except RuntimeError as error:
-            if str(error) not in self._told:
-                _log.warning("what cannot be recorded runs as it is: %s", error)
-            self._told.add(str(error))
-            raise NotRecordable("not recordable") from error
+            with _never_waiting():
+                reason = f"not recordable: {failing_operation(work)}"
+            if reason not in self._told:
+                _log.warning("%s; such work runs as it is from now on: %s", reason, error)
+            self._told.add(reason)
+            raise NotRecordable(reason) from error
 
     def _record(self, work: Work) -> Work:
         self._stream = stream = self._stream or torch.cuda.Stream()
@@ -126,8 +131,14 @@ class CudaRecorder(Recorder):
         finally:
             present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            # Other threads may allocate or copy meanwhile, as those of a server do.
+            capture_error_mode="thread_local",
+        )
         # A capture that fails leaves its own stream as the current one.
-        with torch.cuda.stream(present), torch.cuda.graph(graph, pool=self._pool):
+        with _holding_garbage(), torch.cuda.stream(present), capture:
             results = work()
         self._pool = graph.pool()
 
@@ -136,6 +147,50 @@ class CudaRecorder(Recorder):
             return results
 
         return replay
+
+
+class _LastOperation(TorchDispatchMode):
+    """Notes the operation that runs."""
+
+    name = "an operation of compiled code"
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        del types
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def failing_operation(work: Work) -> str:
+    """Run work that failed once more, and return the name of the operation in which it fails."""
+    last = _LastOperation()
+    try:
+        with last:
+            work()
+    except RuntimeError:
+        return last.name
+    return "the capture itself"
+
+
+@contextmanager
+def _holding_garbage() -> Iterator[None]:
+    """Collect garbage now, and none within this context.
+
+    A graph or an event that happens to be freed during a capture would break it off.
+    """
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextmanager
