@@ -23,7 +23,7 @@ MAX_CONTEXT = 128
 
 
 def llama(graphs: GraphMode | Recorder) -> HFTarget:
-    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=512, graphs=graphs)
+    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=1024, graphs=graphs)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_padded_forwards_equal_plain_ones(
     assert_same(tree_outputs(padded, batch, seed), tree_outputs(plain, batch, seed))
     assert padded.graph_counts["replayed"] == before + 1
     # The same slots hold the same keys: padding wrote to the spare one alone.
-    torch.testing.assert_close(padded.pool.keys[:, :512], plain.pool.keys, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded.pool.keys[:, :-1], plain.pool.keys, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_padded_is_counted_by_reason() -> None:
@@ -106,6 +106,18 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     target.forward([trees, other.prefill(scattered(target.allocator, 2, generator))])
     assert target.graph_counts == {"prefill": 4, "replayed": 1, "too many rows": 1}
     assert llama(GraphMode.OFF).graph_counts == {}
+
+
+def test_what_a_draining_batch_needs_can_be_recorded_before() -> None:
+    recorder = TapeRecorder()
+    target = llama(recorder)
+    target.record(3, 9)
+    recorded = recorder.recorded
+    assert target.graph_counts == {}
+    for batch in ([(3, 9)] * 3, [(2, 1), (5, 7), (3, 9)], [(3, 9), (4, 2)], [(5, 5)], [(9, 9)]):
+        tree_outputs(target, batch, 0)
+    assert target.graph_counts == {"prefill": 5, "replayed": 5}
+    assert recorder.recorded == recorded
 
 
 def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
