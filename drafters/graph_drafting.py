@@ -58,8 +58,8 @@ from eaglegbv.drafters.tree_growth import (
 )
 from eaglegbv.fused_linears import Quantization, in_use
 from eaglegbv.request import Request
-from eaglegbv.rng import Purpose
-from eaglegbv.sampling import WarpSettings
+from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.sampling import SamplingParams, WarpSettings
 from eaglegbv.tree import DraftSampling, DraftTree
 
 _WARM_UP_KEYS = 11
@@ -298,6 +298,25 @@ class DeviceDrafting:
             self.counts["too many keys" if tree is None else REPLAYED] += 1
             return tree
         return None
+
+    def record(
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """Record now the drafts of up to ``requests`` requests with such settings."""
+        counts = self.counts.copy()
+        slot = torch.tensor([self._forward.attention.pool.num_slots - 1])
+        size, like = self._head.config.hidden_size, self._head.embedding
+        for exponent in range((requests - 1).bit_length() + 1):
+            count = 1 << exponent
+            made = [
+                Request(0, (0,), params, plan, RequestRng(0), 1, token_ids=[0])
+                for _ in range(count)
+            ]
+            slots = [slot.expand(plan.tree_slots)] * count
+            roots = Roots([slot] * count, like.new_zeros((count, size)), slots)
+            self.draft(made, plan, draft_sampling, roots)
+        self.counts.clear()
+        self.counts.update(counts)
 
     def _replay(
         self,
