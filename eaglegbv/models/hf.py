@@ -327,9 +327,9 @@ class StaticForward:
         """Record what batches of up to so many requests with up to so many nodes each will need."""
         for bucket in Bucket.up_to(requests, nodes):
             if bucket not in self._recorded:
-                self._run(bucket, [])
+                self._run(bucket, [], replay=False)
 
-    def _run(self, bucket: Bucket, segments: Sequence[Segment]) -> bool:
+    def _run(self, bucket: Bucket, segments: Sequence[Segment], *, replay: bool = True) -> bool:
         """Replay the bucket's forward over these segments, and return whether that is possible."""
         if bucket in self._refused:
             return False
@@ -349,7 +349,8 @@ class StaticForward:
                 self._recorded[bucket] = recorded
             else:
                 recorded.load(padded)
-            recorded.replay()
+            if replay:
+                recorded.replay()
         except NotRecordable as obstacle:
             self._refused[bucket] = obstacle.reason
             return False
