@@ -215,6 +215,20 @@ class Engine:
         self._verification.check(plan)
 
     @torch.inference_mode()
+    def record(self, plan: Plan, params: SamplingParams) -> None:
+        """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
+
+        Otherwise they are recorded when first needed, also while a batch drains, which takes longer
+        than many steps. Without graphs, nothing happens.
+        """
+        self.check_plan(plan)
+        most = self._config.max_batch
+        self._target.record(most, plan.tree_nodes if plan.speculative else 1)
+        if plan.asks_drafter:
+            sampling = self._verification.sampling_of(plan, greedy=params.greedy)
+            self._drafting.by(plan).record(most, plan, sampling, params)
+
+    @torch.inference_mode()
     def step(self) -> list[Commit]:
         """Advance every running request by one forward of the target.
 

@@ -338,6 +338,8 @@ class LLM(TextGenerator):
             target, self.pair.drafter, config, costs=costs, compile_backend=compile_backend
         )
         self._engine.check_plan(planning)
+        if isinstance(planning, Plan):
+            self._engine.record(planning, SamplingParams())
         self._open: dict[int, Answer] = {}
         self._turns = FairLock()
         self._left: deque[Answer] = deque()

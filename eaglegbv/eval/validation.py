@@ -13,7 +13,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.loading import feature_spec, head_drafter
 from eaglegbv.metrics import RequestMetrics
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.models.hf import HFTarget, load_config, load_model
 from eaglegbv.sampling import SamplingParams
 
 
@@ -95,10 +95,9 @@ class HeadValidator:
 
     def _opened(self, head: EagleHead) -> HFTarget:
         if self._target is None:
-            self._target = HFTarget.from_pretrained(
-                self._folder,
-                dtype=torch.bfloat16 if self._device.type == "cuda" else torch.float32,
-                device=self._device,
+            dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+            self._target = HFTarget(
+                load_model(self._folder, dtype=dtype, device=self._device),
                 max_slots=self._slots,
                 features=feature_spec(head.config),
             )
