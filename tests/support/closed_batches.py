@@ -14,11 +14,10 @@ import torch
 
 from eaglegbv.config import AUTO, PLAIN, Plan
 from eaglegbv.request import Request
-from eaglegbv.scheduler.costs import Array, Cell, CostTable, KnownCosts, StepCosts, StepShape
-from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler.planner import Array, Cell, KnownCosts, Measured, Planner, StepShape
 from support.simulated_engine import make_request, verify
 
-LAW = np.array((9.0, 0.32, 1.6, 2.4, 0.38, 0.6, 0.25, 0.24)) / 1000
+SECONDS = np.array((9.0, 0.32, 1.6, 2.4, 0.6, 0.38, 0.25, 0.24)) / 1000
 """Seconds by feature: about those of the tiny pair on two slow CPU cores."""
 
 READING = 40e-6
@@ -47,7 +46,7 @@ class Machine:
         """Return what a step takes in a usual minute."""
         if shape.cell not in self._errors:
             self._errors[shape.cell] = float(np.exp(self.misfit * self.generator.normal()))
-        return float(shape.features @ LAW) * self._errors[shape.cell]
+        return float(shape.features @ SECONDS) * self._errors[shape.cell]
 
     def noise(self) -> float:
         """Return what multiplies the time of the next step."""
@@ -59,9 +58,8 @@ class Machine:
         hiccup = 1.5 if self.generator.random() < 0.02 else 1.0
         return self._slow * hiccup * float(np.exp(0.05 * self.generator.normal()))
 
-    def calibrated(self) -> CostTable:
+    def calibrated(self) -> tuple[Measured, ...]:
         """Return what is measured before the first request."""
-        costs = StepCosts()
         lone = [plan for plan in AUTO.candidates if plan.paths == 1 or plan.depth == 3]
         small = [plan for plan in lone if plan.paths == 1 and plan.depth < 3]
         largest = max(lone, key=lambda plan: plan.tree_nodes)
@@ -71,13 +69,11 @@ class Machine:
             *((4, plan, 512) for plan in (PLAIN, largest)),
             *((size, plan, 64) for size in (4, 8) for plan in small),
         ]
-        for size, plan, prompt in kinds:
-            drafting = size if plan.speculative else 0
-            shape = StepShape.of(plan, requests=size, context=size * prompt, drafting=drafting)
-            fastest = min(self.seconds(shape) * self.noise() for _ in range(6))
-            for _ in range(3):
-                costs.observe(shape, fastest)
-        return costs.table()
+        shapes = [StepShape.of(plan, size, size * prompt) for size, plan, prompt in kinds]
+        return tuple(
+            Measured(shape, min(self.seconds(shape) * self.noise() for _ in range(6)))
+            for shape in shapes
+        )
 
 
 @dataclass
