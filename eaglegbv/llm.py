@@ -15,7 +15,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.attention.kv_cache import PoolSize
-from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
@@ -35,6 +34,7 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_config
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.text import (
     Answer,
     Completion,

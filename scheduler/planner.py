@@ -18,7 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,16 +48,8 @@ _RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 1.0, 20.0, 5.0, 20.0))
 
 
 class StepShape(msgspec.Struct, frozen=True, array_like=True):
-    """What decides the cost of a step.
-
-    Attributes:
-        requests: Requests in the batch.
-        context: KV slots they attend to, all together.
-        drafting: Requests that draft.
-        paths: Paths each of those drafts; 0 where none drafts.
-        depth: Tokens of a path.
-        looked_up: Nodes of looked-up drafts of the other requests, all together.
-    """
+    """What decides the cost of a step: requests, the KV slots they attend to all together, how many
+    of them draft, paths and depth of each draft, and nodes of looked-up drafts all together."""
 
     requests: Annotated[int, msgspec.Meta(ge=1)]
     context: Count
@@ -78,15 +70,11 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What the fit multiplies; contexts count in units of 1024 tokens.
-
-        A step, its requests and context; of drafts: a step, its levels, requests, nodes, and looks
-        of the nodes at contexts.
-        """
+        """What the fit multiplies: a step, its requests, their context in units of 1024 tokens; and
+        of drafts a step, its levels, requests, nodes, and looks of the nodes at contexts."""
         nodes = self.drafting * self.paths * self.depth + self.looked_up
         context, drafts = self.context / 1024, min(1, self.drafting)
-        looks = nodes * context / self.requests
-        levels = drafts * self.depth
+        looks, levels = nodes * context / self.requests, drafts * self.depth
         return 1, self.requests, context, drafts, levels, self.drafting, nodes, looks
 
     @property
@@ -169,8 +157,7 @@ class StepCosts:
     def seconds(self, shapes: Sequence[StepShape]) -> Array:
         """Return ``[shapes]`` float64: expected seconds; at least one step was observed."""
         logs = np.array([self._correction(shape) for shape in shapes])
-        result: Array = self._linear(shapes) * np.exp(logs + self._pace)
-        return result
+        return np.asarray(self._linear(shapes) * np.exp(logs + self._pace))
 
     def node_seconds(self, context: float) -> float:
         """Return the seconds of a further node that looks at ``context`` slots."""
@@ -208,8 +195,7 @@ class StepCosts:
 
     def _linear(self, shapes: Sequence[StepShape]) -> Array:
         rows = np.array([shape.features for shape in shapes]).reshape(-1, len(_RIDGE))
-        result: Array = np.maximum(1e-9, rows @ self._fit)
-        return result
+        return np.maximum(1e-9, rows @ self._fit)
 
     def _refit(self) -> None:
         """Fit relative errors by least squares, no coefficient below 0; cells' estimates stay."""
@@ -239,29 +225,22 @@ _FIRST_CHANCE = 0.55  # Of a first draft before any was tried (the tiny pair: 0.
 _RISE = (
     0.15  # Of the log-odds with each depth: an accepted path belongs to an easy text (measured).
 )
-_INDEPENDENCE = 0.35  # Of K drafts K**0.35 count as independent (the tiny pair: 0.3 to 0.4).
-_STAYING = (
-    0.45  # Share of these, beyond the first, that remains with each further depth (measured).
-)
+_STAYING = 0.45  # Share of independent drafts, beyond the first, that each depth keeps (measured).
 _REQUEST_MEMORY = 1 - 1 / 60  # What a request's trials keep with every step: a text has parts.
 _SHIFT_VARIANCE = 0.35  # Of the log-odds among texts (MT-Bench, the tiny pair).
 _RECOUNT = 4  # Steps between two estimates, which take half a millisecond.
-
-_INDEPENDENT: Array = 1 + (
-    np.arange(1, MAX_PATHS + 1)[:, None] ** _INDEPENDENCE - 1
-) * _STAYING ** np.arange(MAX_DEPTH)
+# Of K drafts K**e count as independent: few of a confident drafter, all of an uncertain one. The
+# prior of e is normal around the tiny pair's, 0.3 at temperature 1 and 0.4 at 0.
+_EXPONENTS = np.array([0.2, 0.35, 0.5, 0.75, 1.0])
+_PRIOR_OF_EXPONENTS = -((_EXPONENTS - 0.35) ** 2) / (2 * 0.1)
+_PATHS_POWERS = np.arange(1, MAX_PATHS + 1)[:, None] ** _EXPONENTS[:, None, None]
+_INDEPENDENT: Array = 1 + (_PATHS_POWERS - 1) * _STAYING ** np.arange(MAX_DEPTH)
 
 
 @dataclass(slots=True)
 class RequestMemory(PlanState):
-    """How a request differs from its kind, and how much of its text's end occurred before.
-
-    Attributes:
-        score: Accepted drafts less expected ones, over its trials, as of ``step``.
-        information: Sum of h (1 - h) over these trials, with h the expected chance.
-        step: Its step by then.
-        matched: Tokens at the text's end that the latest lookup matched.
-    """
+    """How a request differs from its kind, by its trials up to its ``step``: accepted less expected
+    drafts, and the sum of h (1 - h) of their expected chances h; and its latest lookup's match."""
 
     score: float = 0.0
     information: float = 0.0
@@ -270,18 +249,16 @@ class RequestMemory(PlanState):
 
     @classmethod
     def of(cls, request: Request) -> "RequestMemory":
-        """Return what is known about a request; nothing at first."""
+        """Return what is known of a request; it fades, even while nothing is drafted."""
         if request.plan_state is None:
             request.plan_state = cls()
-        if not isinstance(request.plan_state, cls):
+        memory = request.plan_state
+        if not isinstance(memory, cls):
             raise TypeError(f"request {request.number} belongs to another planner")
-        return request.plan_state
-
-    def age(self, step: int) -> "RequestMemory":
-        """Let evidence fade up to a step, even while nothing is drafted."""
-        kept = _REQUEST_MEMORY ** (step - self.step)
-        self.score, self.information, self.step = kept * self.score, kept * self.information, step
-        return self
+        kept = _REQUEST_MEMORY ** (request.step - memory.step)
+        memory.score, memory.information = kept * memory.score, kept * memory.information
+        memory.step = request.step
+        return memory
 
     @property
     def shift(self) -> float:
@@ -313,57 +290,62 @@ class Acceptance:
         memory.information += sum(h * (1 - h) for h in expected)
         self._uncounted.append((paths - 1, tried, accepted, weight))
 
-    def count(self, step: int) -> None:
+    def count(self, step: int) -> Self:
         """Count what was observed up to the planner's ``step``, and let older counts fade."""
-        if 0 <= step - self._step < _RECOUNT:
-            return
-        self._counts *= self._memories ** (step - self._step)
-        self._step = step
-        for row, tried, accepted, weight in self._uncounted:
-            self._counts[:, 0, row, :tried] += weight
-            self._counts[:, 1, row, :accepted] += weight
-        self._uncounted.clear()
-        self.hazards = self._estimate()
+        if step - self._step >= _RECOUNT:
+            self._counts *= self._memories ** (step - self._step)
+            self._step = step
+            for row, tried, accepted, weight in self._uncounted:
+                self._counts[:, 0, row, :tried] += weight
+                self._counts[:, 1, row, :accepted] += weight
+            self._uncounted.clear()
+            self.hazards = self._estimate()
+        return self
 
-    def tokens(self, paths: Array, depths: Array, *, shift: float, limit: int) -> Array:
-        """Return ``[plans]`` float64: tokens that a step of each plan should commit.
+    def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH) -> Array:
+        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: tokens that a step should commit.
 
-        Args:
-            paths: ``[plans]`` int64.
-            depths: ``[plans]`` int64.
-            shift: The request's shift of the log-odds.
-            limit: Most tokens it may still commit, at least 1.
+        The request's log-odds are shifted by ``shift``, and it may commit ``limit`` more tokens.
         """
-        hazards = self.hazards[: paths.max(), : depths.max()]
-        survival = (hazards / (hazards + (1 - hazards) * math.exp(-shift))).cumprod(axis=1)
+        survival = self.hazards / (self.hazards + (1 - self.hazards) * math.exp(-shift))
+        survival = survival.cumprod(axis=1)
         survival[:, max(0, limit - 1) :] = 0.0
-        result: Array = 1 + survival.cumsum(axis=1)[paths - 1, depths - 1]
-        return result
+        return np.asarray(1 + survival.cumsum(axis=1))
 
     def _estimate(self) -> Array:
         """Each depth has the one above as prior, each number of paths its depth, now the past."""
         (trials, successes), (long_trials, long_successes) = self._counts
         rates = np.minimum(long_successes / np.maximum(long_trials, 1e-9), 1 - 1e-6)
-        singles = -np.expm1(np.log1p(-rates) / _INDEPENDENT)
-        pooled = (long_trials * singles).sum(axis=0).tolist()
+        # The likeliest exponent, by the trials at depth 1.
+        drafts, weights, prior = _INDEPENDENT[:, :, 0], long_trials[:, 0], _PRIOR_TRIALS
+        firsts = _any(rates[:, 0], 1 / drafts) @ weights + prior * self._first
+        hoped = _any(firsts[:, None] / (weights.sum() + prior), drafts).clip(1e-6, 1 - 1e-6)
+        likelihood = np.log(hoped) @ long_successes[:, 0] + _PRIOR_OF_EXPONENTS
+        likelihood += np.log1p(-hoped) @ (weights - long_successes[:, 0])
+        independent = _INDEPENDENT[int(likelihood.argmax())]
+        pooled = (long_trials * _any(rates, 1 / independent)).sum(axis=0).tolist()
         chances, chance = [], self._first
         for total, weight in zip(pooled, long_trials.sum(axis=0).tolist(), strict=True):
-            chance = (total + _PRIOR_TRIALS * chance) / (weight + _PRIOR_TRIALS)
+            chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
             chance = chance / (chance + (1 - chance) * math.exp(-_RISE))
-        prior = -np.expm1(np.log1p(-np.array(chances)) * _INDEPENDENT)
-        usual = (long_successes + _PRIOR_TRIALS * prior) / (long_trials + _PRIOR_TRIALS)
-        result: Array = (successes + _PRIOR_TRIALS * usual) / (trials + _PRIOR_TRIALS)
-        return np.clip(result, 1e-6, 1 - 1e-6)
+        usual = long_successes + prior * _any(np.array(chances), independent)
+        hazards = (successes + prior * usual / (long_trials + prior)) / (trials + prior)
+        return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
+
+
+def _any(chances: Array, drafts: Array) -> Array:
+    """Return the chance that any of so many independent drafts is accepted, given that of one."""
+    return np.asarray(-np.expm1(np.log1p(-chances) * drafts))
 
 
 # Scores, and the selector.
 
 _ALIKE = 2  # Like steps in a row until times are typical: the first takes up to a third longer.
-_TRIED = 4  # Steps in which plain decoding, and a plan that drafts, first run at a new batch size.
-_HOPELESS = 0.5  # Share of the best expected rate below which no plan is tried so.
+_TRIED = 3  # Steps in which plain decoding, and a plan that drafts, first run at a new batch size.
+_HOPELESS = 0.6  # Share of the best expected rate below which no plan is tried so.
 _BETTER = 1.03  # Gain that a change must promise: the best of thirty estimates is too high.
-_PAYS = 0.02  # More that drafting must gain per doubling of the batch, whose requests end apart.
+_PAYS = 0.03  # More that drafting must gain per doubling of the batch, whose requests end apart.
 _HOLD = 8  # Steps for which a choice is held: a choice takes as long as a tenth of a small step.
 _LONGEST_HOLD = 32  # The same if it is made again: with most probes two holds apart.
 _BUDGET = 0.006  # Share of the time that probes may cost; with what they learn, below 1%.
@@ -400,14 +382,12 @@ class Scores:
     @property
     def tokens(self) -> Array:
         """``[plans]`` float64: tokens of the whole batch in a step."""
-        result: Array = self.each.mean(axis=0) * self.batch
-        return result
+        return np.asarray(self.each.mean(axis=0) * self.batch)
 
     @property
     def rates(self) -> Array:
         """``[plans]`` float64: tokens a second."""
-        result: Array = self.tokens / (self.seconds + self.spread)
-        return result
+        return np.asarray(self.tokens / (self.seconds + self.spread))
 
     def __str__(self) -> str:
         rates = self.rates
@@ -416,28 +396,14 @@ class Scores:
         return f"tokens/s expected at batch {self.batch}: {listed}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A plan, and why it was chosen; ``index`` is its place in ``scores``, if any are known."""
+class _Choice(NamedTuple):
+    """A plan and its place in ``scores``, if anything is known, and why it was chosen."""
 
     plan: Plan
     reason: PlanReason
     why: str
     scores: Scores | None = None
-
-    @property
-    def index(self) -> int:
-        return self.scores.plans.index(self.plan) if self.scores else 0
-
-
-@dataclass(slots=True)
-class _Held:
-    """Choices of the coming steps of a batch, the last of them made for ``length`` steps."""
-
-    batch: tuple[int, ...]
-    plan: Plan
-    length: int
-    left: deque[_Choice]
+    index: int = 0
 
 
 class _Book:
@@ -446,16 +412,17 @@ class _Book:
     def __init__(self, recorded: Sequence[Measured], keep: Callable[[], None]) -> None:
         self.costs = StepCosts(recorded)
         self.step = self.probed = 0
+        self.credit = 0.0
         self.ran: Counter[Cell] = Counter()
         self.latest: dict[Cell, int] = {}
-        self.present: dict[int, Plan] = {}
-        self.credit = 0.0
+        # By size class: the plan that was best last, and the seconds a token that it saves.
+        self.present: dict[int, tuple[Plan, float]] = {}
         self._guess = StepCosts(recorded) if recorded else None
         self._own: list[Measured] = []
         self._keep, self._keep_at = keep, 0
 
-    def present_at(self, size: int) -> Plan | None:
-        """Return the plan that was best last at a size class or the nearest; None at first."""
+    def present_at(self, size: int) -> tuple[Plan, float] | None:
+        """Return what was best last at a size class or the nearest; None at first."""
         nearest = min(self.present, key=lambda known: (abs(known - size), known), default=None)
         return None if nearest is None else self.present[nearest]
 
@@ -470,27 +437,25 @@ class _Book:
             self.credit = min(self.credit + own, max(self.credit, own * _SAVED_STEPS))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn a time, and judge kept costs by it."""
+        """Learn a time; confirm or drop kept costs once plain steps and drafts were timed twice."""
         self.costs.observe(shape, seconds)
         self._own.append(Measured(shape, seconds))
-        if self._guess is not None:
-            self._judge(self._guess)
-        elif len(self._own) == self._keep_at:
-            self._keep()
-        del self._own[_RELEARNED:]
-
-    def _judge(self, guess: StepCosts) -> None:
-        """Confirm or drop kept costs once both plain decoding and drafts were timed twice."""
-        ratios: dict[bool, list[float]] = {False: [], True: []}
-        expected = guess.seconds([step.shape for step in self._own]).tolist()
-        for step, usual in zip(self._own, expected, strict=True):
-            ratios[step.shape.drafting > 0].append(math.log(step.seconds / usual))
-        if min(map(len, ratios.values())) < _ALIKE:
+        if self._guess is None:
+            if len(self._own) == self._keep_at:
+                self._keep()
+            del self._own[_RELEARNED:]
+            return
+        expected = self._guess.seconds([step.shape for step in self._own]).tolist()
+        steps = list(zip(self._own, expected, strict=True))
+        logs = [
+            [math.log(step.seconds / usual) for step, usual in steps if bool(step.shape.paths) is d]
+            for d in (False, True)
+        ]
+        if min(map(len, logs)) < _ALIKE:
             return
         self._guess = None
-        if any(abs(float(np.median(logs))) > _DISAGREE for logs in ratios.values()):
-            self._keep_at = _RELEARNED
-            self.costs = StepCosts()
+        if any(abs(float(np.median(own))) > _DISAGREE for own in logs):
+            self.costs, self._keep_at = StepCosts(), _RELEARNED
             for step in self._own:
                 self.costs.observe(step.shape, step.seconds)
 
@@ -506,22 +471,13 @@ class Planner:
     def __init__(
         self, known: KnownCosts | None = None, keep: Callable[[KnownCosts], None] | None = None
     ) -> None:
-        """Start with kept costs, which are a guess; nothing is known of acceptance.
-
-        Args:
-            known: Kept costs.
-            keep: Called with what was learned if the first steps showed that ``known`` is wrong.
-        """
+        """Start with kept costs, a guess; ``keep`` is called with new ones if they were wrong."""
         known = known or KnownCosts()
-
-        def write() -> None:
-            if keep is not None:
-                keep(self.known)
-
+        write = (lambda: keep(self.known)) if keep is not None else lambda: None
         self._books = {True: _Book(known.greedy, write), False: _Book(known.sampled, write)}
-        self._acceptance: dict[tuple[int, float], Acceptance] = {}
-        self._lookups: dict[int, Acceptance] = {}
-        self._held: dict[AutoPlan, _Held] = {}
+        self._acceptance: dict[tuple[object, ...], Acceptance] = {}
+        # What a choice was made for, its plan, the steps it is held, and those that are left.
+        self._held: dict[AutoPlan, tuple[tuple[int, ...], Plan, int, deque[_Choice]]] = {}
         self._timed: tuple[_Book, StepShape] | None = None
         # What the latest step did, if all its requests did the same, and how often in a row.
         self._kind: tuple[_Book, Cell] | None = None
@@ -551,8 +507,7 @@ class Planner:
             others: Number of requests that take part in the step without decoding. They will decode
                 soon, so a plan has to pay in the batch that all of them make together.
             behind: Number of committed positions that a request's drafter has not run yet.
-            matched: Number of tokens at the end of a request's text that occurred before, where a
-                lookup finds them; 0 where it finds none.
+            matched: Number of tokens at the end of a request's text that a lookup finds before.
         """
         self._timed, self.why, kind = None, "", None
         batch = len(requests) + others
@@ -562,7 +517,8 @@ class Planner:
                 groups.setdefault(request.auto, []).append(request)
         for auto, members in groups.items():
             book, whole = self._book(members), len(members) == batch
-            missed = [_missed(request, auto, behind) for request in members]
+            # A usual step of a drafter reads a few positions anyway.
+            missed = [rows if rows > 1 + auto.max_depth else 0 for rows in map(behind, members)]
             choice = self._next(book, auto, members, batch, missed)
             plans = self._look_up(book, auto, choice, members, matched)
             for request, plan in zip(members, plans, strict=True):
@@ -582,12 +538,10 @@ class Planner:
         """Learn from a request's decided step, whose tree was ``offered`` levels deep."""
         if request.auto is None or not offered:
             return
-        plan, memory = request.plan, RequestMemory.of(request).age(request.step)
-        if plan.source is Source.LOOKUP:
-            # The match says how far a lookup gets, whatever the request.
-            kind, memory = self._lookup(memory.matched), RequestMemory()
-        else:
-            kind = self._kind_of(request, plan.draft_temperature)
+        memory, plan = RequestMemory.of(request), request.plan
+        if plan.source is Source.LOOKUP:  # the match says how far it gets, whatever the request
+            memory = RequestMemory()
+        kind = self._acceptance_of(request, plan)
         kind.observe(memory, paths=plan.paths, offered=offered, accepted=accepted)
 
     def observe_step(self, seconds: float) -> None:
@@ -611,41 +565,26 @@ class Planner:
         return min(self._prices) if len(self._prices) > 1 else 0.0
 
     def worth_reading(self, request: Request, *, rows: int, batch: int) -> bool:
-        """Return whether the request's drafter should read ``rows`` positions before it drafts.
+        """Return whether a request's drafter should read ``rows`` positions before it drafts.
 
-        Where no request drafts, reading can wait. Where some do, reading a long prompt may not pay
-        for a short answer: the end of the prompt is enough to draft by.
-
-        Args:
-            request: A request that decodes soon, among ``batch`` similar ones.
-            rows: Positions of its text that its drafter has not run.
-            batch: Number of requests that decode together, including this one.
+        The request soon decodes in a batch of ``batch``. Where no request drafts, reading can wait.
+        Where some do, reading a long prompt may not pay for a short answer: its end is enough.
         """
         if request.auto is None:
             return request.drafted
-        book = self._book([request])
-        plan = book.present_at(size_class(batch))
-        if plan is None:  # nothing is known yet
+        present = self._book([request]).present_at(size_class(batch))
+        if present is None:  # nothing is known yet
             return True
-        if plan not in request.auto.candidates:
-            return False
-        context = batch * request.length_to_read
-        shapes = [StepShape.of([p], batch, context) for p in (PLAIN, plan)]
-        plain, drafting = book.costs.seconds(shapes).tolist()
-        tokens = self._tokens(book, request, (plan,)).item()
-        saved = min(_left(request), _HORIZON) * (plain - drafting / tokens)
-        return saved > 0 and batch * rows * self.reading_seconds <= _READING_SHARE * saved
+        saved = _to_come(request) * present[1]
+        return saved > 0 and rows * self.reading_seconds <= _READING_SHARE * saved
 
     def scores(
         self, members: Sequence[Request], auto: AutoPlan, batch: int, missed: Sequence[int] = ()
     ) -> Scores | None:
         """Return what is expected of every plan within ``auto``; None while nothing is known.
 
-        Args:
-            members: The requests that choose, of a batch of ``batch`` requests.
-            auto: The limits.
-            batch: See :class:`Scores`.
-            missed: Positions that each one's drafter has to read first; none by default.
+        ``members`` of a batch of ``batch`` requests choose; their drafters first have to read
+        ``missed`` positions each, by default none.
         """
         book, plans = self._book(members), (PLAIN, *auto.candidates)
         if not book.costs.knows(PLAIN):
@@ -654,9 +593,9 @@ class Planner:
         each[:, 1:] = [self._tokens(book, request, auto.candidates) for request in members]
         shapes = [StepShape.of([plan], batch, _context(members, batch)) for plan in plans]
         reading = self.reading_seconds * np.array(missed or [0] * len(members))
-        left = np.array([max(1, min(_left(request), _HORIZON)) for request in members])
         drafts = np.array([plan.speculative for plan in plans])
-        spread = drafts * (reading @ np.minimum(1.0, each / left[:, None]))
+        to_come = np.array([_to_come(request) for request in members])
+        spread = drafts * (reading @ np.minimum(1.0, each / to_come[:, None]))
         seconds = book.costs.seconds(shapes)
         return Scores(plans, batch, each, seconds, drafts * reading.sum(), spread)
 
@@ -673,17 +612,16 @@ class Planner:
     ) -> _Choice:
         """Return the held choice if it still applies to these requests, or choose anew."""
         key = (batch, *(request.number for request in members))
-        held = self._held.get(auto)
-        again = held is not None and held.batch == key
-        if held is None or not again or not held.left:
+        before, plan, length, left = self._held.get(auto, ((), PLAIN, 0, deque[_Choice]()))
+        if before != key or not left:
             choice = self._choose(book, auto, members, batch, missed)
-            length = _HOLD if choice.reason is PlanReason.BEST else _ALIKE
-            if held is not None and again and held.plan == choice.plan and length == _HOLD:
-                length = min(_LONGEST_HOLD, 2 * held.length)
+            again = before == key and plan == choice.plan and length >= _HOLD
+            length = min(_LONGEST_HOLD, 2 * length) if again else _HOLD
+            length = length if choice.reason is PlanReason.BEST else _TRIED
             probe = self._probe(book, choice) if batch == len(members) else []
-            held = _Held(key, choice.plan, length, deque([*probe, *[choice] * length]))
-            self._held[auto] = held
-        return held.left.popleft()
+            left = deque([*probe, *[choice] * length])
+            self._held[auto] = key, choice.plan, length, left
+        return left.popleft()
 
     def _choose(
         self, book: _Book, auto: AutoPlan, members: list[Request], batch: int, missed: list[int]
@@ -691,27 +629,28 @@ class Planner:
         """Return what teaches most while too little is known, then the best plan."""
         whole, size = batch == len(members), size_class(batch)
         scores = self.scores(members, auto, batch, missed)
-        lesson = next((plan for plan in _lessons(auto) if not book.costs.knows(plan)), None)
-        if scores is None or (lesson is not None and whole):
-            # A step that others take part in cannot be timed.
-            plan = lesson if lesson is not None and whole else PLAIN
-            return _Choice(plan, PlanReason.LEARNING, f"{plan_name(plan)} was never timed", scores)
+        # A step that others take part in cannot be timed.
+        unknown = [plan for plan in _lessons(auto) if whole and not book.costs.knows(plan)]
+        if scores is None or unknown:
+            plan = unknown[0] if unknown else PLAIN
+            why, place = f"{plan_name(plan)} was never timed", (PLAIN, *auto.candidates).index(plan)
+            return _Choice(plan, PlanReason.LEARNING, why, scores, place)
         rates = scores.rates
         drafting = 1 + int(rates[1:].argmax())
         drafted = sum(n for (own, paths, _), n in book.ran.items() if own == size and paths)
+        at_once = scores.tokens / (scores.seconds + scores.late)
         for n, tried in ((0, book.ran[size, 0, 0]), (drafting, drafted)):
-            if whole and tried < _TRIED and rates[n] > _HOPELESS * rates.max():
+            if whole and tried < _TRIED and at_once[n] > _HOPELESS * rates.max():
                 why = f"{plan_name(scores.plans[n])} has hardly run at this batch; {scores}"
-                return _Choice(scores.plans[n], PlanReason.LEARNING, why, scores)
-        present, pays = book.present_at(size), _PAYS * size
-        if present in scores.plans[1:]:
-            stay, pays = scores.plans.index(present), pays + 1
+                return _Choice(scores.plans[n], PlanReason.LEARNING, why, scores, n)
+        present, pays = book.present_at(size), _BETTER + _PAYS * size
+        if present is not None and present[0] in scores.plans[1:]:
+            stay, pays = scores.plans.index(present[0]), 1 + _PAYS * size
             drafting = drafting if rates[drafting] > _BETTER * rates[stay] else stay
-        else:
-            pays += _BETTER
-        best = scores.plans[drafting if rates[drafting] > pays * rates[0] else 0]
-        book.present[size] = best
-        return _Choice(best, PlanReason.BEST, f"{plan_name(best)}; {scores}", scores)
+        best = drafting if rates[drafting] > pays * rates[0] else 0
+        book.present[size] = scores.plans[best], float(1 / rates[0] - 1 / rates[best])
+        why = f"{plan_name(scores.plans[best])}; {scores}"
+        return _Choice(scores.plans[best], PlanReason.BEST, why, scores, best)
 
     def _probe(self, book: _Book, best: _Choice) -> list[_Choice]:
         """Return steps of another plan that is worth a try, once its expected loss is saved up.
@@ -735,7 +674,7 @@ class Planner:
         book.credit -= max(0.0, float(loss[n]))
         book.probed = book.step
         why = f"{plan_name(scores.plans[n])} has not run for {age[n]} steps; {scores}"
-        return [_Choice(scores.plans[n], PlanReason.PROBE, why, scores)] * _ALIKE
+        return [_Choice(scores.plans[n], PlanReason.PROBE, why, scores, n)] * _ALIKE
 
     def _look_up(
         self,
@@ -756,14 +695,13 @@ class Planner:
         rate = scores.tokens[choice.index] / scores.seconds[choice.index]
         share = (scores.seconds[choice.index] - scores.seconds[0]) / scores.batch
         node = book.costs.node_seconds(_context(members, 1))
+        depths = np.array([plan.depth for plan in auto.lookups])
         for n, request in enumerate(members):
             count = matched(request) if request.looks_up else 0
             if count:
                 RequestMemory.of(request).matched = count
-                kind = self._lookup(count)
-                kind.count(book.step)
-                tokens = _expected(kind, auto.lookups, shift=0.0, limit=_left(request))
-                worth = tokens - rate * node * np.array([plan.depth for plan in auto.lookups])
+                tokens = self._tokens(book, request, auto.lookups)
+                worth = tokens - rate * node * depths
                 if worth.max() > scores.each[n, choice.index] - rate * share:
                     plans[n] = auto.lookups[int(worth.argmax())]
         return plans
@@ -773,37 +711,29 @@ class Planner:
 
     def _tokens(self, book: _Book, request: Request, plans: tuple[Plan, ...]) -> Array:
         """Return ``[plans]`` float64: tokens that a request should commit by each plan."""
-        shift = RequestMemory.of(request).age(request.step).shift
-        tokens = np.ones(len(plans))
-        for temperature in {plan.draft_temperature for plan in plans}:
-            own = [n for n, plan in enumerate(plans) if plan.draft_temperature == temperature]
-            kind = self._kind_of(request, temperature)
-            kind.count(book.step)
-            some = tuple(plans[n] for n in own)
-            tokens[own] = _expected(kind, some, shift=shift, limit=_left(request))
-        return tokens
+        lookup = plans[:1] and plans[0].source is Source.LOOKUP
+        shift = 0.0 if lookup else RequestMemory.of(request).shift
+        left = request.max_tokens - len(request.token_ids)
+        tables: dict[float, Array] = {}
+        for plan in plans:
+            if plan.draft_temperature not in tables:
+                kind = self._acceptance_of(request, plan).count(book.step)
+                tables[plan.draft_temperature] = kind.tokens(shift, left)
+        return np.array([tables[p.draft_temperature][p.paths - 1, p.depth - 1] for p in plans])
 
-    def _kind_of(self, request: Request, draft_temperature: float) -> Acceptance:
-        temperature = request.params.temperature
-        # Classes of temperatures: greedy, then steps of a half.
+    def _acceptance_of(self, request: Request, plan: Plan) -> Acceptance:
+        """Return what is known of drafts by a class of temperatures, or of lookups by one of
+        matches: greedy, then steps of a half; 1, 2-3, 4-7, ... tokens."""
+        lookup, temperature = plan.source is Source.LOOKUP, request.params.temperature
         kind = 0 if temperature == 0 else 1 + min(4, math.floor(temperature * 2))
-        if (kind, draft_temperature) not in self._acceptance:
-            self._acceptance[kind, draft_temperature] = Acceptance()
-        return self._acceptance[kind, draft_temperature]
-
-    def _lookup(self, matched: int) -> Acceptance:
-        """Return the acceptance of lookups by matches of 1, 2-3, 4-7, ... tokens."""
-        kind = matched.bit_length()
-        if kind not in self._lookups:
+        matched = RequestMemory.of(request).matched.bit_length() if lookup else 0
+        key = lookup, matched or kind, plan.draft_temperature
+        if key not in self._acceptance:
             # After m repeated tokens, the prior chance that the next repeats too is m / (m + 1).
-            least = 1 << (kind - 1)
-            self._lookups[kind] = Acceptance(least / (least + 1), memory=_MEMORY)
-        return self._lookups[kind]
-
-
-def _expected(kind: Acceptance, plans: tuple[Plan, ...], *, shift: float, limit: int) -> Array:
-    paths, depths = (np.array([getattr(p, name) for p in plans]) for name in ("paths", "depth"))
-    return kind.tokens(paths, depths, shift=shift, limit=limit)
+            # A lookup that was left costs so little that it is soon tried again.
+            first = 1 / (1 + 2.0 ** (1 - matched))
+            self._acceptance[key] = Acceptance(first, _MEMORY) if lookup else Acceptance()
+        return self._acceptance[key]
 
 
 def _lessons(auto: AutoPlan) -> tuple[Plan, ...]:
@@ -814,17 +744,11 @@ def _lessons(auto: AutoPlan) -> tuple[Plan, ...]:
     return tuple(dict.fromkeys((middle, lone[len(lone) // 4], lone[-1], PLAIN)))
 
 
-def _missed(request: Request, auto: AutoPlan, behind: Callable[[Request], int]) -> int:
-    """Return the positions its drafter must read before it drafts, 0 if a usual step reads them."""
-    rows = behind(request)
-    return rows if rows > 1 + auto.max_depth else 0
-
-
 def _context(members: Sequence[Request], batch: int) -> int:
     """Return the KV slots that a batch of requests like these attends to, all together."""
     return sum(request.context for request in members) * batch // len(members)
 
 
-def _left(request: Request) -> int:
-    """Return how many tokens a request may still commit."""
-    return request.max_tokens - len(request.token_ids)
+def _to_come(request: Request) -> int:
+    """Return how many tokens a request is expected to commit until it ends."""
+    return max(1, min(request.max_tokens - len(request.token_ids), _HORIZON))
