@@ -207,7 +207,6 @@ def test_rope_settings_are_read_in_both_spellings(tmp_path: Path) -> None:
         ({"midlayer.mlp.up_proj.weight": None}, "midlayer.mlp.up_proj.weight"),
         ({"norm.weight": None}, "norm.weight"),
         ({"d2t": None}, "d2t"),
-        ({"t2d": None}, "t2d"),
         ({"extra.weight": torch.zeros(2)}, "extra.weight"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.k_norm.weight"),
         ({"fc.weight": torch.zeros(24, 48)}, "fc.weight"),

@@ -26,6 +26,7 @@ from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.formats.read import FORMATS, FormatName
+from eaglegbv.drafters.formats.write import check_holds
 from eaglegbv.engine import Engine
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.loading import TINY, TINY_TARGET, load_pair
@@ -37,7 +38,7 @@ TARGET = ExportTarget("some/target", ("LlamaForCausalLM",), LAYERS, lambda: TABL
 
 def holds(form: FormatName, checkpoint: Checkpoint) -> bool:
     try:
-        FORMATS[form].check_holds(checkpoint.config)
+        check_holds(FORMATS[form], checkpoint.config)
     except DrafterMismatch:
         return False
     return True

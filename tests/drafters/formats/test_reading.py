@@ -39,7 +39,7 @@ from support.published_heads import (
 )
 from torch import Tensor
 
-from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
+from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.formats.names import RemarkKind
 from eaglegbv.drafters.formats.read import VARIANTS, FormatName
@@ -229,7 +229,7 @@ def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
 def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     complete = PUBLISHED[name]()
     narrow = complete.config.get("target_hidden_size") is not None
-    optional = set() if narrow else {"embed_tokens.weight"}
+    optional = {"t2d"} if narrow else {"t2d", "embed_tokens.weight"}
     needed = {key for key, tensor in complete.tensors.items() if not idle(key, tensor)}
     for missing in sorted(needed - optional):
         head = PUBLISHED[name]()
@@ -238,6 +238,18 @@ def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
             read_checkpoint(head.write(tmp_path))
         today = our_name(missing).replace("layer.", "")
         assert missing in str(caught.value) or today in caught.value.argument, missing
+
+
+def test_a_head_with_d2t_alone_is_read_and_exported_with_t2d(tmp_path: Path) -> None:
+    head = eagle3_llama31()
+    members = head.tensors.pop("t2d")  # NVIDIA's ModelOpt writes none
+    found = read_checkpoint(head.write(tmp_path / "there"))
+    assert torch.equal(found.named.tensors["t2d"], members)
+    assert found.draft_to_target is not None
+    assert torch.equal(found.draft_to_target, members.nonzero().squeeze(1))
+    assert "t2d follows from d2t" in str(found.remarks)
+    export_head(found, "eagle", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t2d"], members)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -301,6 +313,9 @@ FLAT = {
     "layer_types": (["sliding_attention"], "layer_types"),
     "mlp_bias": (True, "mlp_bias"),
     "rope_scaling": ({"rope_type": "linear"}, "rope_scaling"),
+    "rope_parameters": ({"full_attention": {"rope_theta": 1e6}}, "kinds of layers"),
+    "rope_theta": ("10000", "rope_theta"),
+    "rms_norm_eps": (True, "rms_norm_eps"),
     "architectures": ("LlamaForCausalLM", "architectures"),
 }
 
