@@ -34,7 +34,6 @@ from eaglegbv.drafters.formats.read import (
     VARIANTS,
     FeatureLayers,
     FormatName,
-    Section,
     Settings,
     detect_format,
     find_format,
@@ -62,14 +61,12 @@ class Checkpoint(Settings):
         folder: The folder.
         files: Its files with weights.
         format: Its format.
-        architectures: The ``architectures`` of config.json, for reports.
         named: The tensors.
     """
 
     folder: Path
     files: tuple[str, ...]
     format: FormatName
-    architectures: tuple[str, ...]
     named: NamedTensors
 
     @property
@@ -121,7 +118,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         folder=folder,
         files=weights.files,
         format=kind.name,
-        architectures=Section(stored).texts("architectures"),
         named=named,
     )
 

@@ -12,13 +12,14 @@ include the embedding, and there is no EAGLE-1.
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,7 @@ from transformers import LlamaConfig
 
 from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors, Remark, RemarkKind
-from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
+from eaglegbv.errors import DrafterMismatch, InvalidArgument, first_line, one_of
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -121,8 +122,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        expected = f"a complete file of tensors alone ({reason})"
+        expected = f"a complete file of tensors alone ({first_line(error)})"
         raise DrafterMismatch("drafter", str(path), expected) from error
     if not isinstance(content, dict):
         raise DrafterMismatch("drafter", str(path), "a dictionary of tensors")
@@ -130,104 +130,6 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise DrafterMismatch(str(name), type(tensor).__name__, f"a tensor in {path.name}")
     return {name: tensor.detach() for name, tensor in content.items()}
-
-
-class Section:
-    """A part of a config.json; a value of another type than asked for is an error with its key.
-
-    A missing key and a null one count as the same, and give None.
-    """
-
-    def __init__(self, content: Mapping[str, Any], path: str = "") -> None:
-        """Wrap ``content``, found under ``path`` in the file."""
-        self._content = content
-        self._path = path
-
-    def integer(self, key: str) -> int:
-        """Return a required positive integer."""
-        value = self.optional_integer(key)
-        if value is None:
-            raise self.mismatch(key, "a positive integer")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        """Return a positive integer."""
-        found: int | None = self._get(key, "a positive integer", lambda v: _is_integer(v, 1))
-        return found
-
-    def number(self, key: str) -> float | None:
-        """Return a positive number."""
-        found: float | None = self._get(
-            key, "a positive number", lambda v: _is_integer(v, 1) or (type(v) is float and v > 0)
-        )
-        return found
-
-    def integers(self, key: str) -> tuple[int, ...] | None:
-        """Return one or more integers from 0."""
-
-        def valid(value: object) -> bool:
-            return isinstance(value, list) and bool(value) and all(_is_integer(v, 0) for v in value)
-
-        found = self._get(key, "a list of integers from 0", valid)
-        return None if found is None else tuple(found)
-
-    def flag(self, key: str) -> bool | None:
-        """Return true or false."""
-        found: bool | None = self._get(key, "true or false", lambda v: isinstance(v, bool))
-        return found
-
-    def text(self, key: str) -> str | None:
-        """Return a string."""
-        found: str | None = self._get(key, "a string", lambda v: isinstance(v, str))
-        return found
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return strings; none where the key is missing."""
-
-        def valid(value: object) -> bool:
-            return isinstance(value, list) and all(isinstance(v, str) for v in value)
-
-        return tuple(self._get(key, "a list of strings", valid) or ())
-
-    def content(self, key: str) -> Mapping[str, Any]:
-        """Return an object; an empty one where the key is missing."""
-        found: Mapping[str, Any] = self._get(key, "an object", lambda v: isinstance(v, dict)) or {}
-        return found
-
-    def inner(self, key: str) -> "Section":
-        """Return an object inside this one as a section."""
-        return Section(self.content(key), f"{self._path}{key}.")
-
-    def merged(self, key: str) -> "Section":
-        """Return this section with the keys of the object ``key`` laid over it.
-
-        Raises:
-            DrafterMismatch: Both have a key, with different values.
-        """
-        over = {name: value for name, value in self.content(key).items() if value is not None}
-        for name, value in over.items():
-            if self._content.get(name) not in (None, value):
-                raise self.mismatch(name, f"{value!r}, as in {key}")
-        return Section({**self._content, **over}, self._path)
-
-    def picked(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return those of ``keys`` that are there, as they are."""
-        return {key: value for key in keys if (value := self._content.get(key)) is not None}
-
-    def mismatch(self, key: str, expected: str) -> DrafterMismatch:
-        """Return the error that the value of ``key`` is not as expected."""
-        shown = f"config.json key {self._path}{key}"
-        return DrafterMismatch(shown, self._content.get(key), expected)
-
-    def _get(self, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:  # noqa: ANN401
-        value = self._content.get(key)
-        if value is not None and not valid(value):
-            raise self.mismatch(key, expected)
-        return value
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 # The formats.
@@ -351,8 +253,9 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
     """
     if LAYER_SECTION in stored:
         return FORMATS[FormatName.SPECULATORS]
+    said = stored.get("architectures")
     endings = ("ForCausalLMEagle", "ForCausalLMEagle3")
-    theirs = any(a.endswith(endings) for a in Section(stored).texts("architectures"))
+    theirs = isinstance(said, list) and any(str(a).endswith(endings) for a in said)
     theirs |= any(n.removeprefix("model.").startswith("aux_norm_") for n in named.stored.values())
     return FORMATS[FormatName.SGLANG if theirs else FormatName.EAGLE]
 
@@ -454,15 +357,73 @@ def _recognise(ids: tuple[int, ...], num_layers: int | None) -> Numbering | None
 # A head's configuration from a config.json and the names of the tensors beside it.
 
 
-_LLAMA_SIZES = (
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Above = Annotated[float, msgspec.Meta(gt=0)]
+_Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+
+
+class _Layer(msgspec.Struct, kw_only=True):
+    """The decoder layer's keys, those of Llama; a missing key and a null one mean the same."""
+
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_attention_heads: Positive
+    vocab_size: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    num_hidden_layers: Positive | None = None
+    max_position_embeddings: Positive | None = None
+    rms_norm_eps: _Above | None = None
+    rope_theta: _Above | None = None
+    partial_rotary_factor: _Above | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    model_type: str | None = None
+    hidden_act: str | None = None
+    layer_types: list[str] | None = None
+    attention_bias: bool | None = None
+    qkv_bias: bool | None = None
+    mlp_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    layer_ids_are: Numbering | None = None
+
+
+class _Verifier(msgspec.Struct):
+    name_or_path: str | None = None
+
+
+class _Speculators(msgspec.Struct):
+    verifier: _Verifier | None = None
+
+
+class _Head(msgspec.Struct, kw_only=True):
+    """The other keys of an EAGLE head."""
+
+    architectures: list[str] | None = None
+    target_hidden_size: Positive | None = None
+    draft_vocab_size: Positive | None = None
+    eagle_aux_hidden_state_layer_ids: _Ids | None = None
+    num_aux_hidden_states: Positive | None = None
+    use_aux_hidden_state: bool | None = None
+    bias: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    use_aux_norm: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    speculators_config: _Speculators | None = None
+
+
+Keys = TypeVar("Keys", _Layer, _Head)
+
+_LLAMA_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
-)
-_LLAMA_ROPE = (
+    "rms_norm_eps",
     "max_position_embeddings",
     "rope_theta",
     "rope_scaling",
@@ -483,6 +444,7 @@ class Settings:
     """What a config.json says of a head.
 
     Attributes:
+        architectures: Its ``architectures``, for reports.
         config: The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of
             the right count; the true ones follow from :attr:`layers` and the target.
         layers: EAGLE-3: the layer ids of the file.
@@ -491,6 +453,7 @@ class Settings:
         remarks: What was assumed, and what other engines would do otherwise.
     """
 
+    architectures: tuple[str, ...]
     config: EagleHeadConfig
     layers: StoredLayers | None
     passed_on: Mapping[str, Any]
@@ -507,139 +470,162 @@ def read_settings(
         DrafterMismatch: A key is missing, of a wrong type, or asks for something unsupported; the
             message names it.
     """
-    head = Section(stored) if kind.nested else Section(stored).merged("eagle_config")
-    layer = head.inner(LAYER_SECTION) if kind.nested else head
-    _check_supported(layer, head)
-    llama = _llama(layer)
-    layers = None if arch is Arch.EAGLE1 else _stored_layers(layer, head, kind)
-    norms, remarks = ({}, []) if arch is Arch.EAGLE1 else _norms(head, named)
-    vocab, hidden = layer.integer("vocab_size"), layer.integer("hidden_size")
-    draft_vocab = None if arch is Arch.EAGLE1 else head.optional_integer("draft_vocab_size")
-    bias = head.flag("bias")
-    if bias is None:  # EAGLE-1 has one unless its configuration says no
-        bias = arch is Arch.EAGLE1 or FC_BIAS in named.tensors
+    section, over = ("", "eagle_config") if not kind.nested else (f"{LAYER_SECTION}.", "")
+    whole = _merged(stored, over) if over else stored
+    inner = _object(stored, LAYER_SECTION) if kind.nested else whole
+    layer, head = _typed(inner, _Layer, section), _typed(whole, _Head)
+    _check_supported(layer, head, section)
+    llama = _llama(inner)
+    layers, norms, remarks = None, dict[str, bool](), list[Remark]()
+    if arch is Arch.EAGLE3:
+        ids = head.eagle_aux_hidden_state_layer_ids
+        layers = StoredLayers(None if ids is None else tuple(ids), layer.layer_ids_are, kind)
+        norms, remarks = _norms(head, named)
+    # EAGLE-1 has one unless its configuration says no.
+    there = arch is Arch.EAGLE1 or FC_BIAS in named.tensors
     config = EagleHeadConfig(
         arch=arch,
-        hidden_size=hidden,
-        target_hidden_size=head.optional_integer("target_hidden_size") or hidden,
-        intermediate_size=layer.integer("intermediate_size"),
-        num_heads=layer.integer("num_attention_heads"),
-        num_kv_heads=llama.num_key_value_heads or llama.num_attention_heads,
-        head_dim=llama.head_dim or hidden // llama.num_attention_heads,
-        vocab_size=vocab,
-        draft_vocab_size=draft_vocab or vocab,
-        feature_layers=() if layers is None else _stand_in(head, layers),
+        hidden_size=layer.hidden_size,
+        target_hidden_size=head.target_hidden_size or layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_heads=layer.num_attention_heads,
+        num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
+        head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=(arch is Arch.EAGLE3 and head.draft_vocab_size) or layer.vocab_size,
+        feature_layers=() if layers is None else _stand_in(head),
         rms_norm_eps=llama.rms_norm_eps,
         # In transformers' keys, without an older spelling beside the new one.
         rope_parameters={k: v for k, v in (llama.rope_parameters or {}).items() if k != "type"},
-        fc_bias=bias,
+        fc_bias=there if head.bias is None else head.bias,
         **_attention(layer, kind, named),
         **norms,
     )
-    remarks += _disagreements(layer, head, kind, config, named)
+    speculators = head.speculators_config
+    verifier = None if speculators is None else speculators.verifier
     return Settings(
+        architectures=tuple(head.architectures or ()),
         config=config,
         layers=layers,
-        passed_on=layer.picked(_PASSED_ON),
-        verifier=head.inner("speculators_config").inner("verifier").text("name_or_path"),
-        remarks=tuple(remarks),
+        passed_on={key: inner[key] for key in _PASSED_ON if inner.get(key) is not None},
+        verifier=None if verifier is None else verifier.name_or_path,
+        remarks=(*remarks, *_disagreements(layer, head, kind, config, named)),
     )
 
 
-def _check_supported(layer: Section, head: Section) -> None:
-    if layer.text("hidden_act") not in (None, "silu"):
-        raise layer.mismatch("hidden_act", "'silu'")
-    if layer.flag("mlp_bias"):
-        raise layer.mismatch("mlp_bias", "false")
-    if any(kind != "full_attention" for kind in layer.texts("layer_types")):
-        raise layer.mismatch("layer_types", "full_attention alone")
-    if head.flag("use_aux_hidden_state") is False:
-        raise head.mismatch("use_aux_hidden_state", "true")
-    for key in ("rope_parameters", "rope_scaling"):
-        if any(isinstance(value, Mapping) for value in layer.content(key).values()):
-            raise layer.mismatch(key, "settings of the one layer, not of kinds of layers")
+def _object(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = stored.get(key)
+    if not isinstance(found, dict | None):
+        raise _mismatch(key, found, "an object")
+    return found or {}
 
 
-def _llama(layer: Section) -> LlamaConfig:
-    """Let transformers read the keys of a decoder layer and fill in its defaults."""
-    for key in _LLAMA_SIZES:
-        layer.optional_integer(key)
-    for key in ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"):
-        layer.integer(key)
-    for key in ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "max_position_embeddings"):
-        layer.number(key)
+def _merged(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the keys of the file with those of the object ``key`` laid over them."""
+    over = {name: value for name, value in _object(stored, key).items() if value is not None}
+    for name, value in over.items():
+        if stored.get(name) not in (None, value):
+            raise _mismatch(name, stored[name], f"{value!r}, as in {key}")
+    return {**stored, **over}
+
+
+def _typed(content: Mapping[str, Any], kind: type[Keys], section: str = "") -> Keys:
     try:
-        return LlamaConfig(**layer.picked((*_LLAMA_SIZES, "rms_norm_eps", *_LLAMA_ROPE)))
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        said, _, place = str(error).partition(" - at `$.")
+        key = place.rstrip("`") or said.split("`")[1]
+        value = content.get(key.partition("[")[0])
+        expected = said.removeprefix("Expected ").replace("`", "")
+        raise _mismatch(section + key, value, expected) from error
+
+
+def _mismatch(key: str, value: object, expected: str) -> DrafterMismatch:
+    return DrafterMismatch(f"config.json key {key}", value, expected)
+
+
+def _check_supported(layer: _Layer, head: _Head, section: str) -> None:
+    if layer.hidden_act not in (None, "silu"):
+        raise _mismatch(f"{section}hidden_act", layer.hidden_act, "'silu'")
+    if layer.mlp_bias:
+        raise _mismatch(f"{section}mlp_bias", True, "false")
+    if any(kind != "full_attention" for kind in layer.layer_types or ()):
+        raise _mismatch(f"{section}layer_types", layer.layer_types, "full_attention alone")
+    if head.use_aux_hidden_state is False:
+        raise _mismatch("use_aux_hidden_state", False, "true")
+    for key in ("rope_parameters", "rope_scaling"):
+        found = getattr(layer, key) or {}
+        if any(isinstance(value, dict) for value in found.values()):
+            expected = "settings of the one layer, not of kinds of layers"
+            raise _mismatch(f"{section}{key}", found, expected)
+
+
+def _llama(layer: Mapping[str, Any]) -> LlamaConfig:
+    """Let transformers read the keys of a decoder layer and fill in its defaults."""
+    keys = {key: layer[key] for key in _LLAMA_KEYS if layer.get(key) is not None}
+    try:
+        return LlamaConfig(**keys)
     except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        keys = layer.picked(("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps"))
+        shown = {key: value for key, value in keys.items() if key.startswith(("rope", "rms"))}
         expected = f"settings of a Llama layer ({error})"
-        raise DrafterMismatch("config.json", keys, expected) from error
+        raise DrafterMismatch("config.json", shown, expected) from error
 
 
-def _stored_layers(layer: Section, head: Section, kind: Format) -> StoredLayers:
-    stated = layer.text(NUMBERING)
-    if stated is not None and stated not in set(Numbering):
-        raise layer.mismatch(NUMBERING, one_of(Numbering))
-    return StoredLayers(
-        head.integers(LAYER_IDS), None if stated is None else Numbering(stated), kind
-    )
-
-
-def _stand_in(head: Section, layers: StoredLayers) -> tuple[int, ...]:
+def _stand_in(head: _Head) -> tuple[int, ...]:
     """Return as many layer numbers as the head reads, three where nothing says."""
-    said = head.optional_integer("num_aux_hidden_states")
-    number = len(layers.ids) if layers.ids is not None else said or 3
+    ids, said = head.eagle_aux_hidden_state_layer_ids, head.num_aux_hidden_states
+    number = said or 3 if ids is None else len(ids)
     if said not in (None, number):
-        raise head.mismatch("num_aux_hidden_states", f"{number}, as {LAYER_IDS} has")
+        raise _mismatch("num_aux_hidden_states", said, f"{number}, as {LAYER_IDS} has")
     return tuple(range(1, number + 1))
 
 
-def _attention(layer: Section, kind: Format, named: NamedTensors) -> dict[str, bool]:
+def _attention(layer: _Layer, kind: Format, named: NamedTensors) -> dict[str, bool]:
     """Read how attention departs from Llama's; the tensors decide where no key says.
 
     In speculators' format norms belong to a Qwen3 layer, and biases to any, for all its attention.
     """
     if not kind.nested:
         # Configurations copied from a target may say attention_bias, which means the target's.
-        said = layer.flag("qkv_bias")
+        there, said = named.has_attention_bias("qkv"), layer.qkv_bias
         return {
-            "qkv_bias": named.has_attention_bias("qkv") if said is None else said,
+            "qkv_bias": there if said is None else said,
             "o_bias": named.has_attention_bias("o"),
             "qk_norm": named.has_attention_norm,
         }
-    biases = bool(layer.flag("attention_bias"))
-    model_type = layer.text("model_type")
-    if model_type not in (None, "llama", "qwen3"):
+    if layer.model_type not in (None, "llama", "qwen3"):
         # Qwen3-Next, say, counts the weights of its norms from zero.
-        raise layer.mismatch("model_type", "'llama' or 'qwen3'")
-    qk_norm = named.has_attention_norm if model_type is None else model_type == "qwen3"
+        raise _mismatch(f"{LAYER_SECTION}.model_type", layer.model_type, "'llama' or 'qwen3'")
+    biases = bool(layer.attention_bias)
+    by_type = layer.model_type == "qwen3"
+    qk_norm = named.has_attention_norm if layer.model_type is None else by_type
     return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qk_norm}
 
 
-def _norms(head: Section, named: NamedTensors) -> tuple[dict[str, bool], list[Remark]]:
+def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, bool], list[Remark]]:
     """Read the norms of an EAGLE-3 head; tensors decide where config.json does not say."""
-    fc_norm = head.flag("fc_norm")
     said = {
-        "norm_before_fc": head.flag("norm_before_fc"),
-        "fc_norm": head.flag("use_aux_norm") if fc_norm is None else fc_norm,
+        "norm_before_fc": head.norm_before_fc,
+        "fc_norm": head.use_aux_norm if head.fc_norm is None else head.fc_norm,
     }
     there = {
         "norm_before_fc": "input_norm.weight" in named.tensors,
         "fc_norm": any(name.startswith("fc_norm.") for name in named.tensors),
     }
     norms = {key: there[key] if value is None else value for key, value in said.items()}
-    norms |= {key: bool(head.flag(key)) for key in ("norm_before_residual", "norm_output")}
+    norms["norm_before_residual"] = bool(head.norm_before_residual)
+    norms["norm_output"] = bool(head.norm_output)
     text = "{} is true, as its tensors are there; config.json does not say"
     assumed = [key for key, value in said.items() if value is None and there[key]]
     return norms, [Remark(RemarkKind.ASSUMED, text.format(key)) for key in assumed]
 
 
 def _disagreements(
-    layer: Section, head: Section, kind: Format, config: EagleHeadConfig, named: NamedTensors
+    layer: _Layer, head: _Head, kind: Format, config: EagleHeadConfig, named: NamedTensors
 ) -> list[Remark]:
     """Return remarks on what the file leaves open, and on what other engines would make of it."""
     eagle1, eagle3 = config.arch is Arch.EAGLE1, config.arch is Arch.EAGLE3
-    layers = layer.optional_integer("num_hidden_layers")
+    layers = layer.num_hidden_layers
     found: dict[RemarkKind, dict[str, bool | None]] = {
         RemarkKind.ASSUMED: {
             "norm_output is true: the normed state is fed back, as SGLang does; SpecForge, whose "
@@ -648,7 +634,7 @@ def _disagreements(
             ),
             "norm_before_residual is false, the default of speculators' configurations; "
             "config.json does not say, and vLLM would take it as true": (
-                kind.nested and head.flag("norm_before_residual") is None
+                kind.nested and head.norm_before_residual is None
             ),
         },
         RemarkKind.WARNING: {
@@ -656,10 +642,10 @@ def _disagreements(
             "fc has no bias; SGLang builds one all the same and leaves it as it starts (exports "
             "to sglang carry zeros)": eagle1 and FC_BIAS not in named.tensors,
             "bias is true, which SGLang and vLLM take for biases of attention too; these they "
-            "leave unset": head.flag("bias"),
+            "leave unset": head.bias,
             "fc has a bias, which EAGLE and vLLM would not load": eagle3 and config.fc_bias,
             "tie_word_embeddings is true; the head's own lm_head.weight is used here, SGLang would "
-            "use the embedding and draft noise": eagle3 and layer.flag("tie_word_embeddings"),
+            "use the embedding and draft noise": eagle3 and layer.tie_word_embeddings,
         },
         RemarkKind.NOTE: {
             f"num_hidden_layers is {layers}; the one layer there is counts": layers not in (None, 1)
