@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eaglegbv.errors import InvalidArgument, first_line
-from eaglegbv.utils import read_json_lines, replacing
+from eaglegbv.utils import read_json_lines, replacing, require_integer
 
 HELD_OUT_ONE_IN = 50
 ROWS_PER_SOURCE = 20_000
@@ -423,8 +423,11 @@ class TextSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens >= self.window:
-            raise InvalidArgument("max_new_tokens", self.max_new_tokens, f"below {self.window=}")
+        require_integer("held_out", self.held_out, 1)
+        require_integer("regenerate", self.regenerate, 0)
+        if not 0 < self.max_new_tokens < self.window:
+            expected = f"a positive integer below {self.window=}"
+            raise InvalidArgument("max_new_tokens", self.max_new_tokens, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,16 +464,7 @@ def gather_texts(
     model = open_model()
     numbers = (settings.regenerate, min(settings.held_out, settings.regenerate))
     answers = [
-        regenerate(
-            model,
-            corpus,
-            own,
-            number,
-            max_prompt=settings.window - settings.max_new_tokens,
-            max_new_tokens=settings.max_new_tokens,
-            batch=_PROMPTS_AT_ONCE,
-            seed=settings.seed + i,
-        )
+        regenerate(model, corpus, own, number, settings, seed=settings.seed + i)
         for i, (corpus, own, number) in enumerate(zip(corpora, weights, numbers, strict=True))
     ]
     # Whole or not at all, for a run may be killed at any time.
@@ -505,10 +499,8 @@ def regenerate(
     corpus: Corpus,
     weights: Tensor,
     number: int,
+    settings: TextSettings,
     *,
-    max_prompt: int,
-    max_new_tokens: int,
-    batch: int,
     seed: int,
 ) -> Corpus:
     """Let ``model`` answer prompts of ``corpus`` at temperature 1.
@@ -519,15 +511,14 @@ def regenerate(
         model: The target.
         corpus: Documents to take prompts from.
         weights: ``[documents]`` weights of the documents.
-        number: Prompts to draw; those longer than ``max_prompt`` tokens are dropped.
-        max_prompt: Longest prompt, tokens.
-        max_new_tokens: Longest answer, tokens.
-        batch: Prompts answered together.
+        number: Prompts to draw; those that leave no room for the longest answer are dropped.
+        settings: How long texts and answers are.
         seed: Seed of the draw and of the answers.
 
     Raises:
         InvalidArgument: No prompt is short enough, or there are none.
     """
+    max_prompt = settings.window - settings.max_new_tokens
     chosen = draw_documents(weights.cpu(), (number, 1), seed).squeeze(1).tolist()
     generator = torch.Generator().manual_seed(seed)
     prompts = [_prompt(corpus, document, generator) for document in chosen]
@@ -538,10 +529,10 @@ def regenerate(
     # Prompts of similar length together: less padding.
     kept.sort(key=lambda pair: len(pair[1]))
     documents: list[Document] = []
-    for start in tqdm(range(0, len(kept), batch), desc="target's answers", unit="batch"):
-        part = kept[start : start + batch]
+    for start in tqdm(range(0, len(kept), _PROMPTS_AT_ONCE), desc="target's answers", unit="batch"):
+        part = kept[start : start + _PROMPTS_AT_ONCE]
         torch.manual_seed(seed + start)
-        answers = _answer(model, [prompt for _, prompt in part], max_new_tokens)
+        answers = _answer(model, [prompt for _, prompt in part], settings.max_new_tokens)
         for (document, prompt), answer in zip(part, answers, strict=True):
             is_response = [False] * len(prompt) + [True] * len(answer)
             source = int(corpus.source_of[document])

@@ -274,7 +274,7 @@ def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tu
     batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
     training = texts.training.to(device)
     held_out = texts.held_out.to(device)
-    held_out = held_out.of(_evenly(held_out, config.texts.held_out))
+    held_out = held_out.of(_evenly(held_out, config.texts.held_out)[: config.texts.held_out])
     if folder is not None:
         kept = KeptRuns.over(target, training, folder / "training", seed=seed)
         others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
@@ -289,16 +289,15 @@ def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tu
 
 
 def _evenly(corpus: Corpus, number: int) -> Tensor:
-    """Return about ``number`` documents of ``corpus``, evenly over all lengths, shortest first."""
+    """Return ``number`` documents of ``corpus`` or some more, evenly over lengths, short first."""
     every = max(1, len(corpus.lengths) // max(1, number))
-    return corpus.lengths.argsort()[::every][:number]
+    return corpus.lengths.argsort()[::every]
 
 
 def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     """Return what comes before the first response of ``number`` documents, evenly over lengths."""
-    every = max(1, len(corpus.lengths) // max(1, number))
     prompts = []
-    for document in corpus.lengths.argsort()[::every].tolist():
+    for document in _evenly(corpus, number).tolist():
         start, length = int(corpus.starts[document]), int(corpus.lengths[document])
         first = int(corpus.is_response[start : start + length].int().argmax())
         # Plain text is all response.

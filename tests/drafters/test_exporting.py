@@ -95,7 +95,7 @@ def test_a_way_round_all_formats(tmp_path: Path) -> None:
 def test_variants_each_format_holds(tmp_path: Path) -> None:
     kept = {form: set() for form in FormatName}
     for name, head in PUBLISHED.items():
-        source = read_checkpoint(PUBLISHED[head]().write(tmp_path / name))
+        source = read_checkpoint(head().write(tmp_path / name))
         for form in FormatName:
             if holds(form, source):
                 kept[form].add(name)

@@ -296,9 +296,8 @@ def test_answers_continue_prompts_of_the_data(target: Path) -> None:
     corpus = join_documents([chat, prose], ("prose", "chats"))
     weights = torch.ones(2, dtype=torch.float64)
 
-    answers = regenerate(
-        model, corpus, weights, 10, max_prompt=8, max_new_tokens=6, batch=4, seed=0
-    )
+    settings = TextSettings(data=(), samples=Path("x"), window=14, max_new_tokens=6)
+    answers = regenerate(model, corpus, weights, 10, settings, seed=0)
 
     assert 0 < len(answers.lengths) < 10  # plain text has no prompt
     assert (answers.source_of == 1).all()
