@@ -12,7 +12,7 @@ from typing import Self, cast, overload
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.attention.kv_cache import PoolSize
 from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
@@ -20,6 +20,7 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     AutoPlan,
     EngineConfig,
+    Plan,
     PlanChoices,
     PlanName,
     Planning,
@@ -31,7 +32,7 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.loading import check_model, load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
-from eaglegbv.models.hf import load_config
+from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import KnownCosts
@@ -183,23 +184,6 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: The settings of the call are not usable.
         """
-
-
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or hub model.
-
-    Raises:
-        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
-        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        load_config(model)  # raises if it is the model that is missing
-        reason = str(error).strip().splitlines()[0]
-        expected = f"a model with a tokenizer beside its weights ({reason})"
-        raise InvalidArgument("model", str(model), expected) from error
-    return tokenizer
 
 
 # Text in, text out: the Python API.
