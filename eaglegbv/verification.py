@@ -83,8 +83,8 @@ def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, T
         own = slice(row, row + count)
         prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
         in_prompt[own].index_fill_(1, prompt, value=True)
-        seen = torch.tensor(request.token_ids, dtype=torch.int64)
-        generated[own] = send(torch.bincount(seen, minlength=vocab), device)
+        seen = upload(request.token_ids, dtype=torch.int64, device=device).expand(count, -1)
+        generated[own].scatter_add_(1, seen, torch.ones_like(seen))
         # The root is the last of the request's own tokens, so it is counted among those.
         drafted = ancestors[b, :count, 1:count].to(torch.int64)
         tokens = group.tree.token_ids[b, 1:count].expand(count, -1)

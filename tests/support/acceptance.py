@@ -19,8 +19,10 @@ from eaglegbv.verifiers.proof.chooser import (
     ProbsAt,
     exact_tail_probs,
     most_likely,
-    share as ratio_of,
     support,
+)
+from eaglegbv.verifiers.proof.chooser import (
+    share as ratio_of,
 )
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import ReferenceTree
