@@ -257,8 +257,8 @@ def descend(
 def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield path after path the drafts it carries, ``[batch, length]`` each.
 
-    They are the nodes each was drawn at, the nodes it leads to, whether it is within the path, and
-    the number of its acceptance test, that of depth * paths + path in ``uniforms``.
+    That is the nodes each was drawn at, those it leads to, whether it is within the path, and its
+    acceptance number, depth * paths + path in ``uniforms``.
     """
     above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
     numbers = uniforms[:, : tree.paths * tree.length].view(-1, tree.length, tree.paths)

@@ -217,9 +217,6 @@ class LinearResolutionVerifier(HostSolver):
     solver = Solver.LP
 
 
-# The solvers.
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Which of the drafts to select."""

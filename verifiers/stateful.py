@@ -12,16 +12,12 @@ draft distribution q_k for one draft, the exact transport of (M_{k-1}, q_k, n_k)
 When a token x is emitted, or a tree node entered, rho_k becomes rho_k M_{k-1}(x) / b_k(x), and n_k
 is drawn from the distribution of the number of drafts on x.
 
-An engine keeps for a request, from step to step:
-
-* The numbers of its layers, a row of :class:`Layers`, oldest first. A new request has none. After
-  each verification take :attr:`StatefulVerdict.layers` and drop the columns whose ``remaining`` is
-  0. The last column, if it remains, is the layer of the step just done.
-* For each layer a *snapshot* of what its draft distribution needs: the drafter's settings and state
-  at the root of the step that left the layer, and the tokens committed since. The drafter replays
-  what *that* step would have drawn from, not what the current one would.
-* Nothing else. Steps without drafts (a root alone) go through the same verifier, so that they
-  follow the modified target too; layers survive pre-emption with the request.
+An engine keeps for a request, from step to step, the numbers of its layers, a row of
+:class:`Layers`, none at first: after each verification it takes :attr:`StatefulVerdict.layers` and
+drops the columns whose ``remaining`` is 0; the last, if it remains, is that of the step just done.
+And for each layer a *snapshot* of what its draft distribution needs, the drafter's settings and
+state at the root of the step that left it and the tokens committed since, to replay what *that*
+step would have drawn from. Steps without drafts (a root alone) go through the same verifier.
 """
 
 from abc import abstractmethod
@@ -183,8 +179,7 @@ def entering_draw(
 def committing_draw(chooser: Chooser) -> Callable[[int, Probs], int]:
     """Return the draw of layer number k after the step's last token: ``CORRECTION`` 1 + k.
 
-    Fresh numbers, even if that token is the child just rejected: what was drawn on entering the
-    child went into its rejection.
+    Fresh numbers, as what was drawn on entering a child went into its rejection.
     """
     return lambda k, probs: chooser.choose(probs, Purpose.CORRECTION, 1 + k)
 

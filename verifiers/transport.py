@@ -290,10 +290,7 @@ def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
 
 
 def _selected(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
-    """Return b case by case; as a difference of P + g it would lose its digits.
-
-    p and v are ``[..., width]`` in ranked order, D ``[..., width + 1]`` from D_0 = 0.
-    """
+    """Return b case by case, as :func:`_selected_probs`, with D from D_0 = 0."""
     # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
     g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
     change = g.diff(dim=-1)

@@ -86,10 +86,9 @@ def residual(scale: Number, p: Sequence[Number], b: Sequence[Number]) -> Probs:
 
 
 def residual_or_target(scale: Number, p: Probs, b: Sequence[Number]) -> Probs:
-    """Return :func:`residual`, or ``p`` where the residual vanishes.
+    """Return :func:`residual`, or ``p`` where it vanishes.
 
-    A residual without mass is drawn from with probability zero; rounding can still lead there, and
-    then only the target's own distribution is a harmless answer.
+    That has probability zero; where rounding leads there, only p is a harmless answer.
     """
     weights = residual(scale, p, b)
     return weights if sum(weights) > 0 else p
@@ -108,9 +107,6 @@ def most_likely(probs: Sequence[Number], count: int) -> tuple[int, ...]:
 def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
     """Return q restricted to the tokens off ``kept``, normalised."""
     return normalised(q[x] if x not in kept else 0 for x in range(len(q)))
-
-
-# Choosers.
 
 
 T = TypeVar("T")
