@@ -134,10 +134,11 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
     _expect("target_hidden_size", config.target_hidden_size, target.hidden_size)
     remarks = list(checkpoint.remarks)
     limit = checkpoint.passed_on.get("max_position_embeddings")
-    if isinstance(limit, int) and limit < target.max_position_embeddings:
+    context = getattr(target, "max_position_embeddings", None)
+    if isinstance(limit, int) and isinstance(context, int) and limit < context:
         text = (
-            f"max_position_embeddings is {limit}, the target's {target.max_position_embeddings}; "
-            "SGLang starts only with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+            f"max_position_embeddings is {limit}, the target's {context}; SGLang starts only with "
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
         )
         remarks.append(Remark(RemarkKind.WARNING, text))
     if checkpoint.layers is None:

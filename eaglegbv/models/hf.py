@@ -632,7 +632,10 @@ def _max_context(config: PreTrainedConfig) -> int:
     cache cannot follow.
     """
     facts = config.to_dict()
-    limit = int(config.max_position_embeddings)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        expected = "a model whose configuration has max_position_embeddings"
+        raise ModelNotSupported("model", type(config).__name__, expected)
     rope = facts.get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         original = rope.get("original_max_position_embeddings")
