@@ -24,7 +24,7 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import find_model
-from eaglegbv.models.hf import HFTarget, load_config, load_tokenizer
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
@@ -279,10 +279,8 @@ class _Opening:
     def _open(
         self, model: str | Path, features: FeatureSpec, size: PoolSize, graphs: GraphMode
     ) -> HFTarget:
-        return HFTarget.from_pretrained(
-            model,
-            dtype=self.dtype,
-            device=self.device,
+        return HFTarget(
+            load_model(model, dtype=self.dtype, device=self.device),
             max_slots=size,
             features=features,
             compile_backend=self.compile_backend,
