@@ -6,12 +6,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from eaglegbv.config import Plan, Source
+from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter, RecallingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Layout
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -48,36 +46,25 @@ class Drafting:
         return {} if self.drafter is None else self.drafter.graph_counts
 
     def by(self, plan: Plan) -> Drafter:
-        """Return the drafter of a plan.
+        """Return the drafter of a plan that was checked.
 
         Raises:
-            InvalidArgument: The plan has no drafter.
+            RuntimeError: There is none.
         """
-        if plan.source is Source.LOOKUP:
-            return self._lookup
-        if self.drafter is None:
-            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
-        return self.drafter
+        drafter = self._lookup if plan.source is Source.LOOKUP else self.drafter
+        if drafter is None:
+            raise RuntimeError(f"no drafter for {plan_name(plan)}")
+        return drafter
 
     def recalling(self, plan: Plan) -> RecallingDrafter:
-        """Return the drafter of a plan that needs the distributions of earlier steps.
+        """Return the drafter of a plan whose verifier keeps state, and that was checked.
 
         Raises:
-            InvalidArgument: The plan has no drafter, or none that recalls them to the last bit.
+            RuntimeError: It recalls no draft distributions.
         """
         drafter = self.by(plan)
         if not isinstance(drafter, RecallingDrafter):
-            raise InvalidArgument(
-                "drafter",
-                type(drafter).__name__,
-                f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}",
-            )
-        if drafter.quantization is not Quantization.NONE:
-            # Recomputed in another batch, q would differ from what was drawn from.
-            expected = (
-                f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
-            )
-            raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
+            raise RuntimeError(f"{type(drafter).__name__} does not recall for {plan_name(plan)}")
         return drafter
 
     def draft(

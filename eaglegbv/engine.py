@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,6 +82,9 @@ class Engine:
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._holdings = KVSlots(target.allocator, self._cache)
+        self._drafting = Drafting(drafter)
+        # A method of the engine would make a cycle, and keep the models after its last user.
+        self._vacate = partial(_vacate, self._cache, self._holdings, self._drafting)
         self._scheduler = Scheduler(
             max_batch=self._config.max_batch,
             prefill_tokens=self._config.prefill_tokens,
@@ -89,7 +93,6 @@ class Engine:
         )
         self._barrier = barrier
         self._planner = Planner(costs)
-        self._drafting = Drafting(drafter)
         self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
         self._added = 0
         self._steps = 0
@@ -420,7 +423,7 @@ class Engine:
             self._drafting.set_aside(running)
             for request in running:
                 if not request.unread:
-                    self._share(request)
+                    _share(self._cache, self._drafting, request)
         self._planner.observe_reading(missed, watch.spans[-1].seconds)
 
     def _can_wait(self, request: Request) -> bool:
@@ -459,25 +462,6 @@ class Engine:
             request.error.__cause__ = error
             self.finish(request, FinishReason.ERROR)
         return [RequestOutput(request, []) for request in failed]
-
-    def _vacate(self, request: Request) -> None:
-        """Take all slots from a request, and what the drafter knows of it."""
-        if request.error is None:
-            self._share(request)
-            if request.skips:  # its drafter looks at nothing any more
-                self._cache.store(request, request.context, followed=False)
-        self._holdings.vacate(request)
-        self._drafting.forget(request)
-
-    def _share(self, request: Request) -> None:
-        """Let later sequences that begin like this one share its slots, where they are final."""
-        final = self._drafting.shareable(request)
-        if final is None:
-            self._cache.store(request, request.context, followed=False)
-        elif request.skipped:
-            self._cache.store(request, request.skipped, followed=False)
-        else:
-            self._cache.store(request, final, followed=True)
 
     def _record(
         self,
@@ -575,3 +559,24 @@ def check_priority(priority: int) -> None:
         InvalidArgument: It is no integer of 64 bits.
     """
     require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+
+
+def _vacate(cache: PrefixCache, holdings: KVSlots, drafting: Drafting, request: Request) -> None:
+    """Take all slots from a request, and what the drafter knows of it."""
+    if request.error is None:
+        _share(cache, drafting, request)
+        if request.skips:  # its drafter looks at nothing any more
+            cache.store(request, request.context, followed=False)
+    holdings.vacate(request)
+    drafting.forget(request)
+
+
+def _share(cache: PrefixCache, drafting: Drafting, request: Request) -> None:
+    """Let later sequences that begin like this one share its slots, where they are final."""
+    final = drafting.shareable(request)
+    if final is None:
+        cache.store(request, request.context, followed=False)
+    elif request.skipped:
+        cache.store(request, request.skipped, followed=False)
+    else:
+        cache.store(request, final, followed=True)

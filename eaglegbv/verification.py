@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import AutoPlan, Plan, Planning, plan_name
+from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name, plans_of
 from eaglegbv.devices import fetch, send, upload
-from eaglegbv.drafters.base import Drafter, Recaller
+from eaglegbv.drafters.base import Drafter, Recaller, RecallingDrafter
+from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.fused_linears import Quantization
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
@@ -111,14 +113,15 @@ class Verification:
         """
         if plan in self._sound_plans:
             return
-        if isinstance(plan, AutoPlan):
-            for candidate in plan.candidates:  # lookups are greedy: no verifier is asked
-                self.check(candidate)
-            if isinstance(self._verifier(plan.verifier), StatefulVerifier):
-                expected = "one without state over steps, where the engine chooses plans"
-                raise InvalidArgument("verifier", plan.verifier, expected)
-        elif plan.speculative:
-            self._check_speculation(plan)
+        drafter = self._drafting.drafter
+        if drafter is None:
+            check_plan(plan, None)
+        else:
+            check_plan(plan, type(drafter), drafter.quantization)
+        for own in plans_of(plan, greedy=False):
+            verifier = self._verifier(own.verifier) if own.speculative else None
+            if isinstance(verifier, Verifier):
+                self._checked(verifier, self.sampling_of(own, greedy=False))  # compiled now
         self._sound_plans.add(plan)
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:
@@ -177,25 +180,6 @@ class Verification:
             return VerifyOutput(group, layout, verdict, faults, layers, None, dict)
         return VerifyOutput(group, layout, verdict, faults, layers, target, stats)
 
-    def _check_speculation(self, plan: Plan) -> None:
-        drafter, verifier = self._drafting.by(plan), self._verifier(plan.verifier)
-        sampling = self.sampling_of(plan, greedy=False)
-        verifier.check_sampling(sampling, plan.paths)
-        if plan.paths < sampling.min_paths:
-            expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
-            raise InvalidArgument("paths", plan.paths, expected)
-        if isinstance(verifier, StatefulVerifier):
-            self._drafting.recalling(plan)
-            if plan.min_confidence > 0:
-                expected = f"0 for verifier {plan.verifier!r}, whose state needs the full depth"
-                raise InvalidArgument("min_confidence", plan.min_confidence, expected)
-        for needed in (sampling, DraftSampling.FIXED):
-            if needed not in drafter.draft_samplings:
-                expected = f"one the drafter draws: {', '.join(sorted(drafter.draft_samplings))}"
-                raise InvalidArgument("draft_sampling", str(needed), expected)
-        if isinstance(verifier, Verifier):
-            self._checked(verifier, sampling)  # compiled now
-
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
             self._verifiers[name] = make_any_verifier(name)
@@ -223,6 +207,66 @@ def check_verifier(plan: Plan) -> None:
             verifier.check_sampling(plan.draft_sampling, plan.paths)
 
 
+def check_plan(
+    planning: Planning,
+    drafter: type[Drafter] | None,
+    quantization: Quantization = Quantization.NONE,
+) -> None:
+    """Raise unless an engine can run ``planning``.
+
+    Args:
+        planning: Any plan, or limits within which the engine chooses.
+        drafter: What the engine's drafter is, None without one.
+        quantization: How its weights are held.
+
+    Raises:
+        InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
+        SamplingMismatch: The verifier is not lossless for the plan's draft sampling.
+    """
+    if isinstance(planning, AutoPlan):
+        for candidate in planning.candidates:  # lookups are greedy: no verifier is asked
+            check_plan(candidate, drafter, quantization)
+        if isinstance(make_any_verifier(planning.verifier), StatefulVerifier):
+            expected = "one without state over steps, where the engine chooses plans"
+            raise InvalidArgument("verifier", planning.verifier, expected)
+    elif planning.speculative:
+        kind = NgramDrafter if planning.source is Source.LOOKUP else drafter
+        _check_speculation(planning, kind, quantization)
+
+
+def _check_speculation(
+    plan: Plan, drafter: type[Drafter] | None, quantization: Quantization
+) -> None:
+    if drafter is None:
+        raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
+    verifier = make_any_verifier(plan.verifier)
+    sampling = sampling_of(plan, verifier, drafter, greedy=False)
+    verifier.check_sampling(sampling, plan.paths)
+    if plan.paths < sampling.min_paths:
+        expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
+        raise InvalidArgument("paths", plan.paths, expected)
+    if isinstance(verifier, StatefulVerifier):
+        _check_state(plan, drafter, quantization)
+    for needed in (sampling, DraftSampling.FIXED):
+        if needed not in drafter.draft_samplings:
+            expected = f"one the drafter draws: {', '.join(sorted(drafter.draft_samplings))}"
+            raise InvalidArgument("draft_sampling", str(needed), expected)
+
+
+def _check_state(plan: Plan, drafter: type[Drafter], quantization: Quantization) -> None:
+    """Raise unless a stateful verifier can ask for the draft distributions of earlier steps."""
+    if not issubclass(drafter, RecallingDrafter):
+        expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
+        raise InvalidArgument("drafter", drafter.__name__, expected)
+    if quantization is not Quantization.NONE:
+        # Recomputed in another batch, q would differ from what was drawn from.
+        expected = f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
+        raise InvalidArgument("draft_quantization", str(quantization), expected)
+    if plan.min_confidence > 0:
+        expected = f"0 for verifier {plan.verifier!r}, whose state needs the full depth"
+        raise InvalidArgument("min_confidence", plan.min_confidence, expected)
+
+
 def verifier_name(plan: Plan, *, greedy: bool) -> str:
     """Return the name of the verifier of a step: the plan's, unless nothing is left to decide.
 
@@ -234,7 +278,9 @@ def verifier_name(plan: Plan, *, greedy: bool) -> str:
     return plan.verifier if plan.speculative else TargetOnlyVerifier.name
 
 
-def sampling_of(plan: Plan, verifier: Rule, drafter: Drafter, *, greedy: bool) -> DraftSampling:
+def sampling_of(
+    plan: Plan, verifier: Rule, drafter: Drafter | type[Drafter], *, greedy: bool
+) -> DraftSampling:
     """Return a plan's draft sampling: its own, else the verifier's, else the drafter's only one.
 
     At temperature 0 sampled paths all coincide, and a fixed tree covers more.

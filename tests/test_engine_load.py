@@ -78,7 +78,7 @@ def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
 
 
 def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
-    """Requests of which some decode, with target layers or not, and one has yet to read its prompt."""
+    """Requests that decode, with target layers or without, and one that has yet to prefill."""
     specs = [
         Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=seed), plan)
         for seed, plan in enumerate([PLANS[0], PLANS[4], PLANS[7], PLANS[8]])

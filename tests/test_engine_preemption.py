@@ -265,7 +265,7 @@ SETTINGS = [
     (Plan(verifier="spectr_gbv", paths=2, depth=2), 1.0, 1.0),
     (Plan(verifier="spectr_gbv", paths=2, depth=3), 0.7, 0.95),
 ]
-"""Plan, temperature and top-p of requests in turn; each of the two distributions comes from three plans."""
+"""Plan, temperature and top-p of requests in turn; each distribution comes from three plans."""
 
 
 def sample(tiny: TinyEngine, count: int) -> dict[float, list[int]]:

@@ -17,8 +17,7 @@ from support.saved_pair import save_pair
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
 
-from eaglegbv import LLM
-from eaglegbv import verification
+from eaglegbv import LLM, verification
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter

@@ -2,26 +2,35 @@
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import PromptReader, is_one, per_prompt
+from eaglegbv.text import encode_prompt, is_one, per_prompt
 
 CHAT = [{"role": "user", "content": "Hello."}]
 
 
+def tiny_tokenizer(template: str | None) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_TARGET))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
-def reader() -> PromptReader:
-    return PromptReader(AutoTokenizer.from_pretrained(str(TINY_TARGET)), "tiny")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(str(TINY_TARGET))
 
 
-def test_text_and_messages_are_read_and_tokens_stay(reader: PromptReader) -> None:
-    text = reader.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    assert reader.encode(CHAT) == reader.tokenizer.encode(text, add_special_tokens=False)
-    assert reader.encode("Hello.") == reader.tokenizer.encode("Hello.")
-    assert reader.encode([5, 6]) == [5, 6]
+def test_text_and_messages_are_read_and_tokens_stay(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    for prompt, ids in (
+        (CHAT, tokenizer.encode(text, add_special_tokens=False)),
+        ("Hello.", tokenizer.encode("Hello.")),
+        ([5, 6], [5, 6]),
+    ):
+        assert encode_prompt(tokenizer, prompt, "tiny") == ids
 
 
 @pytest.mark.parametrize(
@@ -34,16 +43,24 @@ def test_text_and_messages_are_read_and_tokens_stay(reader: PromptReader) -> Non
         ([{"content": "a"}], "expected a message with role and content"),
     ],
 )
-def test_what_is_no_prompt_is_named(reader: PromptReader, prompt, message: str) -> None:
+def test_what_is_no_prompt_is_named(
+    tokenizer: PreTrainedTokenizerBase, prompt: object, message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        reader.encode(prompt)
+        encode_prompt(tokenizer, prompt, "tiny")
 
 
-def test_messages_need_a_chat_template(reader: PromptReader) -> None:
-    bare = AutoTokenizer.from_pretrained(str(TINY_TARGET))
-    bare.chat_template = None
-    with pytest.raises(InvalidArgument, match="expected text: bare has no chat template"):
-        PromptReader(bare, "bare").encode(CHAT)
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "expected text: bare has no chat template"),
+        # A template is a program, and may raise anything: other prompts are answered all the same.
+        ("{{ messages[0]['content'] + 1 }}", "messages that the chat template of bare takes"),
+    ],
+)
+def test_messages_need_a_chat_template_that_takes_them(template: str | None, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        encode_prompt(tiny_tokenizer(template), CHAT, "bare")
 
 
 def test_one_prompt_is_told_from_many() -> None:
@@ -62,16 +79,9 @@ def test_settings_are_for_all_prompts_or_one_each() -> None:
         per_prompt(own, 3)
 
 
-def test_templates_that_break_are_a_fault_of_the_prompt(reader: PromptReader) -> None:
-    """A template is a program, and may raise anything: other prompts are answered all the same."""
-    broken = AutoTokenizer.from_pretrained(str(TINY_TARGET))
-    broken.chat_template = "{{ messages[0]['content'] + 1 }}"
-    with pytest.raises(InvalidArgument, match="messages that the chat template of broken takes"):
-        PromptReader(broken, "broken").encode(CHAT)
-
-
-def test_token_ids_may_be_numpys(reader: PromptReader) -> None:
+def test_token_ids_may_be_numpys(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = list(np.array([5, 6, 7]))
     assert is_one(ids)
-    assert reader.encode(ids) == [5, 6, 7]
-    assert all(type(token) is int for token in reader.encode(ids))
+    read = encode_prompt(tokenizer, ids, "tiny")
+    assert read == [5, 6, 7]
+    assert all(type(token) is int for token in read)
