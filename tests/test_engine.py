@@ -256,7 +256,7 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
             {},
             {"verifier": "gbv", "draft_sampling": "fixed"},
             SamplingMismatch,
-            r"distribution='fixed': expected",
+            r"draft_sampling='fixed': expected",
         ),
         (
             [1],
@@ -270,7 +270,7 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
             {},
             {"draft_sampling": "wor"},
             (SamplingMismatch, InvalidArgument),
-            r"distribution='wor': expected",
+            r"draft_sampling='wor': expected",
         ),
     ],
 )

@@ -310,7 +310,7 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
 def test_plans_out_of_range_are_refused(tiny: TinyEngine) -> None:
     with pytest.raises(SamplingMismatch, match=r"paths=2: expected at most 1 for 'greedy_block'"):
         tiny.engine.check_plan(msgspec.structs.replace(ONE_PATH, paths=2))
-    with pytest.raises(SamplingMismatch, match=r"distribution='fixed': expected one of iid "):
+    with pytest.raises(SamplingMismatch, match=r"draft_sampling='fixed': expected one of iid "):
         tiny.engine.check_plan(
             msgspec.structs.replace(TWO_PATHS, draft_sampling=DraftSampling.FIXED)
         )
