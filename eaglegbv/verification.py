@@ -258,7 +258,7 @@ def _check_state(plan: Plan, drafter: type[Drafter], quantization: Quantization)
     if not issubclass(drafter, RecallingDrafter):
         expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
         raise InvalidArgument("drafter", drafter.__name__, expected)
-    if quantization is not Quantization.NONE:
+    if quantization is Quantization.INT8:
         # Recomputed in another batch, q would differ from what was drawn from.
         expected = f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
         raise InvalidArgument("draft_quantization", str(quantization), expected)

@@ -348,7 +348,12 @@ def test_what_would_be_missed_after_loading_is_missed_before(
         ("ngram", {"verifier": "greedy_block", "paths": 1}, InvalidArgument, "drafter='NgramDr"),
         ("ngram", {"draft_sampling": "iid"}, InvalidArgument, "draft_sampling='iid': expected one"),
         (None, {"verifier": "spechub", "paths": 1}, InvalidArgument, "paths=1: expected at least"),
-        (None, {"verifier": "spechub", "draft_sampling": "wor"}, SamplingMismatch, "draft_sampling='wor'"),
+        (
+            None,
+            {"verifier": "spechub", "draft_sampling": "wor"},
+            SamplingMismatch,
+            "draft_sampling='wor'",
+        ),
         (
             None,
             {"verifier": "greedy_block", "paths": 1, "min_confidence": 0.1},
@@ -368,6 +373,12 @@ def test_plans_that_fail_are_refused_before_anything_is_loaded(
     monkeypatch.delattr("eaglegbv.llm.load_pair")
     with pytest.raises(error, match=message):
         LLM(pair[0], drafter or pair[1], plan=Plan(**plan))
+
+
+def test_state_is_not_for_automatic_plans(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("eaglegbv.llm.load_pair")
     with pytest.raises(InvalidArgument, match="expected one without state over steps"):
         LLM(*pair, plan=AutoPlan(verifier="greedy_block", max_paths=1))
 
