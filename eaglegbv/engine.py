@@ -106,41 +106,6 @@ class Engine:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
-    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
-
-        An observer that raises is dropped; its error is logged and counted, and no request suffers.
-
-        Args:
-            observer: Receives the records.
-            trees: Have the records say what became of every draft tree, for all observers and as
-                long as this one observes. Recording begins after a step's clock has stopped, so
-                that no time of a step includes it.
-        """
-        self._observers.append((observer, trees))
-
-    def unobserve(self, observer: StepObserver) -> None:
-        """Drop ``observer``; nothing happens if it does not observe."""
-        self._observers = [own for own in self._observers if own[0] is not observer]
-
-    def explain_plans(self) -> list[PlanEstimate]:
-        """Return what the planner expects of each plan for the running requests, best first."""
-        return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
-
-    @property
-    def preemptions(self) -> int:
-        """How often a running request had to give its slots to others."""
-        return self._scheduler.preemptions
-
-    @property
-    def cache_counts(self) -> CacheCounts:
-        """What the prefix cache did so far."""
-        return self._cache.counts
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the texts in the prefix cache that no running request uses."""
-        self._cache.clear()
-
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -194,12 +159,8 @@ class Engine:
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
-        self._gauge_load()
+        self._gauge()
         return request
-
-    def check_plan(self, plan: Planning) -> None:
-        """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
-        self._verification.check(plan)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -303,7 +264,46 @@ class Engine:
             self.metrics.add(FINISHED, -1, label=request.finish_reason)
         request.finish_reason = reason
         self.metrics.add(FINISHED, label=reason)
-        self._gauge_load()
+        self._gauge()
+
+    def check_plan(self, plan: Planning) -> None:
+        """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
+        self._verification.check(plan)
+
+    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
+        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
+
+        An observer that raises is dropped; its error is logged and counted, and no request suffers.
+
+        Args:
+            observer: Receives the records.
+            trees: Have the records say what became of every draft tree, for all observers and as
+                long as this one observes. Recording begins after a step's clock has stopped, so
+                that no time of a step includes it.
+        """
+        self._observers.append((observer, trees))
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Drop ``observer``; nothing happens if it does not observe."""
+        self._observers = [own for own in self._observers if own[0] is not observer]
+
+    def explain_plans(self) -> list[PlanEstimate]:
+        """Return what the planner expects of each plan for the running requests, best first."""
+        return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
+
+    @property
+    def preemptions(self) -> int:
+        """How often a running request had to give its slots to others."""
+        return self._scheduler.preemptions
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """What the prefix cache did so far."""
+        return self._cache.counts
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the texts in the prefix cache that no running request uses."""
+        self._cache.clear()
 
     def _plan(self, batch: StepBatch) -> None:
         """Choose the plans of those who leave it to the engine."""
@@ -317,20 +317,18 @@ class Engine:
         )
 
     def _draft(self, requests: list[Request]) -> list[Group]:
-        """Draft a tree for each request; those of one plan together."""
+        """Draft a tree for each request, those of one plan together; plain decoding has a root."""
         groups = []
         for members in by_plan(requests):
+            plan, greedy = members[0].plan, members[0].params.greedy
             slots = [self._holdings.borrow(r, r.plan.tree_slots) for r in members]
-            groups.append(Group.decode(members, self._trees(members, slots), slots))
+            if plan.speculative:
+                sampling = self._verification.sampling_of(plan, greedy=greedy)
+                tree = self._drafting.draft(members, sampling, slots)
+            else:
+                tree = DraftTree.roots([request.token_ids[-1] for request in members])
+            groups.append(Group.decode(members, tree, slots))
         return groups
-
-    def _trees(self, requests: list[Request], slots: list[Tensor]) -> DraftTree:
-        """Return a tree for each request of one plan: its root alone where it decodes plainly."""
-        plan, greedy = requests[0].plan, requests[0].params.greedy
-        if not plan.speculative:
-            return DraftTree.roots([request.token_ids[-1] for request in requests])
-        sampling = self._verification.sampling_of(plan, greedy=greedy)
-        return self._drafting.draft(requests, sampling, slots)
 
     def _last_chunks(self, batch: StepBatch) -> list[Group]:
         """Prefill the last parts of prompts, which yield first tokens."""
@@ -492,8 +490,7 @@ class Engine:
             trees=[tree for output in verified for tree in tree_records(output, kept)],
         )
         self._steps += 1
-        self._gauge_load()
-        self._count_elsewhere()
+        self._gauge()
         self.metrics.on_step(record)
         for observer, _ in tuple(self._observers):
             try:
@@ -503,18 +500,18 @@ class Engine:
                 self.metrics.add(FAILED_OBSERVERS)
                 self.unobserve(observer)
 
-    def _gauge_load(self) -> None:
-        """Set how many requests there are at the moment, and what they hold."""
+    def _gauge(self) -> None:
+        """Set what is counted elsewhere: requests, slots, and how forwards and drafts ran."""
         allocator = self._target.allocator
-        self.metrics.set(RUNNING, len(self._scheduler.running))
-        self.metrics.set(WAITING, self._scheduler.num_waiting)
-        self.metrics.set(KV_USED, allocator.num_used)
-        self.metrics.set(KV_SLOTS, allocator.num_slots)
-
-    def _count_elsewhere(self) -> None:
-        """Read what the parts count."""
-        self.metrics.set(PREEMPTIONS, self._scheduler.preemptions)
-        self.metrics.set(CACHED, self._cache.counts.shared)
+        for metric, value in (
+            (RUNNING, len(self._scheduler.running)),
+            (WAITING, self._scheduler.num_waiting),
+            (KV_USED, allocator.num_used),
+            (KV_SLOTS, allocator.num_slots),
+            (PREEMPTIONS, self._scheduler.preemptions),
+            (CACHED, self._cache.counts.shared),
+        ):
+            self.metrics.set(metric, value)
         for metric, counts in (
             (ATTENTION_FALLBACKS, self._target.attention_fallbacks),
             (GRAPH_FORWARDS, self._target.graph_counts),

@@ -172,14 +172,13 @@ def seconds_by_phase(spans: Iterable[Span]) -> dict[Phase, float]:
 class TreeRecord:
     """A draft tree and the verdict on it.
 
-    Sequences with one entry per node begin with the root, the last token that the target had not
-    read yet. A value that a node does not have is None.
+    Sequences with one entry per node begin with the root, the last committed token. A value that a node does not have is None.
 
     Attributes:
         request: Running number of the request.
         start: Number of tokens of the answer before the step.
-        prompt_ids: The prompt, in the record of the step that read it to its end and drew the
-            first token of the answer from its distribution; empty in all others.
+        prompt_ids: The prompt, in the record of the step that ended its prefill and drew the first
+            token of the answer; empty in all others.
         plan: The request's plan, such as ``otbv 3x4``.
         verifier: Name of the rule that judged.
         draft_sampling: How the children of a node arose.
@@ -231,7 +230,7 @@ class StepRecord:
         seconds: Duration of the step.
         spans: Its phases in order.
         requests: Number of requests that took part.
-        prefilling: Number of those that read their prompt, or a part of it.
+        prefilling: Number of those whose prompt, or a part of it, was prefilled.
         waiting: Number of requests waiting for admission.
         nodes: Tree nodes drafted, without roots.
         accepted: Drafted tokens accepted.
@@ -278,8 +277,8 @@ class RequestMetrics(msgspec.Struct):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        cached_tokens: Tokens of the text served from the prefix cache instead of being read; after
-            a pre-emption, also tokens of the answer.
+        cached_tokens: Tokens served from the prefix cache instead of being prefilled; after a
+            pre-emption, also tokens of the answer.
         preemptions: How often the request was pre-empted.
         target_forwards: Decoding forwards of the target this request took part in.
         committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).

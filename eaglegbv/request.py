@@ -85,11 +85,11 @@ class Request:
         plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
-        drafted: Whether the drafter follows the text; it need not draft in every step.
+        drafted: Whether the drafter follows the request; it need not draft in every step.
         skips: Whether the drafter may skip what it has missed, and begin after it.
         priority: Lower numbers are served first; equal ones in order of arrival.
         token_ids: Tokens generated so far.
-        slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
+        slots: ``[context]`` int64, KV slots of the tokens that were forwarded; the last generated
             token has none yet.
         shared: Number of leading positions of ``slots`` that belong to the prefix cache.
         skipped: Number of leading positions that the drafter skipped and does not attend to.
@@ -130,22 +130,22 @@ class Request:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the engine may look up its drafts in its own text."""
+        """Whether the engine may look up its drafts in its own sequence."""
         return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
 
     @property
     def context(self) -> int:
-        """Number of tokens the target has read."""
+        """Number of tokens that were forwarded through the target."""
         return self.slots.shape[0]
 
     @property
     def length(self) -> int:
-        """Number of tokens of the text, prompt and generated."""
+        """Number of tokens of the sequence, prompt and generated."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def length_to_read(self) -> int:
-        """Tokens to read before decoding: the prompt, or all but the last of a longer text.
+        """Tokens to prefill before decoding: the prompt, or all but the last of a longer sequence.
 
         The last token of a prompt yields the first one of the answer; the last token of an answer
         is the root of the next tree.
@@ -154,12 +154,12 @@ class Request:
 
     @property
     def unread(self) -> int:
-        """Number of tokens to read before decoding; 0 if a tree comes next."""
+        """Number of tokens to prefill before decoding; 0 if a tree comes next."""
         return self.length_to_read - self.context
 
     @property
     def prefilled(self) -> bool:
-        """Whether the prompt was read to its end once, which yielded the first token."""
+        """Whether the prompt was prefilled to its end once, which yielded the first token."""
         return bool(self.token_ids)
 
     @property
