@@ -275,16 +275,16 @@ _MAX_TEMPERATURES = 4
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
-The tiny pair's distributions of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the 256
-most likely cover 0.59. For several paths, verifying all tokens takes longer than that is worth.
+The tiny pair's draft probabilities of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those
+of the 256 most likely cover 0.59. For several paths, verifying all tokens takes longer than that is worth.
 """
 
 
 class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Let the engine choose a plan for each request and step, from its measurements so far.
 
-    Every choice gives the text the same distribution; speed differs. As the choice depends on measured
-    times, the same seed need not give the same text twice (at temperature 0 it does).
+    Every choice gives the text the same distribution; speed differs. As the choice depends on
+    measured times, the same seed need not give the same text twice (at temperature 0 it does).
 
     Attributes:
         verifier: Verifier of all plans; a stateless one that takes sampled paths.

@@ -37,12 +37,10 @@ from eaglegbv.request import FinishReason, Request, RequestOutput
 from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
-from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.kv_slots import KVSlots
-from eaglegbv.scheduler.planner import PlanEstimate, Planner
+from eaglegbv.scheduler.planner import KnownCosts, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
-from eaglegbv.scheduler.time_shares import share_seconds
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import require_integer
 from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
@@ -64,6 +62,7 @@ class Engine:
         *,
         barrier: Callable[[], None] | None = None,
         costs: KnownCosts | None = None,
+        keep_costs: Callable[[KnownCosts], None] | None = None,
         compile_backend: str | None = None,
     ) -> None:
         """Put the parts together.
@@ -75,6 +74,7 @@ class Engine:
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
             costs: What steps cost, if that is known; else the first steps teach it.
+            keep_costs: Called with what was learned if the first steps refute ``costs``.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
         """
@@ -92,7 +92,7 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = Planner(costs)
+        self._planner = Planner(costs, keep_costs)
         self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
         self._added = 0
         self._steps = 0
@@ -216,7 +216,7 @@ class Engine:
             self._keep_chunks(forward, output.features)
         if batch.reading:
             self._end_prefill(batch, watch)
-        share_seconds(batch, watch.seconds, sum(s.num_new for s in forward.segments))
+        batch.share_seconds(watch.seconds, sum(s.num_new for s in forward.segments))
         self._planner.observe_step(watch.elapsed)
         self._record(batch, watch, verified, outputs)
 
@@ -270,6 +270,19 @@ class Engine:
         """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
         self._verification.check(plan)
 
+    def record(self, plan: Plan, params: SamplingParams) -> None:
+        """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
+
+        Otherwise they are recorded when first needed, also while a batch drains, which takes longer
+        than many steps. Without graphs, nothing happens.
+        """
+        self.check_plan(plan)
+        most = self._config.max_batch
+        self._target.record(most, plan.tree_nodes if plan.speculative else 1)
+        if plan.asks_drafter:
+            sampling = self._verification.sampling_of(plan, greedy=params.greedy)
+            self._drafting.by(plan).record(most, plan, sampling, params)
+
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Give ``observer`` the record of every further step, until :meth:`unobserve`.
 
@@ -287,8 +300,8 @@ class Engine:
         """Drop ``observer``; nothing happens if it does not observe."""
         self._observers = [own for own in self._observers if own[0] is not observer]
 
-    def explain_plans(self) -> list[PlanEstimate]:
-        """Return what the planner expects of each plan for the running requests, best first."""
+    def explain_plans(self) -> str:
+        """Return in words what the planner expects of the best plans for the running requests."""
         return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
 
     @property
@@ -311,7 +324,6 @@ class Engine:
         self._planner.assign(
             batch.decoding,
             others=len(batch.reading),
-            waiting=self._scheduler.num_waiting,
             behind=self._drafting.behind,
             matched=self._drafting.matched,
         )
@@ -485,6 +497,7 @@ class Engine:
             committed=sum(len(own.token_ids) for own in outputs if id(own.request) in decoding),
             plans=Counter(plan_name(request.plan) for request in batch.decoding),
             reasons=Counter(request.plan_reason for request in batch.decoding),
+            why=self._planner.why,
             kv_used=allocator.num_used,
             kv_slots=allocator.num_slots,
             trees=[tree for output in verified for tree in tree_records(output, kept)],

@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +11,6 @@ import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -28,7 +26,7 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import find_model
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -137,9 +135,18 @@ def load_pair(
     """
     place, dtype = place_of(device, dtype)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
-    open_model = partial(
-        HFTarget.from_pretrained, dtype=dtype, device=place, compile_backend=compile_backend
-    )
+
+    def open_model(
+        model: str | Path, size: PoolSize, features: FeatureSpec, graphs: GraphMode
+    ) -> HFTarget:
+        return HFTarget(
+            load_model(model, dtype=dtype, device=place),
+            max_slots=size,
+            features=features,
+            compile_backend=compile_backend,
+            graphs=graphs,
+        )
+
     folder = None if drafter is None or drafter == NGRAM else _drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
     if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
@@ -154,7 +161,7 @@ def load_pair(
         check_tokenizers(model, folder)
         beside = _slot_bytes(folder, dtype)
     size = replace(PoolSize.of(slots), beside=beside)
-    target = open_model(model, max_slots=size, features=features, graphs=graphs)
+    target = open_model(model, size, features, graphs)
     if drafter is None:
         return Pair(target, None)
     if folder is None:
@@ -182,7 +189,7 @@ def load_pair(
         return Pair(target, TabularDrafter(table))
     # Its trees grow level by level on the host; only the target's forwards are replayed.
     size = PoolSize(slots=target.max_slots)
-    small = open_model(folder, max_slots=size, features=FeatureSpec.none(), graphs=GraphMode.OFF)
+    small = open_model(folder, size, FeatureSpec.none(), GraphMode.OFF)
     if small.max_context < target.max_context:
         _log.warning(
             "texts end at %d tokens, the context of drafter %s; the target's is %d",
@@ -245,7 +252,7 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)

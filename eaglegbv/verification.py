@@ -36,23 +36,21 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
     Fault,
-    NodeFigures,
+    NodeStats,
     Rule,
     Verdict,
     Verifier,
     VerifyUniforms,
     find_faults,
 )
-from eaglegbv.verifiers.paths import rows_at
+from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 from eaglegbv.verifiers.registry import (
     CheckedVerifier,
     checked_verifier,
     make_any_verifier,
     make_verifier,
 )
-from eaglegbv.verifiers.selection import target_of_tokens
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
@@ -82,7 +80,7 @@ class VerifyOutput:
     faults: Tensor
     target_layers: list[tuple[TargetLayer, ...]]
     target: TargetProbs | None
-    node_stats: Callable[[], NodeFigures]
+    node_stats: Callable[[], NodeStats]
 
 
 class Verification:
@@ -158,12 +156,13 @@ class Verification:
         verifier = make_verifier(name) if greedy else self._verifier(name)
         target = probs_of_nodes(group, layout, logits)
         layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
+        verdict: Verdict
         if isinstance(verifier, StatefulVerifier):
             drafter = self._drafting.recalling(plan)
             result, layers, unsound = verify_stateful(
                 verifier, requests, tree, target, drafter, self._target.allocator
             )
-            verdict, stats = result.verdict, result.figures
+            verdict, stats = result, result.node_stats
             faults = find_faults(tree, target) | unsound
         else:
             uniforms = VerifyUniforms.draw(
@@ -175,7 +174,7 @@ class Verification:
             )
             checked = self._checked(verifier, tree.draft_sampling)
             verdict, faults = checked.verify(tree, target, uniforms)
-            stats = partial(verifier.figures, tree, target, uniforms)
+            stats = partial(verifier.node_stats, tree, target, uniforms)
         if not record:
             return VerifyOutput(group, layout, verdict, faults, layers, None, dict)
         return VerifyOutput(group, layout, verdict, faults, layers, target, stats)
@@ -379,8 +378,8 @@ def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
         own = slice(row, row + count)
         prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
         in_prompt[own].index_fill_(1, prompt, value=True)
-        seen = torch.tensor(request.token_ids, dtype=torch.int64)
-        generated[own] = send(torch.bincount(seen, minlength=vocab), device)
+        seen = upload(request.token_ids, dtype=torch.int64, device=device).expand(count, -1)
+        generated[own].scatter_add_(1, seen, torch.ones_like(seen))
         # The root is the last of the request's own tokens, so it is counted among those.
         drafted = ancestors[b, :count, 1:count].to(torch.int64)
         tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
@@ -429,7 +428,7 @@ def verify_stateful(
     try:
         replayed = _ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
         columns = _columns(requests, device=device)
-        result = verifier.verify(tree, target, uniforms, Debts(columns, replayed))
+        result = verifier.verify(tree, target, uniforms, columns, replayed)
     finally:
         allocator.release(borrowed)
     return result, _layers_after(requests, result.layers, drafter), replayed.faults

@@ -118,7 +118,7 @@ class DebtReferee(Referee):
         result, layers, _ = verify_stateful(self._verifier, own, tree, target, recall, slots)
         for request, left, exempt in zip(own, layers, greedy, strict=True):
             request.target_layers = () if exempt else left
-        return result.verdict
+        return result
 
     def owing(self, requests: Sequence["Req"]) -> list[int]:
         """See :meth:`Referee.owing`."""
