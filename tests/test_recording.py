@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
-from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.metrics import StepRecord, TreeRecord
 from eaglegbv.models.target import TargetOutput
-from eaglegbv.outcomes import Judgement
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.batch import Group, Layout
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verification import Verification
+from eaglegbv.verification import Verification, VerifyOutput
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.transport import exact_transport
 
@@ -252,20 +249,18 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("figures were asked for")
 
     monkeypatch.setattr(OtbvVerifier, "stats", refuse)
-    monkeypatch.setattr("eaglegbv.outcomes.tree_records", refuse)
+    monkeypatch.setattr("eaglegbv.verification.target_of_tokens", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []
-    whole = Verification.judge
+    whole = Verification.verify
 
-    def judge(
-        verification: Verification, group: Group, layout: Layout, logits: Tensor
-    ) -> Judgement:
-        judgement = whole(verification, group, layout, logits)
-        evidence.append(judgement.evidence)
-        return judgement
+    def verify(*arguments: object, **named: object) -> list[VerifyOutput]:
+        outputs = whole(*arguments, **named)
+        evidence.extend(output.target for output in outputs)
+        return outputs
 
-    monkeypatch.setattr(Verification, "judge", judge)
+    monkeypatch.setattr(Verification, "verify", verify)
     spec = Spec(PROMPT, SamplingParams(max_tokens=9, seed=1), Plan(verifier="otbv", paths=2))
     request = exact.add(spec)
     exact.run()

@@ -36,6 +36,7 @@ LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
     {
         "dtype": "SGLang chooses it",
         "draft_quantization": "SGLang holds the weights",
+        "generate_async": "SGLang has an event loop of its own",
         "explain_plans": "one plan serves every request",
         "metrics": "SGLang counts for itself, see its /metrics",
         "observe": "SGLang's steps are its own",
@@ -144,6 +145,10 @@ class SGLangLLM(TextGenerator):
     def shutdown(self) -> None:
         """Stop SGLang's processes."""
         self._sglang.shutdown()
+
+    def close(self) -> None:
+        """See :meth:`shutdown`."""
+        self.shutdown()
 
     def stream(
         self,

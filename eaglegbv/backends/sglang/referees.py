@@ -12,7 +12,7 @@ from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verification import recall_slots, settle
+from eaglegbv.verification import replay_slots, verify_stateful
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.stateful import StatefulVerifier
 
@@ -114,15 +114,15 @@ class DebtReferee(Referee):
         own = self._records(requests)
         recall = HeadRecall(self._worker, own, pool_indices, start)
         # Recalled entries are outside SGLang's pool, so these slots are only counted, never used.
-        slots = SlotAllocator(1 + len(own) * recall_slots(own[0].plan))
-        settled = settle(self._verifier, own, tree, target, recall, slots)
-        for request, debts, exempt in zip(own, settled.debts, greedy, strict=True):
-            request.debts = () if exempt else debts
-        return settled.verdict
+        slots = SlotAllocator(1 + len(own) * replay_slots(own[0].plan))
+        result, layers, _ = verify_stateful(self._verifier, own, tree, target, recall, slots)
+        for request, left, exempt in zip(own, layers, greedy, strict=True):
+            request.target_layers = () if exempt else left
+        return result
 
     def owing(self, requests: Sequence["Req"]) -> list[int]:
         """See :meth:`Referee.owing`."""
-        return [row for row, own in enumerate(self._book.of(requests)) if own.debts]
+        return [row for row, own in enumerate(self._book.of(requests)) if own.target_layers]
 
     def _records(self, requests: Sequence["Req"]) -> list[Request]:
         own = self._book.of(requests)
