@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan, Source
 from eaglegbv.devices import upload
-from eaglegbv.drafters.base import Drafter, RecallingDrafter
+from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.fused_linears import Quantization
@@ -60,14 +60,14 @@ class Drafting:
             raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
         return self.drafter
 
-    def recalling(self, plan: Plan) -> RecallingDrafter:
+    def recalling(self, plan: Plan) -> ReplayingDrafter:
         """Return the drafter of a plan that needs the distributions of earlier steps.
 
         Raises:
             InvalidArgument: The plan has no drafter, or it cannot recall its distributions to the last bit.
         """
         drafter = self.by(plan)
-        if not isinstance(drafter, RecallingDrafter):
+        if not isinstance(drafter, ReplayingDrafter):
             raise InvalidArgument(
                 "drafter",
                 type(drafter).__name__,

@@ -10,7 +10,7 @@ from torch import Tensor
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import AutoPlan, Plan, Planning
 from eaglegbv.devices import send, upload
-from eaglegbv.drafters.base import Drafter, Recaller
+from eaglegbv.drafters.base import Drafter, DraftReplay
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.target import Target
@@ -137,7 +137,7 @@ def settle(
     requests: Sequence[Request],
     tree: DraftTree,
     target: TargetProbs,
-    drafter: Recaller,
+    drafter: DraftReplay,
     allocator: SlotAllocator,
 ) -> Settlement:
     """Judge the drafts of ``requests`` under their debts, and return the debts that remain."""
@@ -196,7 +196,7 @@ class ReplayedProbs:
 
     def __init__(
         self,
-        drafter: Recaller,
+        drafter: DraftReplay,
         trails: Sequence[Trail],
         slots: Tensor,
         *,
@@ -289,7 +289,7 @@ def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
     )
 
 
-def _owed(requests: Sequence[Request], layers: Layers, drafter: Recaller) -> list[tuple[Debt, ...]]:
+def _owed(requests: Sequence[Request], layers: Layers, drafter: DraftReplay) -> list[tuple[Debt, ...]]:
     """Return what each request owes by ``layers``, whose last column is the latest step."""
     owed = []
     numbers = zip(

@@ -67,6 +67,12 @@ def test_my_verifier() -> None:
     assert out.splitlines()[-1].endswith(" lossless")
 
 
+@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
+def test_my_drafter() -> None:
+    out = run(str(ROOT / "examples" / "my_drafter.py"))
+    assert float(out.splitlines()[-1].split()[1]) > 1
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40

@@ -457,7 +457,7 @@ def _flat(ranked: RankedProbs) -> RankedProbs:
 # * For each layer a *snapshot* of what its draft distribution needs: the drafter's settings and state at the
 # root of the step that pushed the layer, and the tokens committed since that root. The distribution of a
 # layer is that of its own step, not of the current one, so a drafter must be able to recall what
-# that step would have drawn from (:class:`eaglegbv.drafters.base.RecallingDrafter`).
+# that step would have drawn from (:class:`eaglegbv.drafters.base.ReplayingDrafter`).
 # * Nothing else. Steps without drafts (a root alone) go through the same verifier, so that debts are
 # paid there too; layers survive pre-emption with the request.
 #

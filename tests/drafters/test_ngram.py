@@ -104,7 +104,7 @@ def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, 
 def test_what_is_not_a_lookup_is_refused():
     session = TokenSession(NgramDrafter())
     request = session.start([1, 1], 1, Plan())
-    with pytest.raises(InvalidArgument, match="distribution='iid'"):
+    with pytest.raises(InvalidArgument, match="draft_sampling='iid'"):
         session.draft([request], DraftSampling.IID)
     session.drafter.forget(request)
     session.drafter.catch_up([request])
