@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -201,7 +201,8 @@ class Rows(NamedTuple):
     def at_root(cls, roots: Tensor) -> Self:
         """Return one row at the root of each tree; ``roots`` ``[batch]`` int64."""
         node = torch.zeros_like(roots).unsqueeze(1)
-        return cls(node, node, torch.ones_like(node, dtype=torch.bool), torch.ones_like(roots))
+        alive = torch.ones_like(node, dtype=torch.bool)
+        return cls(node, torch.zeros_like(node), alive, torch.ones_like(roots))
 
     def split(self, width: int) -> Self:
         """Return ``width`` children of each row, side by side."""
@@ -353,18 +354,16 @@ def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> S
     rest = probs.scatter(2, hubs.unsqueeze(2), 0.0)
     more = (rest > 0).any(dim=2)
     used = torch.zeros_like(hubs[:, :1])
-    numbers = pad(numbers, (0, 1))
     places, there = [], []
-    for row in range(probs.shape[1]):
+    for row, hub in enumerate(hubs.unbind(1)):
         first = pick_places(probs[:, row], numbers.gather(1, used).squeeze(1))
         second = pick_places(rest[:, row], numbers.gather(1, used + 1).squeeze(1))
-        again = first == hubs[:, row]
-        places.append(torch.stack((first, torch.where(again, second, hubs[:, row])), dim=1))
-        there.append(~again | more[:, row])
+        again = first == hub
+        places += [first, torch.where(again, second, hub)]
+        there += [torch.ones_like(again), ~again | more[:, row]]
         used = used + (alive[:, row] * (1 + (again & more[:, row]))).unsqueeze(1)
-    second_there = torch.stack(there, dim=1)
-    both = torch.stack((torch.ones_like(second_there), second_there), dim=2)
-    return torch.stack(places, dim=1), both
+    shape = (*hubs.shape, 2)
+    return torch.stack(places, dim=1).view(shape), torch.stack(there, dim=1).view(shape)
 
 
 # Growing the trees.
@@ -495,8 +494,9 @@ class TreeGrowth:
         values = probs.probs.gather(2, places).flatten(1)
         leads = parents.alive & there.flatten(1)
         node = torch.where(leads, parents.nodes.unsqueeze(1) + leads.cumsum(1) - 1, parents.node)
-        numbers = torch.arange(leads.shape[1], device=node.device).expand_as(node)
-        after = Rows(node, numbers, leads, parents.nodes + leads.sum(dim=1))
+        # Leaders are made anew, not expanded: graphs are made for strides.
+        leader = torch.zeros_like(node) + torch.arange(leads.shape[1], device=node.device)
+        after = Rows(node, leader, leads, parents.nodes + leads.sum(dim=1))
         return Children(after, tokens, leads, values)
 
     def _places(self, probs: DraftProbs) -> Siblings:
@@ -763,7 +763,8 @@ def given_trees(
         for node in range(1, len(parents)):
             numbers[2, b, node] = numbers[2, b, parents[node]] + 1
     sizes = torch.tensor([len(tokens) for tokens, _ in trees])
-    return _fixed_tree(*torch.from_numpy(numbers), sizes, paths, length)
+    token_ids, parents, depth = torch.from_numpy(numbers)
+    return _fixed_tree(token_ids, parents, depth, sizes, paths, length)
 
 
 # Growing trees on the host: a forward runs the rows that go on, one for each node.
@@ -860,7 +861,7 @@ def trimmed(tree: DraftTree) -> DraftTree:
         )
         forks = int(((tree.multiplicity() > 1) & inner).sum(dim=1).max())
     names = ("token_ids", "parents", "depth", "draft_ids", "draft_probs")
-    kept = {name: tree.tensors[name][:, :most] for name in names}
+    kept: dict[str, Any] = {name: tree.tensors[name][:, :most] for name in names}
     # Graphs are made for strides: those of a lone row must not be those of the buffer it is in.
     contiguous = torch.contiguous_format
     return replace(tree, **kept, forks=forks).mapped(lambda x: x.clone(memory_format=contiguous))

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.drafting import prefix_of
-from support.token_drafting import TokenSession
+from support.token_drafting import TokenSession, prefix_of
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter

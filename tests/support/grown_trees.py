@@ -142,7 +142,7 @@ def _pick(probs: Sequence[float], uniform: float) -> int:
     return min(place, int(np.flatnonzero(probs)[-1]))
 
 
-def _different(plan, draft_sampling, level, ids, probs, numbers):  # noqa: ANN001, ANN202
+def _different(plan, draft_sampling, level, ids, probs, numbers):
     """Return the places of a node's children, which are different tokens, in draft order."""
     popular = [p for p in sorted(range(len(ids)), key=lambda p: (-probs[p], ids[p])) if probs[p]]
     left = list(probs)
