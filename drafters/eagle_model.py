@@ -19,8 +19,15 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment, pack
-from eaglegbv.attention.opaque import PagedCall, attend_opaque, attending
+from eaglegbv.attention.base import (
+    AttentionCall,
+    PackedBatch,
+    PagedAttention,
+    Segment,
+    attend_opaque,
+    attending,
+    pack,
+)
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
@@ -548,13 +555,13 @@ class HeadForward:
         self._products = head.prepare_products(quantization, generated=generates)
         self._head = head
         self.attention = attention
-        self._scale = head.config.head_dim**-0.5
+        self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
         self._angles = self._angles_of(_FIRST_ANGLES)
         self._recorded = recorded
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
         if backend is not None:
             check_backend(backend)
-            attend = partial(attend_opaque, 0, scale=self._scale)
+            attend = partial(attend_opaque, self._call)
             self._graphs = {
                 forward: compile_graph(partial(forward, head, attend), backend)
                 for forward in (read_rows, go_on_rows)
@@ -580,8 +587,7 @@ class HeadForward:
         if not (self._recorded and self._graphs):
             return go_on_rows(self._head, attend, rows, hidden)
 
-        def attend_rows(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-            del layer  # a head has one
+        def attend_rows(_call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v)
 
         with in_use(self._products), attending(attend_rows):
@@ -606,11 +612,11 @@ class HeadForward:
     ) -> Result:
         """Run a forward, by its graph if it has one."""
         batch = pack(segments, self._head.embedding.device)
-        attend = PagedCall(self.attention, batch).attend
+        attend = partial(self.attention.attend, batch=batch)
         rows = self._rows(batch)
         graph = self._graphs.get(forward) if compiled else None
         if graph is None:
-            return forward(self._head, partial(attend, 0, scale=self._scale), rows, above)
+            return forward(self._head, partial(attend, self._call), rows, above)
         # Graphs are made for tensors of inference mode; these may have been made outside it.
         rows = rows._replace(token_ids=rows.token_ids.clone())
         with in_use(self._products), attending(attend):

@@ -37,7 +37,8 @@ from eaglegbv.drafters.tree_growth import (
     support,
 )
 from eaglegbv.request import Request
-from eaglegbv.sampling import WarpSettings
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams, WarpSettings
 from eaglegbv.tree import DraftSampling, DraftTree
 
 # The draft loop on the device, for fixed sizes.
@@ -134,12 +135,13 @@ class DeviceDrafting:
             InvalidArgument: There is no such backend.
         """
         self.counts: Counter[str] = Counter()
+        self._head = head
+        self._forward = forward
         self._recorder = recorder
         draw = compiled_draw_paths(compile_backend, forward.attention.pool.keys.device)
         self._make = partial(
             _Drafting, head=head, forward=forward, draw=draw, max_context=max_context
         )
-        self._draft_vocab = len(head.draft_to_target)
         self._recorded: dict[_Kind, _Drafting] = {}
         self._refused: dict[_Kind, str] = {}
 
@@ -166,6 +168,25 @@ class DeviceDrafting:
         self.counts[REPLAYED] += 1
         return tree
 
+    def record(
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """Record now the drafts of up to ``requests`` requests with such settings."""
+        counts = self.counts.copy()
+        slot = torch.tensor([self._forward.attention.pool.num_slots - 1])
+        size, like = self._head.config.hidden_size, self._head.embedding
+        for exponent in range((requests - 1).bit_length() + 1):
+            count = 1 << exponent
+            made = [
+                Request(0, (0,), params, plan, RequestRng(0), 1, token_ids=[0])
+                for _ in range(count)
+            ]
+            slots = [slot.expand(plan.tree_slots)] * count
+            roots = Roots([slot] * count, like.new_zeros((count, size)), slots)
+            self.draft(made, plan, draft_sampling, roots)
+        self.counts.clear()
+        self.counts.update(counts)
+
     def _replay(
         self,
         requests: Sequence[Request],
@@ -187,7 +208,7 @@ class DeviceDrafting:
         params = [draft_params(request.params, plan) for request in requests]
         params += params[-1:] * (padded - len(requests))
         settings = WarpSettings.of(params, [1] * padded)
-        kind = _Kind.of(plan, draft_sampling, settings, self._draft_vocab)
+        kind = _Kind.of(plan, draft_sampling, settings, len(self._head.draft_to_target))
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)

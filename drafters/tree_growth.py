@@ -582,10 +582,8 @@ class TreeGrowth:
             return _fixed_tree(token_ids, parents, depth, number, plan.fixed_nodes, plan.depth)
         if self._sampling is DraftSampling.HUB:
             most_paths = 1 + plan.paths // 2 * plan.depth
-            places = [
-                torch.arange(own.shape[1], device=own.device).expand_as(own) for own in depths
-            ]
-            siblings = _scattered(new, places, most) % 2
+            places_of = [torch.arange(d.shape[1], device=d.device).expand_as(d) for d in depths]
+            siblings = _scattered(new, places_of, most) % 2
             order = _depth_first(parents, depth, siblings, plan.depth)
             paths = _leaf_paths(parents, depth, number, most_paths, plan.depth, order)
         else:
@@ -758,10 +756,10 @@ def given_trees(
     """
     nodes = max(len(tokens) for tokens, _ in trees)
     numbers = np.zeros((3, len(trees), nodes), dtype=np.int64)
-    for b, (tokens, parents) in enumerate(trees):
-        numbers[0, b, : len(tokens)], numbers[1, b, : len(parents)] = tokens, parents
-        for node in range(1, len(parents)):
-            numbers[2, b, node] = numbers[2, b, parents[node]] + 1
+    for b, (tokens, above) in enumerate(trees):
+        numbers[0, b, : len(tokens)], numbers[1, b, : len(above)] = tokens, above
+        for node in range(1, len(above)):
+            numbers[2, b, node] = numbers[2, b, above[node]] + 1
     sizes = torch.tensor([len(tokens) for tokens, _ in trees])
     token_ids, parents, depth = torch.from_numpy(numbers)
     return _fixed_tree(token_ids, parents, depth, sizes, paths, length)

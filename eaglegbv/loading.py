@@ -9,7 +9,6 @@ import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -24,7 +23,8 @@ from eaglegbv.drafters.registry import drafter_names, make_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.gguf import find_model
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
@@ -130,15 +130,18 @@ class NamedModels:
 def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
     """Return the models of a user's choice; where no target is named, those of the tiny pair.
 
+    A target in a GGUF file is converted, if it never was; see :func:`eaglegbv.gguf.find_model`.
+
     Raises:
-        InvalidArgument: A model or drafter is no name.
+        InvalidArgument: A model or drafter is no name, or a GGUF file cannot be read.
+        NotInstalled: A package that reads GGUF files is missing.
     """
     for argument, name in (("model", model), ("drafter", drafter)):
         if name is not None and not (isinstance(name, str | Path) and str(name)):
             raise InvalidArgument(argument, name, "a folder or a name, or None")
     if model is None:
         return NamedModels("tiny", TINY_TARGET, drafter or TINY_DRAFTERS[0])
-    return NamedModels(str(model), model, drafter)
+    return NamedModels(str(model), find_model(model), drafter)
 
 
 def load_pair(
@@ -275,10 +278,8 @@ class _Opening:
     def _open(
         self, model: str | Path, features: FeatureSpec, size: PoolSize, graphs: GraphMode
     ) -> HFTarget:
-        return HFTarget.from_pretrained(
-            model,
-            dtype=self.dtype,
-            device=self.device,
+        return HFTarget(
+            load_model(model, dtype=self.dtype, device=self.device),
             max_slots=size,
             features=features,
             compile_backend=self.compile_backend,
@@ -325,7 +326,7 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)

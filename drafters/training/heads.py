@@ -1,12 +1,17 @@
 """Training of EAGLE heads on the hidden states of a frozen target, computed as they are needed."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import (
@@ -17,24 +22,46 @@ from eaglegbv.drafters.eagle_model import (
     EagleHeadConfig,
     default_feature_layers,
 )
-from eaglegbv.drafters.training.data import Corpus
-from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.report import TrainingReport
-from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns, Runs
-from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    Texts,
+    TextSettings,
+    documents_to_fill,
+    draw_documents,
+    gather_texts,
+)
+from eaglegbv.drafters.training.train import (
+    Evaluation,
+    Schedule,
+    Task,
+    optimise,
+    optimise_once,
+    write_report,
+)
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
+    FrozenTarget,
+    KeptRuns,
     Loss,
+    TargetRun,
     draw_anchors,
     feature_loss,
     unroll,
 )
 from eaglegbv.errors import InvalidArgument
 
+_COVERAGE = 0.95
 _NOT_IDENTITY = frozenset(
-    {"data", "device", "initial", "out", "samples", "seed", "target", "validation_prompts"}
+    {"data", "device", "initial", "keep_runs", "out", "samples", "seed", "validation_prompts"}
 )
 """Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
+_FEWEST_LAYERS = 4
+"""Of a target, of whose inputs EAGLE-3 reads three."""
+_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +70,21 @@ class EagleTrainingConfig:
 
     Attributes:
         arch: Which head.
-        texts: Which target, and which texts to train and measure on. Rows are packed with whole
-            texts to ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts
-            acceptance is measured on, at most.
+        texts: Which texts to train and measure on. Rows are packed with whole texts to
+            ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts acceptance
+            is measured on, at most.
         out: Folder to write.
         intermediate: Width of the head's feed-forward layer; None is the target's.
-        draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is all.
+        draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as
+            many as make up 95% of these: a rare token costs as many weights as a frequent one.
         depths: Depths of the unroll.
         decay: Weight of a depth relative to the one before.
         anchors: Positions of a row that are unrolled.
         loss: What is lowered.
         feature_weight: Weight of EAGLE-1's feature regression.
         batch: Rows of a step.
-        keep_runs: Run the target once over its answers and keep what a head learns from in memory,
-            instead of running it at every step.
+        keep_runs: Folder in which to keep what a head learns from, so that the target reads every
+            text once and not at every step; None keeps nothing. Texts are then drawn evenly.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
@@ -76,7 +104,7 @@ class EagleTrainingConfig:
     loss: Loss = Loss.MIX
     feature_weight: float = 0.1
     batch: int = 16
-    keep_runs: bool = False
+    keep_runs: Path | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
@@ -86,9 +114,6 @@ class EagleTrainingConfig:
     def __post_init__(self) -> None:
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
-        if self.keep_runs and not self.texts.regenerate:
-            expected = "only with regenerate, the target's own answers: the data's are a mixture"
-            raise InvalidArgument("keep_runs", self.keep_runs, expected)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
@@ -97,132 +122,182 @@ Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
 
 def train_eagle(
     config: EagleTrainingConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     command: str = "",
     resume: bool = False,
     validate: Validate | None = None,
-) -> TrainingReport:
+) -> str:
     """Train a head and save it in the EAGLE repository's format.
 
     Args:
         config: Settings.
+        model: The target, on the device. It is frozen.
+        tokenizer: The target's.
         command: Command line, for the report.
         resume: Continue from the checkpoint in ``config.out``, if there is one.
         validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
             prompts.
 
+    Returns:
+        A report on the run, in Markdown.
+
     Raises:
-        InvalidArgument: No data, or a checkpoint of another run.
-        FloatingPointError: The loss is not finite.
+        InvalidArgument: No data, a target that no such head fits, a checkpoint of another run, or
+            a loss that is not finite.
     """
-    device = torch.device(config.device)
-    dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
-    model.to(device)  # type: ignore[arg-type]
-    model.requires_grad_(False)
-    config.out.mkdir(parents=True, exist_ok=True)
-    texts = gather_texts(config.texts, lambda: model)
-    torch.manual_seed(config.schedule.seed)
-    head = _new_head(config, model, texts.training).to(device)
-    if config.compile:
-        for layer in model.base_model.get_submodule("layers").children():
-            layer.compile()
-    trainer = _Trainer(config, model, head, texts, validate)
-    task = Task(
-        module=head,
-        loss=trainer.loss,
-        evaluate=lambda: trainer.evaluate(head),
-        tokens_per_step=config.batch * config.texts.window,
-        identity=_identity(config),
-    )
-    progress = optimise(task, config.schedule, config.out, resume=resume)
-    save_head(head, config.out)
+    run = _Run(config, model, tokenizer, validate)
+    progress = optimise(run.task, config.schedule, config.out, resume=resume)
+    save_head(run.head, config.out)
     saved = _loaded(config.out, model)
     with torch.no_grad():
-        final = trainer.evaluate(saved)
-    report = TrainingReport.of(
-        task,
+        final = run.evaluate(saved)
+    return write_report(
+        config.out,
+        run.task,
         progress,
         final,
         title=f"{config.arch.upper()} head",
         command=command,
         data=config.texts.data,
-        corpus=texts.training,
-        device=device,
+        corpus=run.texts.training,
+        device=torch.device(config.device),
     )
-    report.save(config.out)
-    return report
 
 
-class _Trainer:
+def try_out(
+    config: EagleTrainingConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Take two steps of a run, and return what the whole of it will need; nothing is saved.
+
+    Args:
+        config: Settings. Only what ``keep_runs`` and ``texts.samples`` name is written.
+        model: The target, on the device. It is frozen.
+        tokenizer: The target's.
+    """
+    run, schedule = _Run(config, model, tokenizer, None), config.schedule
+    seconds = [optimise_once(run.task, schedule, step) for step in range(2)][-1]
+    weights = sum(p.numel() for p in run.head.parameters())
+    if config.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    else:
+        memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Weights, their best and two moments in float32, and the head in bfloat16.
+    disk = 18 * weights
+    if config.keep_runs is not None:
+        width = run.head.config.feature_size + run.head.config.target_hidden_size
+        disk += 2 * width * int(run.texts.training.lengths.sum())
+    limit = "" if schedule.minutes is None else f", of which {schedule.minutes:g} are taken"
+    return (
+        f"weights to train  {weights:,}\n"
+        f"peak memory       {memory / 1e9:.1f} GB\n"
+        f"a step            {seconds:.2f} s, {run.task.tokens_per_step:,} tokens\n"
+        f"all {schedule.steps:,} steps  {seconds * schedule.steps / 60:,.0f} minutes"
+        f"{limit}, evaluations apart\n"
+        f"disk              {disk / 1e9:.2f} GB\n"
+    )
+
+
+class _Run:
     """The loss of each step and the held-out evaluation."""
 
     def __init__(
         self,
         config: EagleTrainingConfig,
         model: PreTrainedModel,
-        head: EagleHead,
-        texts: Texts,
+        tokenizer: PreTrainedTokenizerBase,
         validate: Validate | None,
     ) -> None:
+        """Gather the texts, and make a head."""
         self.config = config
-        self.head = head
-        device = torch.device(config.device)
-        self.target = FrozenTarget(model, head.config.feature_layers, config.texts.window)
-        self.runs = _runs(config, self.target, texts, device)
-        self.held_out = texts.held_out.to(device)
         self.validate = validate
-        self.prompts = _prompts(texts.held_out, config.validation_prompts)
+        model.requires_grad_(requires_grad=False)
+        config.out.mkdir(parents=True, exist_ok=True)
+        self.texts = gather_texts(config.texts, tokenizer, lambda: model)
+        self.texts.training.check_vocabulary(model.config.get_text_config(decoder=True).vocab_size)
+        torch.manual_seed(config.schedule.seed)
+        self.head = _new_head(config, model, self.texts.training).to(config.device)
+        if config.compile:
+            for layer in _layers(model):
+                layer.compile()
+        target = FrozenTarget(model, self.head.config.feature_layers, config.texts.window)
+        self.draw, self.held_out = _runs(config, target, self.texts)
+        self.prompts = _prompts(self.texts.held_out, config.validation_prompts)
+        settings = asdict(config)
+        settings |= settings.pop("texts")
+        self.task = Task(
+            module=self.head,
+            loss=self.loss,
+            evaluate=lambda: self.evaluate(self.head),
+            keep=lambda: save_head(self.head, config.out),
+            tokens_per_step=config.batch * config.texts.window,
+            identity={name: v for name, v in settings.items() if name not in _NOT_IDENTITY},
+        )
 
     def loss(self, step: int, spent: float) -> Tensor:
         """Return the mean over depths, weighted by the decay."""
-        config = self.config
-        seed = config.schedule.step_seed(step)
-        run = self.runs.draw(seed)
+        config, seed = self.config, self.config.schedule.step_seed(step)
+        run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
-        total, weight = torch.zeros((), device=run.token_ids.device), 1.0
-        for depth in unroll(self.head, run, anchors, config.depths):
-            total = total + weight * config.loss.of(depth, spent)
-            if config.arch is Arch.EAGLE1:
-                total = total + weight * config.feature_weight * feature_loss(depth)
-            weight *= config.decay
-        return total / sum(config.decay**d for d in range(config.depths))
+        depths = list(unroll(self.head, run, anchors, config.depths))
+        loss = config.loss.of(depths, spent, config.decay)
+        if config.arch is Arch.EAGLE3:
+            return loss
+        return loss + config.feature_weight * feature_loss(depths, config.decay)
 
     def evaluate(self, head: EagleHead) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         meter = AcceptanceMeter(self.config.depths)
-        # By length, so that a batch is padded little, and evenly over all lengths.
-        every = max(1, len(self.held_out.lengths) // self.config.texts.held_out)
-        order = self.held_out.lengths.argsort()[::every]
-        for documents in torch.split(order, self.config.batch):
-            run = self.target.run(self.held_out, documents.unsqueeze(1))
+        for run in tqdm(self.held_out(), desc="evaluation", leave=False, disable=None):
             anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
-            depths = unroll(head, run, anchors, self.config.depths)
-            meter.add(depths, head.draft_to_target)
+            meter.add(list(unroll(head, run, anchors, self.config.depths)))
         found = meter.estimate()
         values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
-        name = f"block efficiency, one path of depth {self.config.depths}, token verification"
-        values[name] = found.block_efficiency
+        name = f"block efficiency, one path of depth {self.config.depths}"
+        values |= {f"{name}, token verification": found.token}
+        values |= {f"{name}, block verification": found.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-found.block_efficiency, values)
+        return Evaluation(-found.block, values)
 
 
-def _runs(
-    config: EagleTrainingConfig, target: FrozenTarget, texts: Texts, device: torch.device
-) -> Runs:
-    training, batch = texts.training.to(device), config.batch
-    if config.keep_runs:
-        return KeptRuns.over(target, training, batch=batch, seed=config.schedule.seed)
-    return FreshRuns(target, training, texts.weights.to(device), batch)
+Drawn = Callable[[int], TargetRun]
+"""The batch of a seed."""
+HeldOut = Callable[[], Iterator[TargetRun]]
+"""The batches that acceptance is measured on."""
+
+
+def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tuple[Drawn, HeldOut]:
+    device = torch.device(config.device)
+    batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
+    training = texts.training.to(device)
+    held_out = texts.held_out.to(device)
+    held_out = held_out.of(_evenly(held_out, config.texts.held_out)[: config.texts.held_out])
+    if folder is not None:
+        kept = KeptRuns.over(target, training, folder / "training", seed=seed)
+        others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
+        parts = torch.arange(len(others.rows)).split(batch)
+        return lambda s: kept.of(kept.draw(batch, s)), lambda: map(others.of, parts)
+    weights, shape = texts.weights.to(device), (batch, documents_to_fill(target.window))
+    parts = torch.arange(len(held_out.lengths), device=device).unsqueeze(1).split(batch)
+    return (
+        lambda s: target.run(training, draw_documents(weights, shape, s)),
+        lambda: (target.run(held_out, documents) for documents in parts),
+    )
+
+
+def _evenly(corpus: Corpus, number: int) -> Tensor:
+    """Return ``number`` documents of ``corpus`` or some more, evenly over lengths, short first."""
+    every = max(1, len(corpus.lengths) // max(1, number))
+    return corpus.lengths.argsort()[::every]
 
 
 def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     """Return what comes before the first response of ``number`` documents, evenly over lengths."""
     prompts = []
-    every = max(1, len(corpus.lengths) // max(1, number))
-    for document in corpus.lengths.argsort()[::every].tolist():
+    for document in _evenly(corpus, number).tolist():
         start, length = int(corpus.starts[document]), int(corpus.lengths[document])
         first = int(corpus.is_response[start : start + length].int().argmax())
         # Plain text is all response.
@@ -231,24 +306,21 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     return prompts[:number]
 
 
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers, whatever the family calls them."""
+    return next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
+
+
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
-    target = model.config.get_text_config()
+    target = model.config.get_text_config(decoder=True)
     initial = None if config.initial is None else _loaded(config.initial, model)
     eagle3 = config.arch is Arch.EAGLE3
+    if eagle3 and target.num_hidden_layers < _FEWEST_LAYERS:
+        expected = f"eagle1 for a target of {target.num_hidden_layers} layers; eagle3 reads three"
+        raise InvalidArgument("arch", str(config.arch), expected)
     chosen = _drafted_tokens(config, initial, training, target.vocab_size)
-    head_config = EagleHeadConfig(
-        arch=config.arch,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate or target.intermediate_size,
-        num_heads=target.num_attention_heads,
-        num_kv_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=len(chosen),
-        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope_parameters),
+    head_config = head_config_of(
+        target, config.arch, draft_vocab=len(chosen), intermediate=config.intermediate
     )
     embedding, lm_head = _embeddings(model)
     if not eagle3:
@@ -259,6 +331,58 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
     return _taking_over(initial, head)
 
 
+def head_config_of(
+    target: PreTrainedConfig, arch: Arch, *, draft_vocab: int, intermediate: int | None = None
+) -> EagleHeadConfig:
+    """Return the configuration of a new head for a target, whatever family it is of.
+
+    Args:
+        target: The configuration of the target's decoder. Of its keys only sizes that all have are
+            needed; others are taken where they are there.
+        arch: Which head.
+        draft_vocab: Tokens the head can draft.
+        intermediate: Width of the feed-forward layer; None for the target's.
+    """
+    facts = target.to_dict()
+    hidden, heads = int(target.hidden_size), int(target.num_attention_heads)
+    width = intermediate or facts.get("intermediate_size") or facts.get("n_inner")
+    eps = [facts[key] for key in _NORM_EPS if facts.get(key)]
+    eagle3 = arch is Arch.EAGLE3
+    return EagleHeadConfig(
+        arch=arch,
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        # Some say a number for each layer.
+        intermediate_size=width if isinstance(width, int) else 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=facts.get("num_key_value_heads") or heads,
+        head_dim=facts.get("head_dim") or hidden // heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
+        rms_norm_eps=eps[0] if eps else 1e-6,
+        rope_parameters=_rope(facts),
+    )
+
+
+def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the target's rotary settings where a head can have them, or plain ones of its base.
+
+    A head cannot follow settings that differ among layers (Gemma 3), change with the text's length
+    (dynamic, longrope), or rotate a part of each head (Phi, GPT-NeoX).
+    """
+    found = facts.get("rope_parameters") or {}
+    own = found.get("full_attention", found)
+    if own is found and any(isinstance(value, Mapping) for value in found.values()):
+        own = next(value for value in found.values() if isinstance(value, Mapping))
+    kind, part = own.get("rope_type", "default"), own.get("partial_rotary_factor") or 1.0
+    if own is found and kind in _FIXED_ROPE and part == 1.0 and "rope_theta" in own:
+        return dict(own) | {"rope_type": kind}
+    plain = {"rope_type": "default", "rope_theta": float(own.get("rope_theta") or 10_000.0)}
+    _log.warning("rotary settings of the head: %s; the target's are %s", plain, found or "none")
+    return plain
+
+
 def _drafted_tokens(
     config: EagleTrainingConfig, initial: EagleHead | None, training: Corpus, vocab: int
 ) -> Tensor:
@@ -267,7 +391,7 @@ def _drafted_tokens(
         return torch.arange(vocab)
     if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
         return initial.draft_to_target.cpu()
-    return frequent_tokens(training, vocab, config.draft_vocab or vocab)
+    return frequent_tokens(training, vocab, config.draft_vocab)
 
 
 def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
@@ -327,15 +451,19 @@ def _embeddings(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return embedding, lm_head
 
 
-def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
-    """Return the ``number`` most frequent response tokens, ``[number]`` int64, sorted by id."""
+def frequent_tokens(corpus: Corpus, vocab_size: int, number: int | None) -> Tensor:
+    """Return the ``number`` most frequent response tokens, ``[number]`` int64, sorted by id.
+
+    None is as many as make up 95% of the responses. How many they make up is printed.
+    """
     response = corpus.token_ids[corpus.is_response].long()
-    counts = torch.bincount(response, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:number].sort().values
-
-
-def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    """Return the settings that a resumed run must share, those of its texts among them."""
-    settings = asdict(config)
-    settings |= settings.pop("texts")
-    return {name: value for name, value in settings.items() if name not in _NOT_IDENTITY}
+    counts, order = torch.bincount(response, minlength=vocab_size).sort(
+        descending=True, stable=True
+    )
+    covered = counts.cumsum(0) / len(response)
+    if number is None:
+        number = int((covered < _COVERAGE).sum()) + 1
+    number = min(number, vocab_size)
+    share = float(covered[number - 1])
+    tqdm.write(f"draft vocabulary: {number:,} tokens, {share:.2%} of the answers'", file=sys.stderr)
+    return order[:number].sort().values
