@@ -91,7 +91,7 @@ class Drafter(ABC):
     def record(  # noqa: B027
         self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
     ) -> None:
-        """Record now what drafts for up to ``requests`` requests with such settings would record."""
+        """Record now what drafts of up to ``requests`` requests with such settings would."""
 
     def shareable(self, request: Request) -> int:  # noqa: ARG002
         """Return how many leading positions have final rows in the drafter's pool.

@@ -400,13 +400,11 @@ class _Level(NamedTuple):
 class TreeGrowth:
     """The trees of a batch in the making. What a level adds is kept until the trees are finished.
 
-    A tree of draft sampling ``iid`` is the trie of K independent paths. Those with the same prefix
-    share a node and its distribution, and go on independently. None is dropped because of a drawn
-    token, as that would change the distribution of the tokens: a path only stops before a token.
-
-    A tree of ``fixed`` without a shape is EAGLE-2's (arXiv 2406.16858, section 4): of all nodes
-    found, those with the largest product of draft probabilities are kept. A child's never exceeds
-    its parent's, so they are a tree. Pairs of ``hub`` are SpecHub's (arXiv 2411.05289).
+    Paths of ``iid`` that begin alike share nodes, and go on independently; none is dropped because
+    of a drawn token, a path only stops before one. Pairs of ``hub`` are SpecHub's (arXiv
+    2411.05289). Of the nodes of a ``fixed`` tree without a shape, those with the largest product of
+    draft probabilities are kept, as in EAGLE-2 (arXiv 2406.16858, section 4): a child's never
+    exceeds its parent's, so they are a tree.
     """
 
     def __init__(
@@ -514,7 +512,7 @@ class TreeGrowth:
         if self._sampling is DraftSampling.HUB:
             numbers = self._numbers[len(self._levels)]
             return _hub_pairs(possible, numbers, popular[0], self._rows.alive)
-        width = self._plan.paths
+        width = self._width(probs)
         numbers = self._numbers_of(width).view(*possible.shape[:2], width)
         places, there = _without_replacement(possible, numbers, popular[: width - 1])
         there[..., 0] = True  # so that a distribution of NaN alone draws something, and is found
@@ -570,7 +568,7 @@ class TreeGrowth:
         parents = _scattered(new, [level.parents for level in levels], most)
         depth = _scattered(new, depths, most)
         if self._fixed:
-            if not plan.shape:
+            if not plan.shape:  # keep the best nodes, and number them anew
                 scores = _scattered(new, [level.scores for level in levels], most)
                 real = torch.arange(1, most, device=new.device) < number.unsqueeze(1)
                 kept = pad(1 + _best(scores[:, 1:], real, plan.fixed_nodes), (1, 0))

@@ -71,6 +71,8 @@ def test_my_verifier() -> None:
 def test_my_drafter() -> None:
     out = run(str(ROOT / "examples" / "my_drafter.py"))
     assert float(out.splitlines()[-1].split()[1]) > 1
+    page = (ROOT / "docs" / "add_a_drafter.md").read_text("utf-8")
+    assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
