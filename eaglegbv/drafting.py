@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
-from eaglegbv.drafters.base import Drafter, RecallingDrafter
+from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Layout
@@ -56,15 +56,16 @@ class Drafting:
             raise RuntimeError(f"no drafter for {plan_name(plan)}")
         return drafter
 
-    def recalling(self, plan: Plan) -> RecallingDrafter:
+    def recalling(self, plan: Plan) -> ReplayingDrafter:
         """Return the drafter of a plan whose verifier keeps state, and that was checked.
 
         Raises:
-            RuntimeError: It recalls no draft distributions.
+            TypeError: It recalls no draft distributions.
         """
         drafter = self.by(plan)
-        if not isinstance(drafter, RecallingDrafter):
-            raise RuntimeError(f"{type(drafter).__name__} does not recall for {plan_name(plan)}")
+        if not isinstance(drafter, ReplayingDrafter):
+            name = type(drafter).__name__
+            raise TypeError(f"{name} does not recall for {plan_name(plan)}")
         return drafter
 
     def draft(

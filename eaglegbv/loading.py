@@ -21,7 +21,7 @@ from eaglegbv.drafters.checkpoint import Kind, kind_of, load_head, read_head_con
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
-from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.registry import drafter_names, make_drafter, registered_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
@@ -32,7 +32,6 @@ from eaglegbv.models.target import FeatureSpec, Target
 TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
-NGRAM = "ngram"
 """Name of the drafter that needs no files: prompt lookup."""
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
@@ -117,8 +116,8 @@ def load_pair(
     Args:
         model: Folder or hub name of a transformers decoder-only model.
         drafter: Folder or hub name of an EAGLE head, of a small language model with the target's
-            tokenizer, or of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"``
-            for the heads of the tiny pair; or None.
+            tokenizer, or of a table; the name of a registered drafter, such as ``"ngram"`` for
+            prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of the tiny pair; or None.
         slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
@@ -147,7 +146,9 @@ def load_pair(
             graphs=graphs,
         )
 
-    folder = None if drafter is None or drafter == NGRAM else _drafter_folder(drafter)
+    folder = (
+        None if drafter is None or str(drafter) in drafter_names() else _drafter_folder(drafter)
+    )
     kind = None if folder is None else kind_of(folder)
     if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
         expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
@@ -165,7 +166,7 @@ def load_pair(
     if drafter is None:
         return Pair(target, None)
     if folder is None:
-        return Pair(target, NgramDrafter())
+        return Pair(target, make_drafter(str(drafter), target.vocab_size, place))
     if kind is Kind.EAGLE:
         head = load_head(
             folder,
@@ -235,7 +236,10 @@ def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
     """
     if drafter is None:
         return None
-    return NgramDrafter if drafter == NGRAM else _CLASSES[kind_of(_drafter_folder(drafter))]
+    name = str(drafter)
+    if name in drafter_names():
+        return registered_drafter(name)
+    return _CLASSES[kind_of(_drafter_folder(drafter))]
 
 
 def check_tokenizers(model: str | Path, drafter: Path) -> None:
@@ -289,7 +293,7 @@ def _drafter_folder(drafter: str | Path) -> Path:
     folder = named_folder(drafter)
     if folder.is_dir():
         return folder
-    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
+    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, *drafter_names()))
     expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
     if not _DRAFTER_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)

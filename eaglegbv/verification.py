@@ -22,7 +22,7 @@ from torch import Tensor
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name, plans_of
 from eaglegbv.devices import fetch, send, upload
-from eaglegbv.drafters.base import Drafter, Recaller, RecallingDrafter
+from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument
@@ -254,7 +254,7 @@ def _check_speculation(
 
 def _check_state(plan: Plan, drafter: type[Drafter], quantization: Quantization) -> None:
     """Raise unless a stateful verifier can ask for the draft distributions of earlier steps."""
-    if not issubclass(drafter, RecallingDrafter):
+    if not issubclass(drafter, ReplayingDrafter):
         expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
         raise InvalidArgument("drafter", drafter.__name__, expected)
     if quantization is Quantization.INT8:
@@ -405,7 +405,7 @@ def verify_stateful(
     requests: Sequence[Request],
     tree: DraftTree,
     target: TargetProbs,
-    drafter: Recaller,
+    drafter: DraftReplay,
     allocator: SlotAllocator,
 ) -> tuple[StatefulVerdict, list[tuple[TargetLayer, ...]], Tensor]:
     """Verify trees under what earlier steps left.
@@ -476,7 +476,7 @@ class _ReplayedProbs:
 
     def __init__(
         self,
-        drafter: Recaller,
+        drafter: DraftReplay,
         trails: Sequence[_Trail],
         slots: Tensor,
         *,
@@ -554,7 +554,7 @@ def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
 
 
 def _layers_after(
-    requests: Sequence[Request], columns: Layers, drafter: Recaller
+    requests: Sequence[Request], columns: Layers, drafter: DraftReplay
 ) -> list[tuple[TargetLayer, ...]]:
     """Return each request's layers by ``columns``, the last of which is the latest step."""
     found = []

@@ -47,6 +47,7 @@ SETTINGS = {
         Plan(paths=3, depth=3, draft_sampling=DraftSampling.GREEDY),
         sampling(temperature=0.8),
     ),
+    "hub": (Plan(verifier="spechub", paths=4, depth=3), sampling()),
     "fixed": (
         Plan(paths=3, depth=3, draft_sampling=DraftSampling.FIXED, beam=4, nodes=9),
         sampling(),
@@ -107,7 +108,6 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     padded = tiny_engine(graphs=GraphMode.EAGER)
     metrics = padded.engine.metrics
     plans = {
-        "distribution hub": Plan(verifier="spechub", paths=2, depth=2),
         "shape": Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,))),
     }
     for reason, plan in plans.items():
@@ -118,7 +118,7 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     padded.tokens([[1, 2]] * 9, sampling(), wide)
     assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
-    assert 'eaglegbv_graph_drafts_total{outcome="distribution hub"}' in metrics.exposition()
+    assert 'eaglegbv_graph_drafts_total{outcome="shape"}' in metrics.exposition()
 
 
 def replays(tiny: TinyEngine) -> float:

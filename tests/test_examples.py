@@ -83,6 +83,14 @@ def test_train_tiny_pair(tmp_path: Path) -> None:
     assert report["config"]["final_mixture"]["books"] == 0.0
 
 
+@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
+def test_my_drafter() -> None:
+    out = run(str(ROOT / "examples" / "my_drafter.py"))
+    assert float(out.splitlines()[-1].split()[1]) > 1
+    page = (ROOT / "docs" / "add_a_drafter.md").read_text("utf-8")
+    assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40

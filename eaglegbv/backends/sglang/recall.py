@@ -25,7 +25,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from eaglegbv.backends.sglang.short_probs import ShortProbs
-from eaglegbv.drafters.base import Recaller, own_snapshots
+from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.request import DraftSnapshot, Request
 
@@ -78,7 +78,7 @@ class HeadSnapshot(DraftSnapshot):
         return self.context + (0 if own is None else len(own[0]))
 
 
-class HeadRecall(Recaller):
+class HeadRecall(DraftReplay):
     """Recalls distributions for the requests of one batch."""
 
     def __init__(
@@ -102,7 +102,7 @@ class HeadRecall(Recaller):
         self._start = start
 
     def snapshot(self, request: Request) -> HeadSnapshot:
-        """See :meth:`Recaller.snapshot`."""
+        """See :meth:`DraftReplay.snapshot`."""
         if self._start is None:
             raise RuntimeError(f"request {request.number} has drafted nothing to be recalled")
         row, start = self._rows[request.number], self._start
@@ -121,7 +121,7 @@ class HeadRecall(Recaller):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row of the head for each request; see :meth:`Recaller.advance`."""
+        """Run one more row of the head for each request; see :meth:`DraftReplay.advance`."""
         del slots  # entries are few and short-lived, so they are kept outside the pool
         own = own_snapshots(snapshots, HeadSnapshot)
         rows = [self._rows[request.number] for request in requests]
@@ -141,7 +141,7 @@ class HeadRecall(Recaller):
         ]
 
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """See :meth:`Recaller.probs_at`."""
+        """See :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, HeadSnapshot)
         return DraftProbs(
             torch.stack([s.dist.ids for s in own]), torch.stack([s.dist.probs for s in own])

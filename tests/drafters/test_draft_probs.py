@@ -1,4 +1,4 @@
-"""Draft distributions: the most likely candidates, warped like the target, and what a number selects."""
+"""Draft probs: the most likely candidates, warped like the target, and what a number selects."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eaglegbv.drafters.tree_growth import draft_dists, log_probs, pick_index
-from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tree_growth import draft_params, draft_probs, log_probs, pick_places
+from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
 
 VOCAB = 30
 IDENTITY = torch.arange(VOCAB)
@@ -35,7 +36,7 @@ def settings(params, rows):
 )
 def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vocabulary(params):
     logits = random_logits(8)
-    dists = draft_dists(logits, settings(params, 8), width=VOCAB, draft_to_target=IDENTITY)
+    dists = draft_probs(logits, settings(params, 8), width=VOCAB, draft_to_target=IDENTITY)
     whole = warp(logits, settings(params, 8)).double().softmax(1)
     got = torch.zeros_like(whole).scatter(1, dists.ids, dists.probs)
     # The same numbers summed in another order: float64.
@@ -46,7 +47,7 @@ def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vo
 def test_a_short_list_is_the_distribution_restricted_to_its_most_likely_tokens(width):
     logits = random_logits(8)
     params = SamplingParams(temperature=0.7)
-    dists = draft_dists(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
+    dists = draft_probs(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
     whole = (logits.double() / 0.7).softmax(1)
     best = whole.topk(width, dim=1).indices.sort(1).values
     assert torch.equal(dists.ids, best)
@@ -57,7 +58,7 @@ def test_a_short_list_is_the_distribution_restricted_to_its_most_likely_tokens(w
 
 
 def test_a_distribution_sums_to_one_in_float64():
-    dists = draft_dists(
+    dists = draft_probs(
         random_logits(50),
         settings(SamplingParams(top_p=0.9), 50),
         width=20,
@@ -70,10 +71,10 @@ def test_a_distribution_sums_to_one_in_float64():
 
 
 def test_more_width_than_vocabulary_keeps_the_vocabulary():
-    dists = draft_dists(
+    dists = draft_probs(
         random_logits(2), settings(SamplingParams(), 2), width=1000, draft_to_target=IDENTITY
     )
-    assert dists.ids.shape == (2, VOCAB)
+    assert torch.equal(dists.ids, IDENTITY.expand(2, -1))  # unsorted
     assert log_probs(random_logits(2), width=1000, draft_to_target=IDENTITY).ids.shape == (2, VOCAB)
 
 
@@ -81,8 +82,8 @@ def test_a_reduced_vocabulary_names_the_targets_tokens():
     draft_to_target = 100 + 7 * torch.arange(VOCAB)
     logits = random_logits(4)
     one = SamplingParams()
-    reduced = draft_dists(logits, settings(one, 4), width=6, draft_to_target=draft_to_target)
-    plain = draft_dists(logits, settings(one, 4), width=6, draft_to_target=IDENTITY)
+    reduced = draft_probs(logits, settings(one, 4), width=6, draft_to_target=draft_to_target)
+    plain = draft_probs(logits, settings(one, 4), width=6, draft_to_target=IDENTITY)
     assert torch.equal(reduced.ids, 100 + 7 * plain.ids)
     assert torch.equal(reduced.probs, plain.probs)
     best = log_probs(logits, width=6, draft_to_target=draft_to_target)
@@ -93,11 +94,11 @@ def test_rows_have_settings_of_their_own():
     params = [SamplingParams(temperature=0.3), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
     logits = random_logits(6)
     rows_each = [1, 3, 2]
-    together = draft_dists(
+    together = draft_probs(
         logits, WarpSettings.of(params, rows_each), width=10, draft_to_target=IDENTITY
     )
     alone = [
-        draft_dists(part, settings(p, len(part)), width=10, draft_to_target=IDENTITY)
+        draft_probs(part, settings(p, len(part)), width=10, draft_to_target=IDENTITY)
         for p, part in zip(params, logits.split(rows_each), strict=True)
     ]
     assert torch.equal(together.ids, torch.cat([dists.ids for dists in alone]))
@@ -107,9 +108,9 @@ def test_rows_have_settings_of_their_own():
 def test_broken_logits_break_their_own_distribution_visibly():
     logits = random_logits(3)
     logits[1, 4] = torch.nan
-    dists = draft_dists(logits, settings(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
+    dists = draft_probs(logits, settings(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
     assert dists.probs.isnan().any(1).tolist() == [False, True, False]
-    assert 0 <= pick_index(dists.probs[1].numpy(), 0.5) < 8  # and the tree can still be built
+    assert 0 <= pick_index(dists.probs[1], 0.5) < 8  # and the tree can still be built
 
 
 def test_log_distributions_are_untempered_log_probabilities_best_first():
@@ -121,7 +122,12 @@ def test_log_distributions_are_untempered_log_probabilities_best_first():
     torch.testing.assert_close(best.probs, expected.values[:, :4], atol=2e-6, rtol=0)  # float32
 
 
-# --- pick_index
+# --- what a number selects
+
+
+def pick_index(probs, uniform: float) -> int:
+    number = torch.tensor(uniform, dtype=torch.float64)
+    return int(pick_places(torch.as_tensor(probs), number))
 
 
 def test_a_number_selects_by_inverse_distribution_function():
@@ -165,16 +171,23 @@ def test_selected_tokens_follow_the_distribution():
     # 50,000 fixed numbers; a wrong cell by 1% of the total would give p < 1e-20.
     probs = np.array([0.4, 0.0, 0.3, 0.2, 0.07, 0.03])
     uniforms = np.random.Generator(np.random.Philox(5)).random(50_000)
-    counts = np.bincount([pick_index(probs, u) for u in uniforms], minlength=6)
+    rows = torch.from_numpy(probs).expand(50_000, -1)
+    counts = np.bincount(pick_places(rows, torch.from_numpy(uniforms)), minlength=6)
     assert counts[1] == 0
     possible = probs > 0
     assert stats.chisquare(counts[possible], probs[possible] * 50_000).pvalue > 1e-4
 
 
-def test_the_whole_vocabulary_is_kept_unsorted() -> None:
-    logits = torch.tensor([[0.5, 2.0, 1.0], [3.0, 0.0, -1.0]])
-    settings = WarpSettings.of([SamplingParams(temperature=0.7)], [2])
-    mapped = torch.tensor([4, 6, 9])
-    dists = draft_dists(logits, settings, width=3, draft_to_target=mapped)
-    assert dists.ids.tolist() == [[4, 6, 9], [4, 6, 9]]
-    torch.testing.assert_close(dists.probs, (logits.double() / 0.7).softmax(dim=1))
+@pytest.mark.parametrize(
+    ("temperature", "multiple", "drafted"),
+    [
+        (0.8, 0.5, 0.4),
+        (COLDEST, 0.05, COLDEST),
+        (HOTTEST, 20.0, HOTTEST),
+        (COLDEST, 2, 2 * COLDEST),
+    ],
+)
+def test_a_draft_temperature_keeps_to_the_limits(temperature, multiple, drafted) -> None:
+    params = SamplingParams(temperature=temperature, top_k=5)
+    found = draft_params(params, Plan(paths=2, draft_temperature=multiple))
+    assert (found.temperature, found.top_k) == (drafted, 5)
