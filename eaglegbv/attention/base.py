@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -304,7 +304,7 @@ def attend_opaque(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return out
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *call: int) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:  # noqa: ANN401
     return _ATTEND.get()(AttentionCall(*call), q, k, v).contiguous()  # as the graph expects it
 
 

@@ -137,7 +137,7 @@ class Probe:
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the token's value, once per query head."""
-        self.calls.append(LayerCall(call.layer, *k.shape[1:], v.shape[2], call.window))
+        self.calls.append(LayerCall(call.layer, k.shape[1], k.shape[2], v.shape[2], call.window))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
