@@ -346,7 +346,7 @@ class LLM(TextGenerator):
             compile_backend=compile_backend,
         )
         self._engine.check_plan(planning)
-        if isinstance(planning, Plan):
+        if not isinstance(planning, AutoPlan):
             self._engine.record(planning, SamplingParams())
         self._open: dict[int, Answer] = {}
         self._turns = FairLock()
