@@ -30,9 +30,9 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
-    from eaglegbv.backends.sglang.guard import check_plugin, check_version
-    from eaglegbv.backends.sglang.serving import launch
+    from eaglegbv.backends.sglang.launch import launch
     from eaglegbv.backends.sglang.settings import Settings
+    from eaglegbv.backends.sglang.version_check import check_plugin, check_version
 
     if not dry_run:
         check_version()

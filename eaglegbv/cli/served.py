@@ -23,7 +23,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.backends.sglang.serving import Launch
+    from eaglegbv.backends.sglang.launch import Launch
     from eaglegbv.config import Plan
     from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, Setting
@@ -69,7 +69,7 @@ def served(
     Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
-    from eaglegbv.backends.sglang.guard import check_plugin, check_version
+    from eaglegbv.backends.sglang.version_check import check_plugin, check_version
     from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
@@ -135,8 +135,8 @@ def _hold(
     """Hold all conversations that are not yet in the folder of a run, server by server."""
     from tqdm import tqdm
 
-    from eaglegbv.backends.sglang.endpoint import Endpoint
-    from eaglegbv.backends.sglang.server import running
+    from eaglegbv.backends.sglang.client import Endpoint
+    from eaglegbv.backends.sglang.launch import running
     from eaglegbv.eval.served import hold_at_once
 
     total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
@@ -192,7 +192,7 @@ class _Server:
 
     def launch(self, others: "Sequence[str]") -> "Launch":
         """Return the command that starts it."""
-        from eaglegbv.backends.sglang.serving import launch, launch_eagle
+        from eaglegbv.backends.sglang.launch import launch, launch_eagle
         from eaglegbv.backends.sglang.settings import Settings
 
         K, L = self.shape.paths, self.shape.depth

@@ -11,9 +11,8 @@ import pytest
 from support.saved_pair import save_pair
 from support.sglang_engine import CPU_ARGUMENTS, cpu_environment, missing_sglang
 
-from eaglegbv.backends.sglang.endpoint import Endpoint
-from eaglegbv.backends.sglang.server import ServerFailed, running
-from eaglegbv.backends.sglang.serving import Launch
+from eaglegbv.backends.sglang.client import Endpoint
+from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
 from eaglegbv.config import Plan
 from eaglegbv.sampling import SamplingParams
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
+from eaglegbv.backends.sglang.client import to_sglang
+from eaglegbv.backends.sglang.launch import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
-from eaglegbv.backends.sglang.sampling import to_sglang
-from eaglegbv.backends.sglang.serving import engine as start_engine
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
@@ -85,8 +85,8 @@ class SGLangLLM(TextGenerator):
         """Start SGLang.
 
         Args:
-            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``draft_sampling`` must be
-                None or ``iid``, and the engine cannot choose ``plan``.
+            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here
+                ``draft_sampling`` must be None or ``iid``, and the engine cannot choose ``plan``.
             drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
             verifier: A verifier that accepts independently drawn paths.
             paths: Number of drafted paths.

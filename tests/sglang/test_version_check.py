@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
 
-from eaglegbv.backends.sglang import guard
-from eaglegbv.backends.sglang.guard import OverridePoint, OverridePointChanged
+from eaglegbv.backends.sglang import version_check
+from eaglegbv.backends.sglang.version_check import OverridePoint, OverridePointChanged
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang.metrics"
@@ -46,39 +46,39 @@ def test_a_point_that_has_changed_is_named(
 
 def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, other = SimpleNamespace(name="eaglegbv"), SimpleNamespace(name="other")
-    monkeypatch.setattr(guard, "entry_points", lambda group: [ours, other])
-    guard.check_plugin()
+    monkeypatch.setattr(version_check, "entry_points", lambda group: [ours, other])
+    version_check.check_plugin()
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     with pytest.raises(InvalidArgument, match="SGLANG_PLUGINS='other'"):
-        guard.check_plugin()
-    monkeypatch.setattr(guard, "entry_points", lambda group: [other])
+        version_check.check_plugin()
+    monkeypatch.setattr(version_check, "entry_points", lambda group: [other])
     with pytest.raises(InvalidArgument, match="install eaglegbv again"):
-        guard.check_plugin()
+        version_check.check_plugin()
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "version", lambda _: "0.4.0")
+    monkeypatch.setattr(version_check, "version", lambda _: "0.4.0")
     with pytest.raises(InvalidArgument, match=r"sglang='0.4.0': expected sglang==0.5.23"):
-        guard.check_version()
+        version_check.check_version()
 
 
 def test_a_missing_sglang_is_a_plain_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> str:
         raise PackageNotFoundError
 
-    monkeypatch.setattr(guard, "version", missing)
+    monkeypatch.setattr(version_check, "version", missing)
     with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install 'eaglegbv\["):
-        guard.check_version()
+        version_check.check_version()
 
 
 def recorded(point: OverridePoint) -> list[str]:
     """What SGLang's own function takes, as it was read from the version we support."""
     home = Path(__file__).parent / "signatures.json"
     by_version: dict[str, dict[str, list[str]]] = json.loads(home.read_text())
-    return by_version[guard.SUPPORTED[-1]][f"{point.module}.{point.name}"]
+    return by_version[version_check.SUPPORTED[-1]][f"{point.module}.{point.name}"]
 
 
-@pytest.mark.parametrize("point", guard.OVERRIDE_POINTS, ids=lambda point: point.name)
+@pytest.mark.parametrize("point", version_check.OVERRIDE_POINTS, ids=lambda point: point.name)
 def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
     """Without SGLang: a mistake in the list of what we rely on."""
     assert recorded(point)[: len(point.parameters)] == list(point.parameters)
@@ -87,10 +87,10 @@ def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
 READ = """
 import inspect, json
 from importlib import import_module
-from eaglegbv.backends.sglang import guard
+from eaglegbv.backends.sglang import version_check
 
 found = {}
-for point in guard.OVERRIDE_POINTS:
+for point in version_check.OVERRIDE_POINTS:
     place = import_module(point.module)
     for part in point.name.split("."):
         place = getattr(place, part)
@@ -110,5 +110,5 @@ def test_the_record_is_that_of_the_sglang_installed() -> None:
     assert read.returncode == 0, read.stderr
     found = json.loads(read.stdout.splitlines()[-1])
     assert len(found) >= 12
-    points = {f"{point.module}.{point.name}": point for point in guard.OVERRIDE_POINTS}
+    points = {f"{point.module}.{point.name}": point for point in version_check.OVERRIDE_POINTS}
     assert all(parameters == recorded(points[name]) for name, parameters in found.items())
