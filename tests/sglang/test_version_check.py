@@ -19,7 +19,7 @@ HERE = "eaglegbv.backends.sglang.metrics"
 
 
 def test_a_point_that_is_as_known_passes() -> None:
-    OverridePoint(HERE, "corrected", ("meta_info",)).check()
+    OverridePoint(HERE, "request_metrics", ("meta_info",)).check()
     OverridePoint("eaglegbv.backends.sglang.settings", "Settings.to_environment", ("self",)).check()
 
 
@@ -28,9 +28,9 @@ def test_a_point_that_is_as_known_passes() -> None:
     [
         ("vanished", (), "found nothing, expected"),
         (
-            "corrected",
-            ("meta", "length"),
-            r"found \(meta_info, length\), expected \(meta, length\)",
+            "request_metrics",
+            ("meta", "plan"),
+            r"found \(meta_info, plan\), expected \(meta, plan\)",
         ),
         ("TITLES", (), r"found \('EAGLEGBV'"),
     ],

@@ -250,7 +250,7 @@ def verifying(accept: Accept) -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace SGLang's functions by ours, once per process."""
+    """Replace SGLang's functions by ours."""
     from sglang.srt.speculative import eagle_utils
 
     for name, ours in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
@@ -260,11 +260,7 @@ def install() -> None:
         ("tree_speculative_sampling_target_only", _sampling),
         ("_verify_uses_greedy", _uses_greedy),
     ):
-        original = getattr(eagle_utils, name)
-        if not getattr(original, "eaglegbv", False):
-            replacement = wrap(original)
-            replacement.eaglegbv = True  # type: ignore[attr-defined]
-            setattr(eagle_utils, name, replacement)
+        setattr(eagle_utils, name, wrap(getattr(eagle_utils, name)))
 
 
 def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,11 @@ _WORKER = "sglang.srt.speculative.eagle_worker_v2", "EAGLEWorkerV2."
 _DRAFTER = "sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker."
 _UTILS = "sglang.srt.speculative.eagle_utils", ""
 _SAMPLER = "sglang.srt.layers.sampler", "Sampler."
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager", "TokenizerManager."
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor",
+    "SchedulerBatchResultProcessor.",
+)
 
 OVERRIDE_POINTS = tuple(
     OverridePoint(module, prefix + name, tuple(parameters.split()))
@@ -119,6 +124,8 @@ OVERRIDE_POINTS = tuple(
             "_sample_from_probs",
             "self probs sampling_info positions simple_sampling_case",
         ),
+        (_TOKENIZER, "_calculate_spec_decoding_metrics", "self meta_info recv_obj i"),
+        (_RESULTS, "process_batch_result_decode", "self batch result"),
     )
 )
 """All functions of SGLang that we replace, wrap or override."""
