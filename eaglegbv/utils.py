@@ -1,5 +1,6 @@
 """Checks of a user's values: numbers within limits, or an error that states the limits."""
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,20 @@ def require_numbers(name: str, values: Sequence[float], *, count: int) -> None:
         raise InvalidArgument(name, values, f"{count} finite numbers")
 
 
-# Writing files completely or not at all.
+# Writing files completely or not at all, and the folder of what is kept between runs.
+
+
+CACHE_FOLDER = "EAGLEGBV_CACHE"
+"""Environment variable that names the folder; by default it is in the user's cache."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs; it need not exist."""
+    named = os.environ.get(CACHE_FOLDER)
+    if named:
+        return Path(named)
+    usual = os.environ.get("XDG_CACHE_HOME")
+    return (Path(usual) if usual else Path.home() / ".cache") / "eaglegbv"
 
 
 @contextmanager

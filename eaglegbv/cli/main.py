@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, demo, export, generate, inspect, serve, view
+from eaglegbv.cli import audit, bench, convert, demo, export, generate, inspect, serve, view
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
@@ -24,6 +24,7 @@ app.command(short_help="Answer a prompt.")(generate.generate)
 app.command(short_help="Answer a prompt, and compare verifiers on a few questions.")(demo.demo)
 app.command(short_help="Print what a head's files say, and check them.")(inspect.inspect)
 app.command()(export.export)
+app.command(short_help="Write the model in a GGUF file as a transformers folder.")(convert.convert)
 app.command(short_help="Write one HTML page with the charts of a run or a trace.")(view.view)
 app.command(
     short_help="Serve a model by SGLang, with our drafts and verifiers.",

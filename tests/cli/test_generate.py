@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.calibration import FOLDER
 from eaglegbv.config import AUTO, plan_name
+from eaglegbv.utils import CACHE_FOLDER
 
 
 def generate(cli, pair, *arguments: str):
@@ -182,7 +182,7 @@ def test_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
 def test_measuring_costs_is_announced_and_done_once(
     cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
     monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))  # nothing, quickly
     first, again = (generate(cli, pair, "--prompt", "Hello") for _ in range(2))
     assert first.err.startswith("measuring what steps cost on this machine, once ")
