@@ -48,8 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield "http://nowhere"
 
     home = "eaglegbv.backends.sglang"
-    for check in ("check_version", "check_plugin"):
-        monkeypatch.setattr(f"{home}.version_check.{check}", lambda: None)
+    monkeypatch.setattr(f"{home}.launch.check_ready", lambda _: None)
     monkeypatch.setattr(f"{home}.launch.running", running)
     monkeypatch.setattr(f"{home}.client.Endpoint", FakeEndpoint)
     monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")

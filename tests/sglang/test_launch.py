@@ -9,9 +9,14 @@ from support.cli import run
 from support.saved_pair import save_pair
 from support.sglang_pair import save_sglang_pair
 
-from eaglegbv.backends.sglang.launch import launch, launch_eagle, server_arguments
+from eaglegbv.backends.sglang.launch import (
+    check_ready,
+    launch,
+    launch_eagle,
+    server_arguments,
+)
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.errors import DrafterMismatch
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.models.hf import load_config
 
 
@@ -97,3 +102,15 @@ def test_sglangs_own_eagle_has_as_many_nodes(tmp_path: Path) -> None:
         "--tp": "2",
     }
     assert start.environment == {}
+
+
+def test_without_an_accelerator_a_device_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("check_version", "check_plugin"):
+        monkeypatch.setattr(f"eaglegbv.backends.sglang.launch.{check}", lambda: None)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    check_ready(["--tp", "2", "--device=cpu"])
+    check_ready(device="cpu")
+    with pytest.raises(InvalidArgument, match=r"^device=None: expected 'cpu', as there is no"):
+        check_ready(["--tp", "2"])
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    check_ready()

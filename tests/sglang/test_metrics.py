@@ -73,7 +73,7 @@ class Gauge:
 def test_the_scheduler_counts_what_was_delivered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics, "_ours", lambda: True)
+    monkeypatch.setattr(metrics, "ours", lambda: True)
     reporter = SimpleNamespace(
         forward_ct_decode=0,
         decode_log_interval=2,

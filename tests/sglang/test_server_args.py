@@ -1,5 +1,6 @@
 """What cannot be served is refused before a server starts, with the reason and the remedy."""
 
+import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,10 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "enable_custom_logit_processor": False,
         "enable_watermark": False,
         "enable_multi_layer_eagle": False,
+        "enable_two_batch_overlap": False,
+        "enable_deterministic_inference": False,
+        "speculative_draft_attention_backend": None,
+        "speculative_draft_model_revision": "main",
         "speculative_eagle_topk": 3,
         "speculative_num_steps": 4,
         "speculative_num_draft_tokens": None,
@@ -97,6 +102,12 @@ def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
         ("enable_custom_logit_processor", True, "does not apply custom processors"),
         ("enable_watermark", True, "forced tokens"),
         ("enable_attn_tp_input_scattered", True, "features whole"),
+        ("enable_two_batch_overlap", True, "one round's random numbers"),
+        ("enable_deterministic_inference", True, "order of the verifiers' sums"),
+        ("speculative_draft_attention_backend", "fa4", "it drafts chains only"),
+        ("speculative_draft_attention_backend", "flashmla", "it drafts chains only"),
+        ("speculative_draft_attention_backend", "trtllm_mha", "it drafts chains only"),
+        ("speculative_draft_attention_backend", "torch_native", "no tree masks"),
         ("attention_backend", "torch_native", "no tree masks; use flashinfer"),
         ("attention_backend", "trtllm_mha", "chains only; use flashinfer, fa3, triton, aiter"),
         ("attention_backend", "fa4", "chains only"),
@@ -157,6 +168,37 @@ def test_a_head_of_the_other_kind_is_refused(pair: SGLangPair) -> None:
         settle(arguments(pair, speculative_algorithm="EAGLEGBV3"))
 
 
+def test_a_head_of_the_hub_is_fetched_and_checked(
+    pair: SGLangPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fetch(name: str, *, revision: str) -> str:
+        asked.append((name, revision))
+        return str(pair.eagle1)
+
+    monkeypatch.setattr("eaglegbv.loading.snapshot_download", fetch)
+    own = arguments(pair, speculative_draft_model_path="some/head")
+    settle(own)
+    assert own.speculative_draft_model_path == str(pair.eagle1)
+    assert asked == [("some/head", "main")]
+    own = arguments(
+        pair, speculative_draft_model_path="some/head", speculative_algorithm="EAGLEGBV3"
+    )
+    with pytest.raises(InvalidArgument, match="expected EAGLEGBV, for the head in some/head"):
+        settle(own)
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_layers_that_predict_further_tokens_are_refused_by_name(
+    pair: SGLangPair, key: str, tmp_path: Path
+) -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"], key: 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match=r"MTP layers \(DeepseekV3ForCausalLM\)"):
+        settle(arguments(pair, speculative_draft_model_path=str(tmp_path)))
+
+
 def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -> None:
     from support.saved_pair import save_pair
 
@@ -184,3 +226,5 @@ def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:
         settle(arguments(pair), "spechub")
     with pytest.raises(InvalidArgument, match="nosuch"):
         settle(arguments(pair), "nosuch")
+    with pytest.raises(InvalidArgument, match="expected global_resolution, which is exact"):
+        settle(arguments(pair), "global_resolution_lp")

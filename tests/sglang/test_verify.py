@@ -10,6 +10,7 @@ import torch
 from support.g_test import g_test
 from torch import Tensor
 
+from eaglegbv.backends.sglang import verify
 from eaglegbv.backends.sglang.tree_layout import GrowingPaths, NumberedTree, ShortProbs, draft_tree
 from eaglegbv.backends.sglang.verify import (
     Acceptance,
@@ -254,6 +255,23 @@ def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
     assert len(set(drawn)) == 3
     seeded = [tuple(book.draft_uniforms([Req(4)]).flatten().tolist()) for book in books]
     assert len(set(seeded)) == 1
+
+
+def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "ours", lambda: True)
+
+    def seeds(n: int, seed: int | None = 9) -> list[int | None]:
+        shared = SimpleNamespace(n=n, sampling_seed=seed)
+        copies = [SimpleNamespace(sampling_params=shared) for _ in range(n)]
+        for one in copies:
+            verify.seed_copies(lambda manager, tokenized: None, None, one)
+        return [one.sampling_params.sampling_seed for one in copies]
+
+    assert len({*seeds(4)}) == 4
+    assert seeds(4)[-2:] == seeds(2)
+    assert seeds(1) == [9]
+    assert seeds(3, None) == [None] * 3
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds(4, -5))
 
 
 def test_no_number_is_used_twice() -> None:

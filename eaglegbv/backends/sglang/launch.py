@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.version_check import check_plugin, check_version
 from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.formats.read import FormatName
-from eaglegbv.errors import EagleGBVError
+from eaglegbv.drafters.formats.read import FormatName, read_json
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.loading import drafter_folder
 from eaglegbv.models.hf import load_config
 
 ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
@@ -29,6 +31,9 @@ ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
 
 SGLANGS_OWN = {"EAGLEGBV": "EAGLE", "EAGLEGBV3": "EAGLE3"}
 """SGLang's algorithm for the heads of each of our algorithms."""
+
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of configurations whose models have layers that predict further tokens."""
 
 STARTS_WITHIN = 1800.0
 ENDS_WITHIN = 60.0
@@ -48,7 +53,8 @@ def engine(
 
     Args:
         model: Folder or hub name of the target.
-        drafter: Folder of an EAGLE head in any format this project reads; None decodes plainly.
+        drafter: Folder or hub name of an EAGLE head, in any format this project reads; None
+            decodes plainly.
         paths: Number of drafted paths, K.
         depth: Length of a drafted path, L.
         settings: Verifier, draft width and temperature, seed; by default those of otbv.
@@ -61,8 +67,7 @@ def engine(
         EagleGBVError: SGLang is missing or of another version, or something cannot be served; the
             message names the argument and the remedy.
     """
-    check_version()
-    check_plugin()
+    check_ready(device=arguments.get("device"))
     import sglang
 
     hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
@@ -70,6 +75,24 @@ def engine(
     # SGLang's processes inherit the environment; all of them have started when the engine is ready.
     with _environment((settings or Settings()).to_environment()):
         return sglang.Engine(**(named | arguments))
+
+
+def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> None:
+    """Check, before SGLang loads for a minute, that it can start here.
+
+    Args:
+        others: SGLang's own arguments, as on a command line.
+        device: The device it is given otherwise.
+
+    Raises:
+        NotInstalled: SGLang is not installed.
+        InvalidArgument: It is of another version, would not find our plug-in, or has no accelerator
+            and was not told to do without.
+    """
+    check_version()
+    check_plugin()
+    if (device or _options(others).device) is None and not torch.accelerator.is_available():
+        raise InvalidArgument("device", None, "'cpu', as there is no accelerator here")
 
 
 @contextmanager
@@ -102,7 +125,7 @@ def server_arguments(
 
     Args:
         model: Folder or hub name of the target.
-        drafter: Folder of an EAGLE head, or None.
+        drafter: Folder or hub name of an EAGLE head, or None.
         paths: Number of drafted paths.
         depth: Length of a drafted path.
         revision: Revision of the target on the hub, with which the head is compared.
@@ -137,29 +160,44 @@ class ServedHead:
 
 
 def served_head(
-    folder: str | Path,
+    drafter: str | Path,
     model: str | Path,
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    draft_revision: str | None = None,
 ) -> ServedHead:
     """Check a head against its target, and convert it for SGLang if it is in another format.
 
     Args:
-        folder: A head in any format that :mod:`eaglegbv.drafters.formats` reads.
+        drafter: Folder or hub name of a head in any format that :mod:`eaglegbv.drafters.formats`
+            reads, or the name of a packaged one.
         model: Folder or hub name of the target.
         revision: Revision of the target on the hub; None for the newest.
         trust_remote_code: Whether to run code from the target's repository.
+        draft_revision: Revision of the head on the hub; None for the newest.
 
     Raises:
+        InvalidArgument: There is no such head, or it is of a kind that is not served.
         DrafterMismatch: The head is broken, or does not fit the target.
     """
-    checkpoint = read_checkpoint(Path(folder))
+    folder = drafter_folder(drafter, head=True, revision=draft_revision)
+    _refuse_mtp(folder)
+    checkpoint = read_checkpoint(folder)
     target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
     if checkpoint.format is FormatName.SGLANG:
-        return ServedHead(Path(folder), algorithm)
+        return ServedHead(folder, algorithm)
     return ServedHead(_converted(checkpoint), algorithm)
+
+
+def _refuse_mtp(folder: Path) -> None:
+    """Refuse a model with multi-token prediction layers, before its weights are read."""
+    config = read_json(folder / "config.json")
+    names = ", ".join(map(str, config.get("architectures") or ()))
+    if any(config.get(key) for key in MTP_KEYS) and "eagle" not in names.lower():
+        expected = f"an EAGLE head; MTP layers ({names}) are drafted with by SGLang's own EAGLE"
+        raise InvalidArgument("drafter", str(folder), expected)
 
 
 def _converted(checkpoint: Checkpoint) -> Path:
@@ -204,7 +242,7 @@ def launch(
 
     Args:
         model: Folder or hub name of the target.
-        drafter: Folder of an EAGLE head; None serves without speculation.
+        drafter: Folder or hub name of an EAGLE head; None serves without speculation.
         paths: Number of drafted paths.
         depth: Length of a drafted path.
         settings: Verifier, draft width and temperature, seed.
@@ -213,7 +251,7 @@ def launch(
     Raises:
         DrafterMismatch: The head does not fit the target.
     """
-    named = server_arguments(model, drafter, paths=paths, depth=depth, **_hub_options(others))
+    named = _named(model, drafter, paths, depth, others)
     return Launch([*_command(named), *others], settings.to_environment())
 
 
@@ -224,18 +262,33 @@ def launch_eagle(
 
     Its trees keep the ``paths * depth`` most likely nodes among those that top-k ``paths`` expands.
     """
-    named = server_arguments(model, drafter, paths=paths, depth=depth, **_hub_options(others))
+    named = _named(model, drafter, paths, depth, others)
     named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
     named["speculative_num_draft_tokens"] = paths * depth + 1
     return Launch([*_command(named), *others], {})
 
 
-def _hub_options(others: Sequence[str]) -> dict[str, Any]:
-    """Return those of SGLang's arguments that affect how the target's configuration is read."""
+def _named(
+    model: str | Path, drafter: str | Path | None, paths: int, depth: int, others: Sequence[str]
+) -> dict[str, Any]:
+    options = _options(others)
+    return server_arguments(
+        model,
+        drafter,
+        paths=paths,
+        depth=depth,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _options(others: Sequence[str]) -> argparse.Namespace:
+    """Return those of SGLang's arguments that are looked at before it starts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
     parser.add_argument("--revision")
     parser.add_argument("--trust-remote-code", action="store_true")
-    return vars(parser.parse_known_args(others)[0])
+    return parser.parse_known_args(others)[0]
 
 
 def _command(named: Mapping[str, object]) -> list[str]:

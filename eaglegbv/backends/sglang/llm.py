@@ -19,7 +19,7 @@ from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import named_dtype
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.llm import TextGenerator, load_tokenizer
-from eaglegbv.loading import named_folder, named_models
+from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt, Result, per_prompt
@@ -87,7 +87,8 @@ class SGLangLLM(TextGenerator):
         Args:
             model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here
                 ``draft_sampling`` must be None or ``iid``, and the engine cannot choose ``plan``.
-            drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
+            drafter: Folder or hub name of an EAGLE head; of the tiny pair also ``"eagle3"`` or
+                ``"eagle1"``.
             verifier: A verifier that accepts independently drawn paths.
             paths: Number of drafted paths.
             depth: Length of a drafted path.
@@ -118,7 +119,7 @@ class SGLangLLM(TextGenerator):
         tokenizer = load_tokenizer(models.target)
         self._sglang = start_engine(
             models.target,
-            None if models.drafter is None else named_folder(models.drafter),
+            models.drafter,
             paths=self._plan.paths,
             depth=self._plan.depth,
             settings=_settings(self._plan, sizes.seed),

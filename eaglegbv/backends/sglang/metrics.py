@@ -65,7 +65,7 @@ class Delivered:
         self, original: Callable[..., None], processor: Any, batch: Any, result: Any
     ) -> None:
         """Let SGLang process a round, and count it."""
-        if not _ours():
+        if not ours():
             original(processor, batch, result)
             return
         running = [
@@ -99,29 +99,14 @@ class Delivered:
                 self.gauges[name].labels(**labels).set(value)
 
 
-def install() -> None:
-    """Add our figures to SGLang's answers, log and Prometheus, only for our algorithms."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    managers = "sglang.srt.managers"
-    for place, hook in (
-        ("tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics", _add_figures),
-        (
-            "scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-            ".process_batch_result_decode",
-            Delivered().process,
-        ),
-    ):
-        HookRegistry.register(f"{managers}.{place}", hook, HookType.AROUND)
-
-
-def _add_figures(
+def add_figures(
     original: Callable[..., None], manager: Any, meta_info: dict[str, Any], received: Any, i: int
 ) -> None:
+    """Add our figures to the ``meta_info`` of a finished request."""
     from sglang.srt.runtime_context import get_spec
 
     original(manager, meta_info, received, i)
-    if _ours() and meta_info.get("spec_correct_drafts_histogram"):
+    if ours() and meta_info.get("spec_correct_drafts_histogram"):
         spec = get_spec()
         shape = Plan(paths=spec.speculative_eagle_topk, depth=spec.speculative_num_steps)
         meta_info.update(_figures(request_metrics(meta_info, shape)))
@@ -135,7 +120,8 @@ def _figures(counts: RequestMetrics) -> dict[str, float]:
     }
 
 
-def _ours() -> bool:
+def ours() -> bool:
+    """Return whether this process serves with one of our algorithms."""
     from sglang.srt.runtime_context import get_spec
 
     return get_spec().speculative_algorithm in TITLES

@@ -4,10 +4,11 @@ import os
 from typing import Any, ClassVar
 
 from sglang.srt.arg_groups.overrides import use_mla_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from eaglegbv.backends.sglang import metrics
+from eaglegbv.backends.sglang import metrics, verify
 from eaglegbv.backends.sglang.server_args import settle_arguments
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.version_check import check_override_points, check_version
@@ -19,7 +20,17 @@ def register() -> None:
         SpeculativeAlgorithm.register(algorithm.title, supports_overlap=True, spec_class=algorithm)(
             worker_class
         )
-    metrics.install()
+    tokenizers = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    results = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    for place, hook in (
+        (f"{tokenizers}._send_one_request", verify.seed_copies),
+        (f"{tokenizers}._calculate_spec_decoding_metrics", metrics.add_figures),
+        (
+            f"{results}.SchedulerBatchResultProcessor.process_batch_result_decode",
+            metrics.Delivered().process,
+        ),
+    ):
+        HookRegistry.register(place, hook, HookType.AROUND)
 
 
 class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -74,7 +85,6 @@ def worker_class(server_args: Any) -> type:  # noqa: ARG001
     """Return the worker; only the process that runs the model imports it."""
     check_version()
     check_override_points()
-    from eaglegbv.backends.sglang import verify
     from eaglegbv.backends.sglang.worker import SampledTreeWorker
 
     verify.install()

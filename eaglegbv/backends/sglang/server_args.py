@@ -6,7 +6,6 @@ wrong or ignore.
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -79,6 +78,17 @@ REFUSED: Refusals = MappingProxyType(
             "the head needs the target's features whole",
             _DROP,
         ),
+        "enable_two_batch_overlap": (
+            (False,),
+            "the two halves of a batch would share one round's random numbers",
+            _DROP,
+        ),
+        "enable_deterministic_inference": (
+            (False,),
+            "the order of the verifiers' sums is not fixed; a request's seed fixes its random "
+            "numbers without it",
+            _DROP,
+        ),
         "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
     }
 )
@@ -138,6 +148,9 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
     stateful = settings.verifier in STATEFUL_VERIFIERS
     _refuse(server_args, REFUSED)
     _settle_shape(server_args)
+    if settings.verifier.startswith("global_resolution_"):
+        expected = "global_resolution, which is exact; other solvers are for comparisons only"
+        raise InvalidArgument("verifier", settings.verifier, expected)
     make_any_verifier(settings.verifier).check_sampling(
         DraftSampling.IID, server_args.speculative_eagle_topk
     )
@@ -179,23 +192,20 @@ def _settle_shape(server_args: Any) -> None:
 
 
 def _settle_head(server_args: Any) -> None:
-    folder, algorithm = (
-        server_args.speculative_draft_model_path,
-        server_args.speculative_algorithm,
-    )
-    if folder is None:
-        raise InvalidArgument("speculative_draft_model_path", None, "a folder with an EAGLE head")
-    if not Path(folder).is_dir():  # for a hub name, SGLang fetches and checks the head itself
-        return
+    drafter = server_args.speculative_draft_model_path
+    if drafter is None:
+        expected = "the folder or hub name of an EAGLE head; MTP layers of the target do not serve"
+        raise InvalidArgument("speculative_draft_model_path", None, expected)
     head = served_head(
-        folder,
+        drafter,
         server_args.model_path,
         revision=server_args.revision,
         trust_remote_code=server_args.trust_remote_code,
+        draft_revision=server_args.speculative_draft_model_revision,
     )
-    if head.algorithm != algorithm.upper():
-        expected = f"{head.algorithm}, for the head in {folder}"
-        raise InvalidArgument("speculative_algorithm", algorithm, expected)
+    if head.algorithm != server_args.speculative_algorithm.upper():
+        expected = f"{head.algorithm}, for the head in {drafter}"
+        raise InvalidArgument("speculative_algorithm", server_args.speculative_algorithm, expected)
     server_args.speculative_draft_model_path = str(head.folder)
 
 
@@ -203,16 +213,25 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
     trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
     chains = server_args.speculative_eagle_topk == 1
     paged = (server_args.page_size or 1) > 1
-    split = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
-    for backend in {own or server_args.attention_backend for own in split} - {None}:
+    target, draft = (
+        server_args.attention_backend,
+        server_args.speculative_draft_attention_backend,
+    )
+    for option, backend, does in (
+        ("speculative_draft_attention_backend", draft, "drafts"),
+        ("attention_backend", server_args.prefill_attention_backend or target, "verifies"),
+        ("attention_backend", server_args.decode_attention_backend or target, "verifies"),
+    ):
+        if backend is None:  # SGLang chooses one that fits
+            continue
         if backend in MASKLESS_BACKENDS:
             remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
-            raise NotServed("attention_backend", backend, "it has no tree masks", remedy)
+            raise NotServed(option, backend, "it has no tree masks", remedy)
         if backend not in trees and not chains:
             raise NotServed(
-                "attention_backend",
+                option,
                 backend,
-                f"it verifies chains only{' where attention is latent (MLA)' if latent else ''}",
+                f"it {does} chains only{' where attention is latent (MLA)' if latent else ''}",
                 f"use {_listed(trees)}, or --speculative-eagle-topk 1",
             )
         if backend not in PAGED_TREE_BACKENDS and paged and not chains:

@@ -8,6 +8,7 @@ verifies; for all other algorithms the kernels are unchanged.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.backends.sglang.metrics import ours
 from eaglegbv.backends.sglang.tree_layout import NumberedTree
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Recaller
@@ -96,6 +98,21 @@ class RequestBook:
             )
             self._opened += 1
         return self._records[request]
+
+
+def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
+    """Send one of the ``n`` copies of a request; each gets its own seed, from the request's.
+
+    SGLang sends all copies with the same parameters, so their ``n`` counts those still to be sent.
+    The last keeps the request's own seed.
+    """
+    shared = tokenized.sampling_params
+    if ours() and shared.n > 1 and shared.sampling_seed is not None:
+        tokenized.sampling_params = copy(shared)
+        seed = request_seed(shared.sampling_seed % 2**64, shared.n)
+        tokenized.sampling_params.sampling_seed = (seed + 2**63) % 2**64 - 2**63
+        shared.n -= 1
+    return original(manager, tokenized)
 
 
 class Judge:
@@ -253,9 +270,9 @@ def install() -> None:
     """Replace SGLang's functions by ours."""
     from sglang.srt.speculative import eagle_utils
 
-    for name, ours in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
+    for name, keep in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
         if getattr(eagle_utils, name) is None:  # SGLang has such kernels only on a GPU
-            setattr(eagle_utils, name, ours)
+            setattr(eagle_utils, name, keep)
     for name, wrap in (
         ("tree_speculative_sampling_target_only", _sampling),
         ("_verify_uses_greedy", _uses_greedy),

@@ -124,6 +124,7 @@ OVERRIDE_POINTS = tuple(
             "_sample_from_probs",
             "self probs sampling_info positions simple_sampling_case",
         ),
+        (_TOKENIZER, "_send_one_request", "self tokenized_obj"),
         (_TOKENIZER, "_calculate_spec_decoding_metrics", "self meta_info recv_obj i"),
         (_RESULTS, "process_batch_result_decode", "self batch result"),
     )
