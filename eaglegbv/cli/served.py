@@ -191,14 +191,14 @@ class _Server:
 
     def launch(self, others: "Sequence[str]") -> "Launch":
         """Return the command that starts it."""
-        from eaglegbv.backends.sglang.launch import launch, launch_eagle
+        from eaglegbv.backends.sglang.launch import launch
         from eaglegbv.backends.sglang.settings import Settings
 
         K, L = self.shape.paths, self.shape.depth
         if self.settings[0].baseline is not None:
             if self.head is None:
                 raise InvalidArgument("drafter", None, "a folder with an EAGLE head, for --eagle")
-            return launch_eagle(self.target, self.head, paths=K, depth=L, others=others)
+            return launch(self.target, self.head, paths=K, depth=L, settings=None, others=others)
         plan = self.settings[0].plan
         if not plan.speculative:
             return launch(self.target, None, paths=K, depth=L, settings=Settings(), others=others)

@@ -12,7 +12,6 @@ from support.sglang_pair import save_sglang_pair
 from eaglegbv.backends.sglang.launch import (
     check_ready,
     launch,
-    launch_eagle,
     server_arguments,
 )
 from eaglegbv.backends.sglang.settings import Settings
@@ -90,7 +89,8 @@ def test_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_sglangs_own_eagle_has_as_many_nodes(tmp_path: Path) -> None:
     pair = save_sglang_pair(tmp_path)
-    start = launch_eagle(pair.target, pair.eagle3, paths=2, depth=5, others=["--tp", "2"])
+    shape = {"paths": 2, "depth": 5}
+    start = launch(pair.target, pair.eagle3, **shape, settings=None, others=["--tp", "2"])
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
     assert flags == {
         "--model-path": str(pair.target),

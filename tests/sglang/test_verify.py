@@ -121,6 +121,7 @@ def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
         ("specinfer", 3, 2),
         ("traversal", 3, 2),
         ("global_resolution", 3, 2),
+        ("target_only", 3, 2),
     ],
 )
 def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:

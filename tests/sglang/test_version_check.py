@@ -12,7 +12,7 @@ import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import version_check
-from eaglegbv.backends.sglang.version_check import OverridePoint, OverridePointChanged
+from eaglegbv.backends.sglang.version_check import OverridePoint, OverridePointChanged, members
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang.metrics"
@@ -42,6 +42,20 @@ def test_a_point_that_has_changed_is_named(
         OverridePoint(HERE, name, parameters).check()
     assert f"{HERE}.{name}" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_names_that_are_only_read_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class: what it defines, declares, or sets; of no class, nothing."""
+    here = "eaglegbv.backends.sglang"
+    assert {"engine", "of", "_records"} - members(f"{here}.verify.RequestBook") == {"engine"}
+    assert {"counts", "process"} <= members(f"{here}.metrics.Delivered")
+    assert members(f"{here}.metrics.nothing") == set()
+    monkeypatch.setattr(version_check, "OVERRIDE_POINTS", ())
+    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts"})
+    version_check.check_override_points()
+    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts gone"})
+    with pytest.raises(OverridePointChanged, match=r"metrics\.Delivered\.gone: found nothing"):
+        version_check.check_override_points()
 
 
 def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +110,7 @@ for point in version_check.OVERRIDE_POINTS:
         place = getattr(place, part)
     if place is not None:  # a kernel of another platform
         found[f"{point.module}.{point.name}"] = list(inspect.signature(place).parameters)
+version_check.check_override_points()
 print(json.dumps(found))
 """
 

@@ -121,18 +121,9 @@ def server_arguments(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Return SGLang's arguments that name the models and the trees; see :func:`engine`.
+    """Return SGLang's arguments that name the models and the trees.
 
-    Args:
-        model: Folder or hub name of the target.
-        drafter: Folder or hub name of an EAGLE head, or None.
-        paths: Number of drafted paths.
-        depth: Length of a drafted path.
-        revision: Revision of the target on the hub, with which the head is compared.
-        trust_remote_code: Whether to run code from the target's repository.
-
-    Raises:
-        DrafterMismatch: The head does not fit the target.
+    See :func:`engine` for the first four, and :func:`served_head` for the others.
     """
     if drafter is None:
         return {"model_path": str(model)}
@@ -235,44 +226,25 @@ def launch(
     *,
     paths: int,
     depth: int,
-    settings: Settings,
+    settings: Settings | None,
     others: Sequence[str] = (),
 ) -> Launch:
-    """Return the command that starts the server.
+    """Return the command that starts a server.
 
     Args:
-        model: Folder or hub name of the target.
-        drafter: Folder or hub name of an EAGLE head; None serves without speculation.
-        paths: Number of drafted paths.
-        depth: Length of a drafted path.
-        settings: Verifier, draft width and temperature, seed.
+        model: See :func:`engine` for this and the next three.
+        drafter: None serves without speculation.
+        paths: K.
+        depth: L.
+        settings: Verifier, draft width and temperature, seed; None for SGLang's own EAGLE, whose
+            trees keep as many nodes, the most likely of those that top-k ``paths`` expands.
         others: SGLang's own arguments, passed on unchanged.
 
     Raises:
         DrafterMismatch: The head does not fit the target.
     """
-    named = _named(model, drafter, paths, depth, others)
-    return Launch([*_command(named), *others], settings.to_environment())
-
-
-def launch_eagle(
-    model: str | Path, drafter: str | Path, *, paths: int, depth: int, others: Sequence[str] = ()
-) -> Launch:
-    """Return the command for SGLang with its own EAGLE, for comparison; see :func:`launch`.
-
-    Its trees keep the ``paths * depth`` most likely nodes among those that top-k ``paths`` expands.
-    """
-    named = _named(model, drafter, paths, depth, others)
-    named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
-    named["speculative_num_draft_tokens"] = paths * depth + 1
-    return Launch([*_command(named), *others], {})
-
-
-def _named(
-    model: str | Path, drafter: str | Path | None, paths: int, depth: int, others: Sequence[str]
-) -> dict[str, Any]:
     options = _options(others)
-    return server_arguments(
+    named = server_arguments(
         model,
         drafter,
         paths=paths,
@@ -280,6 +252,13 @@ def _named(
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
+    if settings is None:
+        named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
+        named["speculative_num_draft_tokens"] = paths * depth + 1
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in named.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    return Launch([*command, *others], {} if settings is None else settings.to_environment())
 
 
 def _options(others: Sequence[str]) -> argparse.Namespace:
@@ -289,13 +268,6 @@ def _options(others: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--revision")
     parser.add_argument("--trust-remote-code", action="store_true")
     return parser.parse_known_args(others)[0]
-
-
-def _command(named: Mapping[str, object]) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    for name, value in named.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    return command
 
 
 class ServerFailed(EagleGBVError):

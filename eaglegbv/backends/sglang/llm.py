@@ -26,11 +26,7 @@ from eaglegbv.text import Completion, Delta, Prompt, Result, per_prompt
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
 
-TORCH_TO_SGLANG = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+DTYPES = ("float32", "bfloat16", "float16")
 
 LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
     {
@@ -82,25 +78,11 @@ class SGLangLLM(TextGenerator):
         backend: str = "sglang",
         **arguments: object,
     ) -> None:
-        """Start SGLang.
+        """Start SGLang; see :class:`eaglegbv.llm.LLM` for the arguments.
 
-        Args:
-            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here
-                ``draft_sampling`` must be None or ``iid``, and the engine cannot choose ``plan``.
-            drafter: Folder or hub name of an EAGLE head; of the tiny pair also ``"eagle3"`` or
-                ``"eagle1"``.
-            verifier: A verifier that accepts independently drawn paths.
-            paths: Number of drafted paths.
-            depth: Length of a drafted path.
-            draft_sampling: How a tree's children arise.
-            draft_width: Number of candidates a draft distribution keeps.
-            draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Plan, instead of the last six arguments.
-            dtype: Dtype of weights and activations; by default SGLang chooses it.
-            device: ``cuda`` or ``cpu``; by default SGLang chooses it.
-            engine: Sizes and seed.
-            backend: ``"sglang"``.
-            arguments: Other arguments of SGLang's engine.
+        Here ``drafter`` is an EAGLE head, ``draft_sampling`` None or ``iid``, and ``plan`` no
+        automatic one. ``dtype`` and ``device`` are SGLang's choice where they are None, and
+        ``arguments`` are other arguments of its engine.
 
         Raises:
             EagleGBVError: Something cannot be served; the message names it and the remedy.
@@ -155,8 +137,7 @@ class SGLangLLM(TextGenerator):
         priority: int = 0,
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`TextGenerator.stream`."""
-        self._check_plan(plan)
-        _check_priority(priority)
+        self._check(plan, priority)
         prompt_ids, answer, text, tokens = self.encode(prompt), {}, "", 0
         params = to_sglang(sampling_params or SamplingParams())
         pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
@@ -167,9 +148,12 @@ class SGLangLLM(TextGenerator):
             yield new
         yield Delta(text="", token_ids=[], completion=self._completion(prompt_ids, answer))
 
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+    def _check(self, plan: Planning | PlanName | None, priority: int) -> None:
         if plan is not None and plan != self.plan:
             raise InvalidArgument("plan", plan, f"None or the plan SGLang runs, {self.plan}")
+        if priority != 0:
+            expected = "0: through SGLang every call is served alike"
+            raise InvalidArgument("priority", priority, expected)
 
     def _run(
         self,
@@ -180,8 +164,7 @@ class SGLangLLM(TextGenerator):
         *,
         progress: bool,
     ) -> list[Result]:
-        self._check_plan(plan)
-        _check_priority(priority)
+        self._check(plan, priority)
         params = per_prompt(sampling_params, len(prompts))
         with tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
 
@@ -231,11 +214,8 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     if plan.draft_sampling not in (None, DraftSampling.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
         raise InvalidArgument("draft_sampling", str(plan.draft_sampling), expected)
-    for name, value in (
-        ("whole_vocab", plan.whole_vocab),
-        ("min_confidence", plan.min_confidence),
-    ):
-        if value:
+    for name in ("whole_vocab", "min_confidence"):
+        if value := getattr(plan, name):
             expected = "0: SGLang's drafts have the width and the depth they are given"
             raise InvalidArgument(name, value, expected)
     return plan
@@ -252,13 +232,9 @@ def _settings(plan: Plan, seed: int) -> Settings:
     )
 
 
-def _check_priority(priority: int) -> None:
-    if priority != 0:
-        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
-
-
-def _check_sizes(sizes: EngineConfig) -> None:
-    """Refuse sizes that would be ignored."""
+def _engine_arguments(
+    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> dict[str, object]:
     default = EngineConfig()
     for name, reason in UNUSED_SIZES.items():
         value, expected = getattr(sizes, name), getattr(default, name)
@@ -267,12 +243,6 @@ def _check_sizes(sizes: EngineConfig) -> None:
     if sizes.cuda_graphs is GraphMode.EAGER:
         expected = "'auto', 'on' or 'off' with SGLang: 'eager' is for the local engine's graphs"
         raise InvalidArgument("cuda_graphs", str(sizes.cuda_graphs), expected)
-
-
-def _engine_arguments(
-    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
-) -> dict[str, object]:
-    _check_sizes(sizes)
     arguments: dict[str, object] = {
         "max_running_requests": sizes.max_batch,
         "max_total_tokens": sizes.kv_slots,
@@ -281,13 +251,12 @@ def _engine_arguments(
         "disable_radix_cache": not sizes.prefix_cache,
         "disable_cuda_graph": sizes.cuda_graphs is GraphMode.OFF,
     }
-    if sizes.prefill_tokens != EngineConfig().prefill_tokens:
+    if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
-        wanted = named_dtype(dtype)
-        if wanted not in TORCH_TO_SGLANG:
-            raise InvalidArgument("dtype", str(dtype), one_of(TORCH_TO_SGLANG.values()))
-        arguments["dtype"] = TORCH_TO_SGLANG[wanted]
+        arguments["dtype"] = wanted = str(named_dtype(dtype)).removeprefix("torch.")
+        if wanted not in DTYPES:
+            raise InvalidArgument("dtype", str(dtype), one_of(DTYPES))
     if device is not None:
         place = torch.device(device)
         arguments["device"] = place.type

@@ -213,10 +213,8 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
     trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
     chains = server_args.speculative_eagle_topk == 1
     paged = (server_args.page_size or 1) > 1
-    target, draft = (
-        server_args.attention_backend,
-        server_args.speculative_draft_attention_backend,
-    )
+    target = server_args.attention_backend
+    draft = server_args.speculative_draft_attention_backend
     for option, backend, does in (
         ("speculative_draft_attention_backend", draft, "drafts"),
         ("attention_backend", server_args.prefill_attention_backend or target, "verifies"),

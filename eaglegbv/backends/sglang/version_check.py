@@ -2,9 +2,11 @@
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import MappingProxyType
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 
@@ -132,7 +134,55 @@ OVERRIDE_POINTS = tuple(
 """All functions of SGLang that we replace, wrap or override."""
 
 
+NAMES_READ: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_WORKER[0]}.EAGLEWorkerV2": "target_worker _draft_worker topk speculative_num_steps",
+        f"{_DRAFTER[0]}.EagleDraftWorker": (
+            "draft_runner draft_attn_backend hot_token_id topk speculative_num_steps device "
+            "req_to_token_pool parallel_layout cuda_graph_runner_for_draft_extend "
+            "index_share_for_mtp_iteration dsa_index_topk"
+        ),
+        "sglang.srt.speculative.eagle_info.EagleDraftInput": "topk_p topk_index hidden_states",
+        "sglang.srt.speculative.eagle_info.EagleVerifyInput": "draft_token draft_probs",
+        "sglang.srt.managers.schedule_batch.ScheduleBatch": (
+            "reqs req_pool_indices seq_lens input_ids spec_info forward_mode chunked_req "
+            "sampling_info"
+        ),
+        "sglang.srt.managers.schedule_batch.Req": (
+            "origin_input_ids output_ids sampling_params finished_len is_retracted finished"
+        ),
+        "sglang.srt.managers.utils.GenerationBatchResult": "num_correct_drafts_per_req_cpu",
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter": (
+            "forward_ct_decode decode_log_interval is_stats_logging_rank metrics_collector "
+            "current_scheduler_metrics_enabled"
+        ),
+        "sglang.srt.sampling.sampling_params.SamplingParams": "top_k sampling_seed n",
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
+            "temperatures top_ks top_ps min_ps need_top_k_sampling need_top_p_sampling "
+            "need_min_p_sampling sampling_mask_batch_indices"
+        ),
+    }
+)
+"""Members of SGLang's classes that we read, by the class's full name."""
+
+
 def check_override_points() -> None:
-    """Raise :class:`OverridePointChanged` for the first override point that has changed."""
+    """Raise :class:`OverridePointChanged` for the first thing of SGLang's that has changed."""
     for point in OVERRIDE_POINTS:
         point.check()
+    for title, names in NAMES_READ.items():
+        missing = sorted({*names.split()} - members(title))
+        if missing:
+            raise OverridePointChanged(f"{title}.{missing[0]}", "nothing", "what we read there")
+
+
+def members(title: str) -> set[str]:
+    """Return the names that a class and its bases define, declare, or mention in their methods."""
+    module, _, name = title.rpartition(".")
+    kind = vars(import_module(module)).get(name)
+    found: set[str] = set()
+    for part in kind.__mro__ if isinstance(kind, type) else ():
+        found |= {*vars(part), *inspect.get_annotations(part)}
+        for function in filter(inspect.isfunction, vars(part).values()):
+            found |= {*function.__code__.co_names}
+    return found
