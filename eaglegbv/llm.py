@@ -22,7 +22,6 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     AutoPlan,
     EngineConfig,
-    Plan,
     PlanChoices,
     PlanName,
     Planning,

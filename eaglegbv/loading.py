@@ -146,9 +146,7 @@ def load_pair(
             graphs=graphs,
         )
 
-    folder = (
-        None if drafter is None or str(drafter) in drafter_names() else _drafter_folder(drafter)
-    )
+    folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
     if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
         expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
@@ -239,7 +237,7 @@ def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
     name = str(drafter)
     if name in drafter_names():
         return registered_drafter(name)
-    return _CLASSES[kind_of(_drafter_folder(drafter))]
+    return _CLASSES[kind_of(drafter_folder(drafter))]
 
 
 def check_tokenizers(model: str | Path, drafter: Path) -> None:
@@ -289,16 +287,28 @@ def named_folder(drafter: str | Path) -> Path:
     return TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
 
 
-def _drafter_folder(drafter: str | Path) -> Path:
+def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | None = None) -> Path:
+    """Return the folder of a drafter; one that the hub has is fetched, unless it was before.
+
+    Args:
+        drafter: A folder, the name of a packaged head, or a repository of the hub.
+        head: Whether only an EAGLE head will do.
+        revision: Revision of the repository; None for the newest.
+
+    Raises:
+        InvalidArgument: There is no such folder, and the hub gives no such repository.
+    """
     folder = named_folder(drafter)
     if folder.is_dir():
         return folder
-    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, *drafter_names()))
-    expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
+    own = () if head else drafter_names()
+    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, *own))
+    kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
+    expected = f"a folder with {kinds}, or {names}"
     if not _DRAFTER_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)
     try:
-        return Path(snapshot_download(str(drafter)))
+        return Path(snapshot_download(str(drafter), revision=revision))
     except (OSError, HTTPError) as error:
         why = f"{expected}, or a repository that the hub gives ({hub_refusal(error)})"
         raise InvalidArgument("drafter", str(drafter), why) from error

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from eaglegbv.backends.sglang.endpoint import Endpoint
-from eaglegbv.backends.sglang.server import ServerFailed, running
-from eaglegbv.backends.sglang.serving import Launch
+from eaglegbv.backends.sglang.client import Endpoint
+from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.sampling import SamplingParams

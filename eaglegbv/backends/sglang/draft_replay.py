@@ -2,13 +2,12 @@
 
 A debt (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of its own round along
 tokens committed later. So the round's root, its head's hidden state there and the settings of its
-distributions are kept, and the head runs on from there along the tokens, on its own features, one row each.
-Its keys before the root are SGLang's, which are final once written. Those from the root onwards are
-kept here, because SGLang's own have been rewritten from the target's features.
+distributions are kept, and the head runs on from there along the tokens, on its own features, one
+row each. Its keys before the root are SGLang's, which are final once written. Those from the root
+onwards are kept here, because SGLang's own have been rewritten from the target's features.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from eaglegbv.backends.sglang.short_probs import ShortProbs
+from eaglegbv.backends.sglang.tree_layout import ShortProbs
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.request import DraftSnapshot, Request
@@ -43,13 +43,13 @@ class RoundStart:
     Attributes:
         lengths: ``[batch]`` int64, number of entries of the head's KV cache up to the root.
         hidden: ``[batch, hidden]``, the head's state at the root.
-        dists: ``[batch, width]``, the distributions at the root.
+        probs: ``[batch, width]``, the distributions at the root.
         temperatures: ``[batch, 1]``, temperatures of the round's draft distributions.
     """
 
     lengths: Tensor
     hidden: Tensor
-    dists: ShortProbs
+    probs: ShortProbs
     temperatures: Tensor
 
 
@@ -61,14 +61,14 @@ class HeadSnapshot(DraftSnapshot):
         context: Entries of SGLang's KV cache to read: those before the round's root.
         entries: The head's own entries from the root onwards, by layer.
         hidden: ``[hidden]``, its state.
-        dist: ``[width]``, the distribution of the next token.
+        probs: ``[width]``, the distribution of the next token.
         temperature: ``[1]``, temperature of its distributions.
     """
 
     context: int
     entries: Mapping[int, Entries]
     hidden: Tensor
-    dist: ShortProbs
+    probs: ShortProbs
     temperature: Tensor
 
     @property
@@ -78,8 +78,8 @@ class HeadSnapshot(DraftSnapshot):
         return self.context + (0 if own is None else len(own[0]))
 
 
-class HeadRecall(DraftReplay):
-    """Recalls distributions for the requests of one batch."""
+class HeadReplay(DraftReplay):
+    """Replays distributions for the requests of one batch."""
 
     def __init__(
         self,
@@ -104,13 +104,13 @@ class HeadRecall(DraftReplay):
     def snapshot(self, request: Request) -> HeadSnapshot:
         """See :meth:`DraftReplay.snapshot`."""
         if self._start is None:
-            raise RuntimeError(f"request {request.number} has drafted nothing to be recalled")
+            raise RuntimeError(f"request {request.number} has drafted nothing to be replayed")
         row, start = self._rows[request.number], self._start
         return HeadSnapshot(
             context=int(start.lengths[row]),
             entries={},
             hidden=start.hidden[row].clone(),
-            dist=ShortProbs(start.dists.ids[row].clone(), start.dists.probs[row].clone()),
+            probs=ShortProbs(start.probs.ids[row].clone(), start.probs.probs[row].clone()),
             temperature=start.temperatures[row].clone(),
         )
 
@@ -125,9 +125,9 @@ class HeadRecall(DraftReplay):
         del slots  # entries are few and short-lived, so they are kept outside the pool
         own = own_snapshots(snapshots, HeadSnapshot)
         rows = [self._rows[request.number] for request in requests]
-        attention = RecallAttention(self._worker, self._pool_indices[rows], own)
+        attention = ReplayAttention(self._worker, self._pool_indices[rows], own)
         output = self._run(attention, own, tokens)
-        dists = self._worker.short_probs(
+        probs = self._worker.short_probs(
             output.next_token_logits, torch.stack([s.temperature for s in own])
         )
         return [
@@ -135,20 +135,18 @@ class HeadRecall(DraftReplay):
                 snapshot,
                 entries=attention.entries_of(i),
                 hidden=output.hidden_states[i],
-                dist=ShortProbs(dists.ids[i], dists.probs[i]),
+                probs=ShortProbs(probs.ids[i], probs.probs[i]),
             )
             for i, snapshot in enumerate(own)
         ]
 
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
         """See :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, HeadSnapshot)
-        return DraftProbs(
-            torch.stack([s.dist.ids for s in own]), torch.stack([s.dist.probs for s in own])
-        )
+        own = [snapshot.probs for snapshot in own_snapshots(snapshots, HeadSnapshot)]
+        return DraftProbs(torch.stack([p.ids for p in own]), torch.stack([p.probs for p in own]))
 
     def _run(
-        self, attention: "RecallAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
+        self, attention: "ReplayAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
     ) -> Any:
         runner, device = self._worker.draft_runner, tokens.device
         positions = torch.tensor([s.position for s in snapshots], device=device)
@@ -168,14 +166,15 @@ class HeadRecall(DraftReplay):
             ),
             capture_hidden_mode=CaptureHiddenMode.LAST,
         )
-        with ExitStack() as contexts:
-            contexts.enter_context(draft_tp_context(self._worker.parallel_layout))
-            context = ForwardContext(attn_backend=attention)
-            contexts.enter_context(forward_context(context, forward_batch=batch))
+        context = ForwardContext(attn_backend=attention)
+        with (
+            draft_tp_context(self._worker.parallel_layout),
+            forward_context(context, forward_batch=batch),
+        ):
             return runner.model.forward(tokens, positions, batch)
 
 
-class RecallAttention(AttentionBackend):  # type: ignore[misc]
+class ReplayAttention(AttentionBackend):  # type: ignore[misc]
     """Attention of single rows over SGLang's entries and over the rows' own entries."""
 
     def __init__(
@@ -193,8 +192,11 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         contexts = torch.tensor([s.context for s in snapshots], device=device).unsqueeze(1)
         longest = max(s.context for s in snapshots)
         table = worker.req_to_token_pool.req_to_token[pool_indices.long(), :longest]
-        self._real = torch.arange(longest, device=device) < contexts
-        self._slots = torch.where(self._real, table.long(), 0)
+        real = torch.arange(longest, device=device) < contexts
+        self._slots = torch.where(real, table.long(), 0)
+        counts = torch.tensor([s.position - s.context + 1 for s in snapshots], device=device)
+        own = torch.arange(int(counts.max()), device=device) < counts.unsqueeze(1)
+        self._mask = torch.cat((real, own), dim=1)
         self._new: dict[int, Entries] = {}
 
     def entries_of(self, row: int) -> dict[int, Entries]:
@@ -227,7 +229,7 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         scores = torch.einsum("rhd,rshd->rhs", query, keys) * layer.scaling
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-        scores = scores.masked_fill(~self._mask().unsqueeze(1), -torch.inf)
+        scores = scores.masked_fill(~self._mask.unsqueeze(1), -torch.inf)
         out = torch.einsum("rhs,rshd->rhd", scores.softmax(dim=2), values)
         return out.flatten(1).to(q.dtype)
 
@@ -237,16 +239,9 @@ class RecallAttention(AttentionBackend):  # type: ignore[misc]
         buffer = pool.get_value_buffer if part else pool.get_key_buffer
         before = buffer(layer.layer_id)[self._slots]
         own = [self._extended(row, layer.layer_id, part) for row in range(len(self._snapshots))]
-        return torch.cat(
-            (before, torch.nn.utils.rnn.pad_sequence(own, batch_first=True)), 1
-        ).float()
+        return torch.cat((before, pad_sequence(own, batch_first=True)), 1).float()
 
     def _extended(self, row: int, layer: int, part: int) -> Tensor:
         new = self._new[layer][part][row : row + 1]
         before = self._snapshots[row].entries.get(layer)
         return new if before is None else torch.cat((before[part], new))
-
-    def _mask(self) -> Tensor:
-        counts = torch.tensor([s.position - s.context + 1 for s in self._snapshots])
-        own = torch.arange(int(counts.max())) < counts.unsqueeze(1)
-        return torch.cat((self._real, own.to(self._real.device)), dim=1)

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
 
-from eaglegbv.backends.sglang import guard
-from eaglegbv.backends.sglang.guard import OverridePoint, OverridePointChanged
+from eaglegbv.backends.sglang import version_check
+from eaglegbv.backends.sglang.version_check import OverridePoint, OverridePointChanged, members
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang.metrics"
 
 
 def test_a_point_that_is_as_known_passes() -> None:
-    OverridePoint(HERE, "corrected", ("meta_info",)).check()
+    OverridePoint(HERE, "request_metrics", ("meta_info",)).check()
     OverridePoint("eaglegbv.backends.sglang.settings", "Settings.to_environment", ("self",)).check()
 
 
@@ -28,9 +28,9 @@ def test_a_point_that_is_as_known_passes() -> None:
     [
         ("vanished", (), "found nothing, expected"),
         (
-            "corrected",
-            ("meta", "length"),
-            r"found \(meta_info, length\), expected \(meta, length\)",
+            "request_metrics",
+            ("meta", "plan"),
+            r"found \(meta_info, plan\), expected \(meta, plan\)",
         ),
         ("TITLES", (), r"found \('EAGLEGBV'"),
     ],
@@ -44,41 +44,55 @@ def test_a_point_that_has_changed_is_named(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_names_that_are_only_read_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class: what it defines, declares, or sets; of no class, nothing."""
+    here = "eaglegbv.backends.sglang"
+    assert {"engine", "of", "_records"} - members(f"{here}.verify.RequestBook") == {"engine"}
+    assert {"counts", "process"} <= members(f"{here}.metrics.Delivered")
+    assert members(f"{here}.metrics.nothing") == set()
+    monkeypatch.setattr(version_check, "OVERRIDE_POINTS", ())
+    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts"})
+    version_check.check_override_points()
+    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts gone"})
+    with pytest.raises(OverridePointChanged, match=r"metrics\.Delivered\.gone: found nothing"):
+        version_check.check_override_points()
+
+
 def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, other = SimpleNamespace(name="eaglegbv"), SimpleNamespace(name="other")
-    monkeypatch.setattr(guard, "entry_points", lambda group: [ours, other])
-    guard.check_plugin()
+    monkeypatch.setattr(version_check, "entry_points", lambda group: [ours, other])
+    version_check.check_plugin()
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     with pytest.raises(InvalidArgument, match="SGLANG_PLUGINS='other'"):
-        guard.check_plugin()
-    monkeypatch.setattr(guard, "entry_points", lambda group: [other])
+        version_check.check_plugin()
+    monkeypatch.setattr(version_check, "entry_points", lambda group: [other])
     with pytest.raises(InvalidArgument, match="install eaglegbv again"):
-        guard.check_plugin()
+        version_check.check_plugin()
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "version", lambda _: "0.4.0")
+    monkeypatch.setattr(version_check, "version", lambda _: "0.4.0")
     with pytest.raises(InvalidArgument, match=r"sglang='0.4.0': expected sglang==0.5.23"):
-        guard.check_version()
+        version_check.check_version()
 
 
 def test_a_missing_sglang_is_a_plain_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> str:
         raise PackageNotFoundError
 
-    monkeypatch.setattr(guard, "version", missing)
+    monkeypatch.setattr(version_check, "version", missing)
     with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install 'eaglegbv\["):
-        guard.check_version()
+        version_check.check_version()
 
 
 def recorded(point: OverridePoint) -> list[str]:
     """What SGLang's own function takes, as it was read from the version we support."""
     home = Path(__file__).parent / "signatures.json"
     by_version: dict[str, dict[str, list[str]]] = json.loads(home.read_text())
-    return by_version[guard.SUPPORTED[-1]][f"{point.module}.{point.name}"]
+    return by_version[version_check.SUPPORTED[-1]][f"{point.module}.{point.name}"]
 
 
-@pytest.mark.parametrize("point", guard.OVERRIDE_POINTS, ids=lambda point: point.name)
+@pytest.mark.parametrize("point", version_check.OVERRIDE_POINTS, ids=lambda point: point.name)
 def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
     """Without SGLang: a mistake in the list of what we rely on."""
     assert recorded(point)[: len(point.parameters)] == list(point.parameters)
@@ -87,15 +101,16 @@ def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
 READ = """
 import inspect, json
 from importlib import import_module
-from eaglegbv.backends.sglang import guard
+from eaglegbv.backends.sglang import version_check
 
 found = {}
-for point in guard.OVERRIDE_POINTS:
+for point in version_check.OVERRIDE_POINTS:
     place = import_module(point.module)
     for part in point.name.split("."):
         place = getattr(place, part)
     if place is not None:  # a kernel of another platform
         found[f"{point.module}.{point.name}"] = list(inspect.signature(place).parameters)
+version_check.check_override_points()
 print(json.dumps(found))
 """
 
@@ -110,5 +125,5 @@ def test_the_record_is_that_of_the_sglang_installed() -> None:
     assert read.returncode == 0, read.stderr
     found = json.loads(read.stdout.splitlines()[-1])
     assert len(found) >= 12
-    points = {f"{point.module}.{point.name}": point for point in guard.OVERRIDE_POINTS}
+    points = {f"{point.module}.{point.name}": point for point in version_check.OVERRIDE_POINTS}
     assert all(parameters == recorded(points[name]) for name, parameters in found.items())

@@ -1,16 +1,30 @@
 """Rounds of drawing, tree, verdict and SGLang's numbers, on Markov tables, many at once."""
 
+import gc
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.g_test import g_test
 from torch import Tensor
 
-from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_dist, walk_greedily
-from eaglegbv.backends.sglang.short_probs import ShortProbs
-from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree
+from eaglegbv.backends.sglang import verify
+from eaglegbv.backends.sglang.tree_layout import GrowingPaths, NumberedTree, ShortProbs, draft_tree
+from eaglegbv.backends.sglang.verify import (
+    Acceptance,
+    RequestBook,
+    acceptance,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    target_probs,
+    walk_greedily,
+)
+from eaglegbv.config import Plan
+from eaglegbv.rng import Purpose, RequestRng, request_seed
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -57,11 +71,11 @@ def draw_round(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
     each = ShortProbs(*(t.unsqueeze(1).expand(-1, K, -1) for t in (root.ids, root.probs)))
     paths, packed = GrowingPaths(each.pick(numbers(batch, K))), []
     for _ in range(L - 1):
-        dists = after(paths.tokens[-1]).of_branches(paths.standing[-1])
-        packed.append(dists.pack())
-        paths.grow(dists.pick(numbers(batch, K)))
+        probs = after(paths.tokens[-1]).of_branches(paths.standing[-1])
+        packed.append(probs.pack())
+        paths.grow(probs.pick(numbers(batch, K)))
     none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64)
-    inner = ShortProbs.unpack(torch.stack(packed, dim=1) if packed else none)
+    inner = torch.stack(packed, dim=1) if packed else none
     tokens = torch.stack(paths.tokens, dim=1)
     tree = draft_tree(torch.full((batch,), LAST), tokens, root, inner)
     uniforms = VerifyUniforms(
@@ -71,15 +85,15 @@ def draw_round(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
 
 
 def judge(own: Round, verifier: str, greedy: Tensor | None = None) -> Acceptance:
-    dist = target_dist(own.target[own.node_tokens].float(), own.numbered)
-    verdict = make_verifier(verifier).verify(own.numbered.tree, dist, own.uniforms)
+    target = target_probs(own.target[own.node_tokens].float(), own.numbered)
+    verdict = make_verifier(verifier).verify(own.numbered.tree, target, own.uniforms)
     if greedy is not None:
-        verdict = walk_greedily(own.numbered, dist, verdict, greedy)
+        verdict = walk_greedily(own.numbered, target, verdict, greedy)
     return acceptance(verdict, own.numbered)
 
 
 def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
-    """Return cells: the first ``tokens`` tokens of each round, gone on by the target's distribution."""
+    """Return cells: the first ``tokens`` tokens of each round, gone on by the target."""
     generator = torch.Generator().manual_seed(9)
     batch, nodes = own.node_tokens.shape
     following = outcome.tokens.view(batch, nodes)
@@ -107,6 +121,7 @@ def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
         ("specinfer", 3, 2),
         ("traversal", 3, 2),
         ("global_resolution", 3, 2),
+        ("target_only", 3, 2),
     ],
 )
 def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
@@ -164,3 +179,124 @@ def test_greedy_rows_are_the_targets_most_likely_tokens_and_others_are_untouched
             assert mixed.tokens[place] == token
             walked += 1
     assert walked > batch / 2
+
+
+# Top-k, top-p and min-p on probabilities, against the same on logits.
+
+ROWS = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def warped(**params: float) -> torch.Tensor:
+    own = [SamplingParams(**params)]  # type: ignore[arg-type]
+    return warp(ROWS, WarpSettings.of(own, [len(ROWS)])).softmax(dim=1)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 7, 30])
+def test_top_k(top_k: int) -> None:
+    kept = keep_top_k(ROWS.softmax(1), torch.full((len(ROWS),), top_k, dtype=torch.int32))
+    torch.testing.assert_close(kept, warped(top_k=top_k))
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
+    kept = keep_top_k(ROWS.softmax(1), torch.full((len(ROWS),), 2**30, dtype=torch.int32))
+    torch.testing.assert_close(kept, ROWS.softmax(1))
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_top_p(top_p: float) -> None:
+    kept = keep_top_p(ROWS.softmax(1), torch.full((len(ROWS),), top_p))
+    torch.testing.assert_close(kept, warped(top_p=top_p))
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+def test_min_p(min_p: float) -> None:
+    kept = keep_min_p(ROWS.softmax(1), torch.full((len(ROWS),), min_p))
+    torch.testing.assert_close(kept, warped(min_p=min_p))
+
+
+# Random numbers belong to requests: seeded, in step, and forgotten with them.
+
+PLAN = Plan(paths=2, depth=3)
+
+
+class Req:
+    """What is read of SGLang's requests."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.sampling_params = SimpleNamespace(sampling_seed=seed)
+        self.origin_input_ids = [1, 2, 3]
+
+
+def test_a_seed_fixes_the_numbers_in_any_company() -> None:
+    alone, crowd = RequestBook(PLAN, 0), RequestBook(PLAN, 5)
+    one, other = Req(9), Req(9)
+    numbers = alone.draft_uniforms([one])
+    assert numbers.shape == (1, 2, 3)
+    assert torch.equal(crowd.draft_uniforms([Req(), Req(3), other])[2], numbers[0])
+    assert torch.equal(alone.token_uniforms([one]), crowd.token_uniforms([other]))
+
+
+def test_signed_seeds_are_the_same_64_bits() -> None:
+    [own] = RequestBook(PLAN, 0).of([Req(-5)])
+    assert own.stream == RequestRng(2**64 - 5)
+
+
+def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
+    book = RequestBook(PLAN, 17)
+    first, second = Req(), Req()
+    seeds = [own.stream.seed for own in book.of([first, Req(1), second])]
+    assert seeds == [request_seed(17, 0), 1, request_seed(17, 1)]
+    assert [own.stream.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
+
+
+def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
+    alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
+    books = [alone, *replicas]
+    drawn = [tuple(book.draft_uniforms([Req()]).flatten().tolist()) for book in books]
+    assert len(set(drawn)) == 3
+    seeded = [tuple(book.draft_uniforms([Req(4)]).flatten().tolist()) for book in books]
+    assert len(set(seeded)) == 1
+
+
+def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "ours", lambda: True)
+
+    def seeds(n: int, seed: int | None = 9) -> list[int | None]:
+        shared = SimpleNamespace(n=n, sampling_seed=seed)
+        copies = [SimpleNamespace(sampling_params=shared) for _ in range(n)]
+        for one in copies:
+            verify.seed_copies(lambda manager, tokenized: None, None, one)
+        return [one.sampling_params.sampling_seed for one in copies]
+
+    assert len({*seeds(4)}) == 4
+    assert seeds(4)[-2:] == seeds(2)
+    assert seeds(1) == [9]
+    assert seeds(3, None) == [None] * 3
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds(4, -5))
+
+
+def test_no_number_is_used_twice() -> None:
+    book, request = RequestBook(PLAN, 0), Req(4)
+    before = book.draft_uniforms([request])
+    assert torch.equal(book.draft_uniforms([request]), before)
+    book.advance([request])
+    after = book.draft_uniforms([request]).flatten()
+    assert not set(after.tolist()) & set(before.flatten().tolist())
+    expected = RequestRng(4).draw(1, Purpose.DRAFT, 6)
+    assert after.tolist() == expected.tolist()
+
+
+def test_requests_are_forgotten_with_sglangs_own() -> None:
+    book, kept = RequestBook(PLAN, 0), Req(1)
+    book.of([kept, Req(2)])
+    gc.collect()
+    assert len(book._records) == 1
+
+
+def test_no_two_requests_share_a_number() -> None:
+    book, gone, kept = RequestBook(PLAN, 0), Req(), Req()
+    book.of([gone, kept])
+    del gone
+    gc.collect()
+    numbers = [own.number for own in book.of([kept, Req(), Req(5)])]
+    assert len(set(numbers)) == 3
