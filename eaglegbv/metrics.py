@@ -172,7 +172,8 @@ def seconds_by_phase(spans: Iterable[Span]) -> dict[Phase, float]:
 class TreeRecord:
     """A draft tree and the verdict on it.
 
-    Sequences with one entry per node begin with the root, the last committed token. A value that a node does not have is None.
+    Sequences with one entry per node begin with the root, the last committed token. A value that a
+    node does not have is None.
 
     Attributes:
         request: Running number of the request.
@@ -190,7 +191,7 @@ class TreeRecord:
             verifier saw it.
         draft_probs: q of each node's token after its parent, from which it was drawn; None where
             the distribution draws nothing.
-        figures: Other numbers on which the rule based its verdict, by the symbols of its
+        node_stats: Other numbers on which the rule based its verdict, by the symbols of its
             documentation.
         accepted: The accepted nodes, from the root's child downwards.
         next_token: The token after them: the correction or bonus token.
@@ -212,7 +213,7 @@ class TreeRecord:
     multiplicity: tuple[int, ...]
     target_probs: tuple[float | None, ...]
     draft_probs: tuple[float | None, ...]
-    figures: Mapping[str, tuple[float | None, ...]]
+    node_stats: Mapping[str, tuple[float | None, ...]]
     accepted: tuple[int, ...]
     next_token: int
     next_target_prob: float

@@ -589,8 +589,8 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
     multiplicity = tree.multiplicity().tolist()
     p, q = target_of_tokens(tree, target).tolist(), draft_of_tokens(tree).tolist()
-    stats = output.node_stats() if tree.length else {}
-    figures = {name: values.tolist() for name, values in stats.items()}
+    found = output.node_stats() if tree.length else {}
+    stats = {name: values.tolist() for name, values in found.items()}
     paths, accepted = verdict.path_nodes.tolist(), verdict.accepted.tolist()
     next_tokens, next_p = verdict.token_ids.tolist(), _next_probs(verdict, target)
     records = []
@@ -612,7 +612,7 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
             multiplicity=tuple(multiplicity[b][:count]),
             target_probs=_known(p[b][:count]),
             draft_probs=_known(q[b][:count]),
-            figures={name: _known(values[b][:count]) for name, values in figures.items()},
+            node_stats={name: _known(values[b][:count]) for name, values in stats.items()},
             accepted=tuple(paths[b][: accepted[b]]),
             next_token=next_tokens[b],
             next_target_prob=next_p[b],
