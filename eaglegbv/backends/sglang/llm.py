@@ -137,7 +137,8 @@ class SGLangLLM(TextGenerator):
         priority: int = 0,
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`TextGenerator.stream`."""
-        self._check(plan, priority)
+        self._check_plan(plan)
+        _check_priority(priority)
         prompt_ids, answer, text, tokens = self.encode(prompt), {}, "", 0
         params = to_sglang(sampling_params or SamplingParams())
         pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
@@ -148,12 +149,9 @@ class SGLangLLM(TextGenerator):
             yield new
         yield Delta(text="", token_ids=[], completion=self._completion(prompt_ids, answer))
 
-    def _check(self, plan: Planning | PlanName | None, priority: int) -> None:
+    def _check_plan(self, plan: Planning | PlanName | None) -> None:
         if plan is not None and plan != self.plan:
             raise InvalidArgument("plan", plan, f"None or the plan SGLang runs, {self.plan}")
-        if priority != 0:
-            expected = "0: through SGLang every call is served alike"
-            raise InvalidArgument("priority", priority, expected)
 
     def _run(
         self,
@@ -164,7 +162,8 @@ class SGLangLLM(TextGenerator):
         *,
         progress: bool,
     ) -> list[Result]:
-        self._check(plan, priority)
+        self._check_plan(plan)
+        _check_priority(priority)
         params = per_prompt(sampling_params, len(prompts))
         with tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
 
@@ -230,6 +229,11 @@ def _settings(plan: Plan, seed: int) -> Settings:
         draft_temperature=plan.draft_temperature,
         seed=seed,
     )
+
+
+def _check_priority(priority: int) -> None:
+    if priority != 0:
+        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
 
 
 def _engine_arguments(
