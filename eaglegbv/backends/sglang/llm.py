@@ -241,6 +241,11 @@ def _settings(plan: Plan, seed: int) -> Settings:
     )
 
 
+def _check_priority(priority: int) -> None:
+    if priority != 0:
+        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
+
+
 def _engine_arguments(
     sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> dict[str, object]:
