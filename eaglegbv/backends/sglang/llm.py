@@ -209,11 +209,6 @@ class SGLangLLM(TextGenerator):
         )
 
 
-def _check_priority(priority: int) -> None:
-    if priority != 0:
-        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
-
-
 def _served_plan(plan: Planning | PlanName) -> Plan:
     if not isinstance(plan, Plan):
         expected = "a Plan: SGLang fixes the number and length of paths when it starts"
