@@ -134,10 +134,11 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
     _expect("target_hidden_size", config.target_hidden_size, target.hidden_size)
     remarks = list(checkpoint.remarks)
     limit = checkpoint.passed_on.get("max_position_embeddings")
-    if isinstance(limit, int) and limit < target.max_position_embeddings:
+    context = getattr(target, "max_position_embeddings", None)
+    if isinstance(limit, int) and isinstance(context, int) and limit < context:
         text = (
-            f"max_position_embeddings is {limit}, the target's {target.max_position_embeddings}; "
-            "SGLang starts only with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+            f"max_position_embeddings is {limit}, the target's {context}; SGLang starts only with "
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
         )
         remarks.append(Remark(RemarkKind.WARNING, text))
     if checkpoint.layers is None:
@@ -387,6 +388,10 @@ def _is_head(names: Iterable[str]) -> bool:
 # What a head's files say, what was assumed, and where engines would disagree about them.
 
 
+_KINDS = {
+    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
+    Arch.EAGLE3: "EAGLE-3",
+}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
     RemarkKind.ASSUMED: "Assumed, as the files leave it open",
@@ -420,7 +425,13 @@ def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, st
     dtypes = _list(sorted({dtype_name(t.dtype) for t in weights}))
     rope = dict(config.rope_parameters)
     kind, theta = rope.pop("rope_type"), rope.pop("rope_theta")
-    narrow = config.hidden_size != config.target_hidden_size
+    width = f"width {config.hidden_size}"
+    if config.hidden_size != config.target_hidden_size:
+        width += f" (target {config.target_hidden_size})"
+    heads = f"{config.num_heads} query heads and {config.num_kv_heads} key heads"
+    embedding = "the target's"
+    if EMBEDDING in named.tensors:
+        embedding = "in the file; shared with the target where it is the same"
     vocabulary = f"{config.vocab_size}, all of which can be drafted"
     if config.draft_vocab_size < config.vocab_size:
         share = config.draft_vocab_size / config.vocab_size
@@ -434,22 +445,15 @@ def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, st
         captures = "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
     facts = {
         "drafter": f"{checkpoint.folder} ({', '.join(checkpoint.files)})",
-        "head": "EAGLE-3"
-        if config.arch is Arch.EAGLE3
-        else "EAGLE-1 (the weights of EAGLE-2 are the same)",
+        "head": _KINDS[config.arch],
         "format": f"{checkpoint.format}; architectures: {_list(checkpoint.architectures)}",
         "tensors": f"{len(named.tensors)}, {sum(t.numel() for t in weights):,} weights, {dtypes}",
-        "layer": f"width {config.hidden_size}"
-        + (f" (target {config.target_hidden_size})" if narrow else "")
-        + f", feed-forward {config.intermediate_size}, {config.num_heads} query heads and "
-        f"{config.num_kv_heads} key heads of {config.head_dim}",
+        "layer": f"{width}, feed-forward {config.intermediate_size}, {heads} of {config.head_dim}",
         "biases": _list(name for name in variants if "bias" in name),
         "norms": _list(name for name in variants if "norm" in name),
         "rope": _list([kind, f"theta {theta:g}", *(f"{k} {v}" for k, v in sorted(rope.items()))]),
         "vocabulary": vocabulary,
-        "embedding": "in the file; shared with the target where it is the same"
-        if EMBEDDING in named.tensors
-        else "the target's",
+        "embedding": embedding,
         "captures": captures,
         "made for": checkpoint.verifier or "",
         "left aside": ", ".join(f"{name} ({why})" for name, why in named.left_aside.items()),

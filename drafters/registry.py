@@ -5,7 +5,7 @@ and of repositories of the hub.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,41 +13,51 @@ from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, one_of
 
-MakeDrafter: TypeAlias = Callable[[int, torch.device], Drafter]
-"""A drafter's class, or a function; takes the target's number of tokens, and its device."""
+OwnDrafter = TypeVar("OwnDrafter", bound=type[Drafter])
 
-Made = TypeVar("Made", bound=MakeDrafter)
-
-_MAKERS: dict[str, MakeDrafter] = {"ngram": lambda vocab_size, device: NgramDrafter()}  # noqa: ARG005
+_CLASSES: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
 
 
-def register_drafter(name: str) -> Callable[[Made], Made]:
-    """Return a decorator that gives a drafter its name.
+def register_drafter(name: str) -> Callable[[OwnDrafter], OwnDrafter]:
+    """Return a decorator that gives a drafter's class its name.
+
+    An instance is made with the target's number of tokens, and its device.
 
     Raises:
         InvalidArgument: The name is taken.
     """
-    if name in _MAKERS:
-        raise InvalidArgument("name", name, f"a new one, not {one_of(_MAKERS)}")
+    if name in _CLASSES:
+        raise InvalidArgument("name", name, f"a new one, not {one_of(_CLASSES)}")
 
-    def register(make: Made) -> Made:
-        _MAKERS[name] = make
-        return make
+    def register(drafter: OwnDrafter) -> OwnDrafter:
+        _CLASSES[name] = drafter
+        return drafter
 
     return register
 
 
 def drafter_names() -> tuple[str, ...]:
     """Return the names of all drafters that are registered."""
-    return tuple(_MAKERS)
+    return tuple(_CLASSES)
 
 
-def make_drafter(name: str, vocab_size: int, device: torch.device) -> Drafter:
-    """Make the drafter of that name.
+def registered_drafter(name: str) -> type[Drafter]:
+    """Return the class of that name.
 
     Raises:
         InvalidArgument: There is none.
     """
-    if name not in _MAKERS:
-        raise InvalidArgument("drafter", name, one_of(_MAKERS, name))
-    return _MAKERS[name](vocab_size, device)
+    if name not in _CLASSES:
+        raise InvalidArgument("drafter", name, one_of(_CLASSES, name))
+    return _CLASSES[name]
+
+
+def make_drafter(name: str, vocab_size: int, device: torch.device) -> Drafter:
+    """Make the drafter of that name; lookups need to know nothing of the target.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
+    drafter: Any = registered_drafter(name)
+    made: Drafter = drafter() if drafter is NgramDrafter else drafter(vocab_size, device)
+    return made

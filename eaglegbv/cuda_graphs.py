@@ -153,7 +153,15 @@ class CudaRecorder(Recorder):
 class _LastOperation(TorchDispatchMode):
     """Notes the operation that runs."""
 
-    name = "an operation of compiled code"
+    def __init__(self) -> None:
+        parent: Any = super()
+        parent.__init__()
+        self.name = "an operation of compiled code"
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, since torch.compile takes other modes for a change in what it traced."""
+        return True
 
     def __torch_dispatch__(
         self,
@@ -169,7 +177,7 @@ class _LastOperation(TorchDispatchMode):
 
 def failing_operation(work: Work) -> str:
     """Run work that failed once more, and return the name of the operation in which it fails."""
-    last = _LastOperation()  # type: ignore[no-untyped-call]  # TorchDispatchMode has no types
+    last = _LastOperation()
     try:
         with last:
             work()

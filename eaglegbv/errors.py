@@ -60,11 +60,11 @@ class DrafterMismatch(InvalidArgument):
 
 
 class SamplingMismatch(InvalidArgument):
-    """A verifier was given a draft tree of a distribution for which it is not lossless."""
+    """A verifier was given a draft tree of a sampling for which it is not lossless."""
 
 
 class InvalidProbabilities(InvalidArgument):
-    """NaN logits, a distribution that does not sum to one, or a drafted token of zero draft probability."""
+    """NaN logits, probabilities that do not sum to 1, or a drafted token of draft probability 0."""
 
 
 class OutOfSlots(EagleGBVError):

@@ -1,4 +1,9 @@
-"""How one request is sampled."""
+"""How a request is sampled: its settings, and the probabilities that they make of logits.
+
+No other module does this: penalties, temperature, top-k, top-p, min-p. The same functions warp the
+target over its whole vocabulary and the drafter over its short list of candidates, because a row
+may hold any list of tokens.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             one that does is the last of ``token_ids``, and its text is left out.
         seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
             else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
-            running number, and a seed need not reproduce a text; the distribution is the same. ``None``
-            derives one from the engine's seed and the request's number.
+            running number, and a seed need not reproduce a text; its distribution is the same.
+            ``None`` derives one from the engine's seed and the request's number.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that
             occurs in the prompt or the text so far; 1 is none.
@@ -119,12 +124,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-# Logits to distributions: penalties, temperature, top-k, top-p, min-p. No other module does this.
-#
-# The same functions warp the target over its whole vocabulary and the drafter over its short list of
-# candidates: a row may hold any list of tokens.
-
-
 @dataclass(frozen=True, slots=True)
 class WarpSettings:
     """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
@@ -165,27 +164,20 @@ class WarpSettings:
 def _settings_of(
     params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
 ) -> WarpSettings:
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return _column(values, rows_each, dtype, device)
+    def column(values: Sequence[float], dtype: torch.dtype, *, used: bool = True) -> Tensor | None:
+        return _column(values, rows_each, dtype, device) if used else None
 
     no_limit = 2**31
     top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
-    temperature = column([p.temperature for p in params], torch.float32)
+    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
+    temperature = _column([p.temperature for p in params], rows_each, torch.float32, device)
     return WarpSettings(
         temperature=temperature,
         greedy=temperature == 0 if any(p.greedy for p in params) else None,
-        top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+        top_k=column(top_k, torch.int64, used=min(top_k) < no_limit),
         limits=frozenset(k for k in top_k if k < no_limit),
-        top_p=(
-            column([p.top_p for p in params], torch.float64)
-            if any(p.top_p < 1 for p in params)
-            else None
-        ),
-        min_p=(
-            column([p.min_p for p in params], torch.float64)
-            if any(p.min_p > 0 for p in params)
-            else None
-        ),
+        top_p=column(top_p, torch.float64, used=min(top_p) < 1),
+        min_p=column(min_p, torch.float64, used=max(min_p) > 0),
         tempered=any(p.temperature != 1 for p in params),
     )
 
@@ -345,15 +337,11 @@ class PenaltySettings:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
-
-        def column(values: Sequence[float]) -> Tensor:
-            return _column(values, rows_each, torch.float32, device)
-
-        return cls(
-            repetition=column([p.repetition_penalty for p in params]),
-            presence=column([p.presence_penalty for p in params]),
-            frequency=column([p.frequency_penalty for p in params]),
+        values = zip(
+            *((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params),
+            strict=True,
         )
+        return cls(*(_column(own, rows_each, torch.float32, device) for own in values))
 
 
 def penalise(

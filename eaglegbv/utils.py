@@ -1,4 +1,4 @@
-"""Checks of a user's values: numbers within limits, or an error that states the limits."""
+"""Small things that many modules need: checks of a user's values, whole files, a fair lock."""
 
 import gzip
 import os

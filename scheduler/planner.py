@@ -37,9 +37,9 @@ Cell: TypeAlias = tuple[int, int, int]
 # the median of its own latest times, because a machine is not linear.
 
 _SAMPLES = 15  # Latest times of a cell: their median is within 2% where single times vary by 5%.
-_STALE = 400  # Steps after which a time counts half and gives way to a newer one: some minutes.
+_STALE = 150  # Steps in its class of sizes after which a time counts half: changes last longer.
 _PACE = 0.15  # Share of a surprise that is blamed on the machine, which other programs slow down.
-_PACE_KEPT = 0.98  # A slow minute passes; what lasts a hundred steps is blamed on the plan.
+_PACE_KEPT = 0.95  # A slow minute passes; what lasts fifty steps is blamed on the plan.
 _SURPRISE = 0.35  # Largest log of a surprise believed at once: a program may be held up a second.
 _REFIT = 8  # Times between two fits, which take as long as a tenth of a small model's step.
 # Steps of one request, path or length cannot tell some costs apart: on most machines a further
@@ -89,6 +89,11 @@ def size_class(requests: int) -> int:
     return (requests - 1).bit_length()
 
 
+def _key(shape: StepShape) -> tuple[int, int, int, int]:
+    """Return a step's cell, and the class of its contexts: below 512 tokens, 1024, 2048, ..."""
+    return *shape.cell, (shape.context // shape.requests // 512).bit_length()
+
+
 class Measured(msgspec.Struct, frozen=True, array_like=True):
     """A step that was timed: its shape and its seconds."""
 
@@ -109,6 +114,7 @@ class _Times:
 
     shape: StepShape
     recorded: bool
+    slow: bool = False
     offset: float = 0.0
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
@@ -127,10 +133,11 @@ class StepCosts:
 
     def __init__(self, recorded: Sequence[Measured] = ()) -> None:
         """Start from recorded steps; the first own time of a cell replaces its recorded one."""
-        self._cells: dict[Cell, _Times] = {}
+        self._cells: dict[tuple[int, ...], _Times] = {}
         self._fit = np.zeros(len(_RIDGE))
         self._pace = 0.0
-        self._now = self._unfitted = 0
+        self._now: Counter[int] = Counter()  # by class of sizes: others say little about it
+        self._unfitted = 0
         for step in recorded:
             self._note(step.shape, step.seconds, recorded=True)
         if recorded:
@@ -138,17 +145,26 @@ class StepCosts:
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that took ``seconds``, more than 0."""
-        self._now += 1
+        self._now[shape.cell[0]] += 1
         self._unfitted += 1
-        times = self._cells.get(shape.cell)
+        times = self._cells.get(_key(shape))
         if times is not None:
             surprise = math.log(seconds / self.seconds([shape]).item())
             self._pace *= _PACE_KEPT
             self._pace += _PACE * max(-_SURPRISE, min(_SURPRISE, surprise))
-            if times.recorded:
+            # A step may be held up, but not sped up, nor held up twice: then times before are void,
+            # and what one plan shows is true of all that draft and have rested.
+            slow, times.slow = times.slow, surprise > 2 * _SURPRISE
+            news = len(times.samples) > 1 and (surprise < -_SURPRISE or (slow and times.slow))
+            if news and shape.paths:
+                size, now = shape.cell[0], self._now[shape.cell[0]]
+                for key, other in self._cells.items():
+                    rested = key[0] != size or now - other.samples[-1][0] > _REFIT
+                    other.offset += surprise if key[1] and rested and other is not times else 0.0
+            if news or times.recorded:
                 times.recorded = False
                 times.samples.clear()
-            while times.samples and times.samples[0][0] < self._now - _STALE:
+            while times.samples and times.samples[0][0] < self._now[shape.cell[0]] - _STALE:
                 times.samples.popleft()
         self._note(shape, seconds / math.exp(self._pace), recorded=False)
         if times is None or self._unfitted >= _REFIT:
@@ -163,10 +179,9 @@ class StepCosts:
         """Return the seconds of a further node that looks at ``context`` slots."""
         return float(self._fit[-2] + self._fit[-1] * context / 1024) * math.exp(self._pace)
 
-    def knows(self, plan: Plan) -> bool:
-        """Return whether steps of a plan were timed or recorded, in a batch of any size."""
-        shape = StepShape.of([plan], 1, 0).cell[1:]
-        return any(cell[1:] == shape for cell in self._cells)
+    def knows(self) -> set[tuple[int, int]]:
+        """Return paths and depths of the plans that were timed or recorded, in any batch."""
+        return {(paths, depth) for _, paths, depth, _ in self._cells}
 
     @property
     def known(self) -> tuple[Measured, ...]:
@@ -179,19 +194,21 @@ class StepCosts:
     def _note(self, shape: StepShape, seconds: float, *, recorded: bool) -> None:
         if not self._cells:
             self._fit[0] = seconds
-        times = self._cells.setdefault(shape.cell, _Times(shape, recorded))
+        times = self._cells.setdefault(_key(shape), _Times(shape, recorded))
         times.shape = shape
         log = math.log(seconds / self._linear([shape]).item())
-        times.samples.append((self._now, log - times.offset))
+        times.samples.append((self._now[shape.cell[0]], log - times.offset))
 
     def _correction(self, shape: StepShape) -> float:
-        size, paths, _ = shape.cell
-        # A size of lookups that was never run takes the correction of plain decoding.
-        times = self._cells.get(shape.cell) or (None if paths else self._cells.get((size, 0, 0)))
+        size, paths, depth, length = _key(shape)
+        # Shorter contexts tell most about longer ones, plain decoding about lookups.
+        shapes = [(paths, depth)] if paths else [(0, depth), (0, 0)]
+        keys = [(size, *shape, n) for shape in shapes for n in range(length, -1, -1)]
+        times = next((self._cells[key] for key in keys if key in self._cells), None)
         if times is None:
             return 0.0
         count = len(times.samples)
-        return times.typical * times.weight(self._now) * count / (count + 1)
+        return times.typical * times.weight(self._now[size]) * count / (count + 1)
 
     def _linear(self, shapes: Sequence[StepShape]) -> Array:
         rows = np.array([shape.features for shape in shapes]).reshape(-1, len(_RIDGE))
@@ -200,12 +217,12 @@ class StepCosts:
     def _refit(self) -> None:
         """Fit relative errors by least squares, no coefficient below 0; cells' estimates stay."""
         self._unfitted = 0
-        cells = list(self._cells.values())
+        cells, sized = list(self._cells.values()), [(c[0], t) for c, t in self._cells.items()]
         shapes = [times.shape for times in cells]
         before = self._linear(shapes)
         seconds = before * np.exp([times.typical for times in cells])
         # Old times keep a little weight, where newer ones say nothing about a feature.
-        weights = np.array([max(0.05, times.weight(self._now)) for times in cells])
+        weights = np.array([max(0.01, times.weight(self._now[size])) for size, times in sized])
         rows = np.array([shape.features for shape in shapes]) / seconds[:, None]
         gram = (rows * weights[:, None]).T @ rows
         scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
@@ -219,12 +236,10 @@ class StepCosts:
 # accepted up to depth d - 1 is accepted at depth d too.
 
 _MEMORY = 1 - 1 / 200  # What trials keep with every step: a few hundred steps decide.
-_LONG_MEMORY = 1 - 1 / 2000  # Of the long run, their prior, so that a few probes show a change.
+_LONG_MEMORY = 1 - 1 / 1000  # Of the long run, their prior, so that a few probes show a change.
 _PRIOR_TRIALS = 10.0  # Weight of every prior: texts differ by about as much as ten trials tell.
 _FIRST_CHANCE = 0.55  # Of a first draft before any was tried (the tiny pair: 0.5 to 0.65).
-_RISE = (
-    0.15  # Of the log-odds with each depth: an accepted path belongs to an easy text (measured).
-)
+_RISE = 0.15  # Of the log-odds with each depth: an accepted path is one of an easy text (measured).
 _STAYING = 0.45  # Share of independent drafts, beyond the first, that each depth keeps (measured).
 _REQUEST_MEMORY = 1 - 1 / 60  # What a request's trials keep with every step: a text has parts.
 _SHIFT_VARIANCE = 0.35  # Of the log-odds among texts (MT-Bench, the tiny pair).
@@ -302,7 +317,7 @@ class Acceptance:
             self.hazards = self._estimate()
         return self
 
-    def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH) -> Array:
+    def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH + 1) -> Array:
         """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: tokens that a step should commit.
 
         The request's log-odds are shifted by ``shift``, and it may commit ``limit`` more tokens.
@@ -417,7 +432,7 @@ class _Book:
         self.latest: dict[Cell, int] = {}
         # By size class: the plan that was best last, and the seconds a token that it saves.
         self.present: dict[int, tuple[Plan, float]] = {}
-        self._guess = StepCosts(recorded) if recorded else None
+        self.guess = StepCosts(recorded) if recorded else None
         self._own: list[Measured] = []
         self._keep, self._keep_at = keep, 0
 
@@ -440,21 +455,21 @@ class _Book:
         """Learn a time; confirm or drop kept costs once plain steps and drafts were timed twice."""
         self.costs.observe(shape, seconds)
         self._own.append(Measured(shape, seconds))
-        if self._guess is None:
+        if self.guess is None:
             if len(self._own) == self._keep_at:
                 self._keep()
             del self._own[_RELEARNED:]
             return
-        expected = self._guess.seconds([step.shape for step in self._own]).tolist()
+        expected = self.guess.seconds([step.shape for step in self._own]).tolist()
         steps = list(zip(self._own, expected, strict=True))
         logs = [
             [math.log(step.seconds / usual) for step, usual in steps if bool(step.shape.paths) is d]
             for d in (False, True)
         ]
-        if min(map(len, logs)) < _ALIKE:
-            return
-        self._guess = None
-        if any(abs(float(np.median(own))) > _DISAGREE for own in logs):
+        if min(map(len, logs)) >= _ALIKE:
+            self.guess = None
+        if any(len(own) >= _ALIKE and abs(float(np.median(own))) > _DISAGREE for own in logs):
+            self.guess = None
             self.costs, self._keep_at = StepCosts(), _RELEARNED
             for step in self._own:
                 self.costs.observe(step.shape, step.seconds)
@@ -481,7 +496,7 @@ class Planner:
         self._timed: tuple[_Book, StepShape] | None = None
         # What the latest step did, if all its requests did the same, and how often in a row.
         self._kind: tuple[_Book, Cell] | None = None
-        self._alike = 0
+        self._alike = self._now = 0
         self._prices: deque[float] = deque(maxlen=5)
         self.why = ""
         """Why the plans of the latest step were chosen, in words; empty if all were fixed."""
@@ -510,6 +525,7 @@ class Planner:
             matched: Number of tokens at the end of a request's text that a lookup finds before.
         """
         self._timed, self.why, kind = None, "", None
+        self._now += 1
         batch = len(requests) + others
         groups: dict[AutoPlan, list[Request]] = {}
         for request in requests:
@@ -587,10 +603,10 @@ class Planner:
         ``missed`` positions each, by default none.
         """
         book, plans = self._book(members), (PLAIN, *auto.candidates)
-        if not book.costs.knows(PLAIN):
+        if (0, 0) not in book.costs.knows():
             return None
         each = np.ones((len(members), len(plans)))
-        each[:, 1:] = [self._tokens(book, request, auto.candidates) for request in members]
+        each[:, 1:] = [self._tokens(request, auto.candidates) for request in members]
         shapes = [StepShape.of([plan], batch, _context(members, batch)) for plan in plans]
         reading = self.reading_seconds * np.array(missed or [0] * len(members))
         drafts = np.array([plan.speculative for plan in plans])
@@ -630,7 +646,9 @@ class Planner:
         whole, size = batch == len(members), size_class(batch)
         scores = self.scores(members, auto, batch, missed)
         # A step that others take part in cannot be timed.
-        unknown = [plan for plan in _lessons(auto) if whole and not book.costs.knows(plan)]
+        lessons, known = _lessons(auto), book.costs.knows()
+        unknown = [plan for plan in lessons if StepShape.of([plan], 1, 0).cell[1:] not in known]
+        unknown = unknown if whole and len(known) < len(lessons) else []
         if scores is None or unknown:
             plan = unknown[0] if unknown else PLAIN
             why, place = f"{plan_name(plan)} was never timed", (PLAIN, *auto.candidates).index(plan)
@@ -640,7 +658,8 @@ class Planner:
         drafted = sum(n for (own, paths, _), n in book.ran.items() if own == size and paths)
         at_once = scores.tokens / (scores.seconds + scores.late)
         for n, tried in ((0, book.ran[size, 0, 0]), (drafting, drafted)):
-            if whole and tried < _TRIED and at_once[n] > _HOPELESS * rates.max():
+            worth = not n or book.guess is not None or at_once[n] > _HOPELESS * rates.max()
+            if whole and tried < _TRIED and worth:
                 why = f"{plan_name(scores.plans[n])} has hardly run at this batch; {scores}"
                 return _Choice(scores.plans[n], PlanReason.LEARNING, why, scores, n)
         present, pays = book.present_at(size), _BETTER + _PAYS * size
@@ -700,7 +719,7 @@ class Planner:
             count = matched(request) if request.looks_up else 0
             if count:
                 RequestMemory.of(request).matched = count
-                tokens = self._tokens(book, request, auto.lookups)
+                tokens = self._tokens(request, auto.lookups)
                 worth = tokens - rate * node * depths
                 if worth.max() > scores.each[n, choice.place] - rate * share:
                     plans[n] = auto.lookups[int(worth.argmax())]
@@ -709,7 +728,7 @@ class Planner:
     def _book(self, members: Sequence[Request]) -> _Book:
         return self._books[all(request.params.greedy for request in members)]
 
-    def _tokens(self, book: _Book, request: Request, plans: tuple[Plan, ...]) -> Array:
+    def _tokens(self, request: Request, plans: tuple[Plan, ...]) -> Array:
         """Return ``[plans]`` float64: tokens that a request should commit by each plan."""
         lookup = plans[:1] and plans[0].source is Source.LOOKUP
         shift = 0.0 if lookup else RequestMemory.of(request).shift
@@ -717,7 +736,7 @@ class Planner:
         tables: dict[float, Array] = {}
         for plan in plans:
             if plan.draft_temperature not in tables:
-                kind = self._acceptance_of(request, plan).count(book.step)
+                kind = self._acceptance_of(request, plan).count(self._now)
                 tables[plan.draft_temperature] = kind.tokens(shift, left)
         return np.array([tables[p.draft_temperature][p.paths - 1, p.depth - 1] for p in plans])
 

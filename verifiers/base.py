@@ -37,17 +37,11 @@ _PURPOSES = (Purpose.SELECTION, Purpose.ACCEPTANCE, Purpose.CORRECTION)
 
 @dataclass(frozen=True, slots=True)
 class VerifyUniforms:
-    """The random numbers one verification may use, float64 in [0, 1).
+    """The random numbers one verification may use, float64 in [0, 1)."""
 
-    Attributes:
-        selection: ``[batch, length, paths, 2]``: two for each path at each depth.
-        acceptance: ``[batch, paths * length]``: one for each acceptance test.
-        correction: ``[batch]``: the correction or bonus token.
-    """
-
-    selection: Tensor
-    acceptance: Tensor
-    correction: Tensor
+    selection: Tensor  # [batch, length, paths, 2]: two for each path at each depth
+    acceptance: Tensor  # [batch, paths * length]: one for each acceptance test
+    correction: Tensor  # [batch]: the correction or bonus token
 
     @classmethod
     def draw(
@@ -75,18 +69,13 @@ class VerifyUniforms:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verification commits, per request.
+    """What a verification commits, per request."""
 
-    Attributes:
-        path_nodes: ``[batch, length]`` int64, nodes of the selected path at depths 1 ... length;
-            meaningful up to ``accepted``.
-        accepted: ``[batch]`` int64, number of accepted nodes, 0 ... length.
-        token_ids: ``[batch]`` int64, the correction token, or the bonus token where the whole path
-            was accepted.
-    """
-
+    # [batch, length] int64, nodes of the selected path at depths 1 ... length; meaningful up to
+    # ``accepted``
     path_nodes: Tensor
-    accepted: Tensor
+    accepted: Tensor  # [batch] int64, number of accepted nodes, 0 ... length
+    # [batch] int64, the correction token, or the bonus token where the whole path was accepted
     token_ids: Tensor
 
 
@@ -148,12 +137,7 @@ class Verifier(Rule):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of an accepted draft sampling and of at least one step."""
 
-    def node_stats(
-        self,
-        tree: DraftTree,  # noqa: ARG002
-        target: TargetProbs,  # noqa: ARG002
-        uniforms: VerifyUniforms,  # noqa: ARG002
-    ) -> NodeStats:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:  # noqa: ARG002
         """Return the numbers, beside p and q, by which :meth:`judge` decides; most have none."""
         return {}
 
@@ -273,8 +257,8 @@ def descend(
 def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield path after path the drafts it carries, ``[batch, length]`` each.
 
-    They are the nodes each was drawn at, the nodes it leads to, whether it is within the path, and
-    the number of its acceptance test, that of depth * paths + path in ``uniforms``.
+    That is the nodes each was drawn at, those it leads to, whether it is within the path, and its
+    acceptance number, depth * paths + path in ``uniforms``.
     """
     above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
     numbers = uniforms[:, : tree.paths * tree.length].view(-1, tree.length, tree.paths)

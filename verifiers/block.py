@@ -78,12 +78,12 @@ class BlockRule(Verifier):
     """Select a path, then test every prefix of it against the mass its residual needs."""
 
     @abstractmethod
-    def select(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
+    def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
         """Return the path to verify, with the distributions b of its selection as ``draft``."""
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Keep the longest prefix that passes its test; that of depth i uses number i - 1."""
-        path = self.select(tree, target, uniforms)
+        path = self.path(tree, target, uniforms)
         weights = prefix_weights(path.ratios())
         chances = acceptance_chances(path, weights)
         accepted = longest_passed(chances, path.lengths, uniforms.acceptance)
@@ -92,11 +92,9 @@ class BlockRule(Verifier):
         token_ids = correction_token(residual, target, uniforms.correction)
         return Verdict(path.nodes[:, 1:], accepted, token_ids)
 
-    def node_stats(
-        self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> NodeStats:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:
         """Return b at the path's nodes and their siblings, w and h along the path."""
-        path = self.select(tree, target, uniforms)
+        path = self.path(tree, target, uniforms)
         weights = prefix_weights(path.ratios())
         return {
             "b": at_children(tree, path, path.draft),
@@ -113,12 +111,7 @@ class BlockVerifier(BlockRule):
     max_paths = 1
     one_graph = True
 
-    def select(
-        self,
-        tree: DraftTree,
-        target: TargetProbs,
-        uniforms: VerifyUniforms,  # noqa: ARG002
-    ) -> DraftedPath:
+    def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the only path, where b = q."""
         return DraftedPath.only(tree, target)
 

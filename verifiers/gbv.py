@@ -38,11 +38,11 @@ def _ranks(tree: ReferenceTree, path: Prefix) -> tuple[int, ...]:
     return tuple(_order(tree, path[:i]).index(x) for i, x in enumerate(path))
 
 
+_ranked = lru_cache(maxsize=1 << 16)(ranked)
+
+
 def _order(tree: ReferenceTree, prefix: Prefix) -> tuple[int, ...]:
     return _ranked(tree.target_probs(prefix), tree.draft_probs(prefix))
-
-
-_ranked = lru_cache(maxsize=1 << 16)(ranked)
 
 
 def skewed_probs(tree: ReferenceTree, path: Prefix) -> list[Probs]:
@@ -85,15 +85,12 @@ class GbvVerifier(BlockRule):
     name = "gbv"
     draft_samplings = frozenset({DraftSampling.IID})
 
-    def select(
-        self,
-        tree: DraftTree,
-        target: TargetProbs,
-        uniforms: VerifyUniforms,  # noqa: ARG002
-    ) -> DraftedPath:
+    def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the best path, with the distributions that being the best gives it."""
-        best = preferred_path(tree, _sibling_ranks(tree, _ratios(tree, target)))
-        path = DraftedPath.drawn(tree, target, best)
+        places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
+        q = tree.draft_probs.flatten(1).gather(1, tree.parents * tree.width + places)
+        ranks = _sibling_ranks(tree, target_of_tokens(tree, target) / q)
+        path = DraftedPath.drawn(tree, target, preferred_path(tree, ranks))
         probs = RankedProbs.of(path.ids, path.draft, path.target)
         tokens = tree.token_ids.gather(1, path.nodes[:, 1:])
         path = replace(
@@ -104,13 +101,6 @@ class GbvVerifier(BlockRule):
             chosen=place_of(tokens, probs.ids, probs.draft),
         )
         return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
-
-
-def _ratios(tree: DraftTree, target: TargetProbs) -> Tensor:
-    """Return p/q of each node's token, given its parent, ``[batch, nodes]`` float64."""
-    places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
-    at = tree.parents * tree.width + places
-    return target_of_tokens(tree, target) / tree.draft_probs.flatten(1).gather(1, at)
 
 
 def _sibling_ranks(tree: DraftTree, values: Tensor) -> Tensor:

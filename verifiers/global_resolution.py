@@ -217,17 +217,14 @@ class LinearResolutionVerifier(HostSolver):
     solver = Solver.LP
 
 
-# The solvers.
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Which of the drafts to select."""
 
-    # Drafted tokens -> the probability with which each of these drafts is selected
+    # drafted tokens -> the probability with which each of these drafts is selected
     chances: Callable[[Sequence[int]], Sequence[Number]]
     probs: Probs  # b, the distribution of the token selected
-    shortfall: float  # Bound on the acceptance lost against the optimum
+    shortfall: float  # bound on the acceptance lost against the optimum
 
 
 @lru_cache(maxsize=1 << 12)

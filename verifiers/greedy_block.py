@@ -94,7 +94,11 @@ def greedy_verification(
         rho.append(rho[-1] * factor)
     tau = 0
     for i in range(len(path), 0, -1):
-        h = min(1, rho[i]) if i == len(path) else _acceptance(rho[i], visits[i])
+        h = min(1, rho[i])
+        if i < len(path):
+            gain = sum(residual(rho[i], visits[i].target, visits[i].probs))
+            loss = gain + 1 - rho[i]  # sum (b - rho M)+, as M and b sum to 1
+            h = min(1, gain / loss) if loss > 0 else 1
         if accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
             tau = i
             break
@@ -110,12 +114,6 @@ def greedy_verification(
     layer = _new_layer(tree, visit, path[:tau], token, rho[tau], new)
     layers = after.layers if layer is None else (*after.layers, layer)
     return Step(Outcome(path[:tau], token), replace(after, layers=layers))
-
-
-def _acceptance(rho: Number, visit: Visit) -> Number:
-    gain = sum(residual(rho, visit.target, visit.probs))
-    loss = gain + 1 - rho  # sum (b - rho M)+, as M and b sum to 1
-    return min(1, gain / loss) if loss > 0 else 1
 
 
 def _new_layer(
@@ -165,7 +163,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         plain = uniforms.plain
         rho, accepted = torch.ones_like(plain.correction), torch.zeros_like(tree.num_nodes)
         lengths = accepted
-        node_stats: Callable[[], NodeStats] = dict
+        stats: Callable[[], NodeStats] = dict
         if tree.length > 0:
             self.check_sampling(tree.draft_sampling, tree.paths)
         visits, chosen = _descend(tree, target, uniforms, layers, layer_probs)
@@ -178,7 +176,7 @@ class GreedyBlockVerifier(StatefulVerifier):
             chances = _chances(path, products)
             accepted = longest_passed(chances, lengths, plain.acceptance)
             rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
-            node_stats = partial(_node_stats, tree, path, products, chances)
+            stats = partial(_node_stats, tree, path, products, chances)
         stop: BatchVisit = _pick(visits, accepted)
         bonus = accepted == lengths
         # From (rho M - b)+ over the whole vocabulary; from M after a whole path.
@@ -189,18 +187,18 @@ class GreedyBlockVerifier(StatefulVerifier):
         token_ids = draw_residual(M, residual, plain.correction)
         new = torch.where(bonus, 0, tree.length - accepted - 1)
         left = _layers_after(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
-        return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, node_stats)
+        return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, stats)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVisit:
     """A node on the way down, one per request."""
 
-    node: Tensor  # ``[batch]`` int64
+    node: Tensor  # [batch] int64
     modified: ModifiedNode  # the modified target there; its ``probs`` are M at the node's draft ids
-    # ``[batch, width]``: M and q there, ranked, and b, the distribution of the child selected
+    # [batch, width]: M and q there, ranked, and b, the distribution of the child selected
     plan: Transport
-    drafts: Tensor  # ``[batch]`` int64, n, the drafts in play; 0 at a leaf
+    drafts: Tensor  # [batch] int64, n, the drafts in play; 0 at a leaf
 
 
 def _descend(

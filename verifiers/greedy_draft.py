@@ -74,11 +74,7 @@ class GreedyDraftVerifier(Verifier):
     default_sampling = DraftSampling.GREEDY
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge greedy trees.
-
-        t uses the acceptance number of its first path, the sample that of the first path to A, or
-        the correction number where A is empty.
-        """
+        """Judge greedy trees, by the numbers that :func:`greedy_draft` uses."""
         popular = PopularTree.of(tree, target)
         children = child_counts(tree)
         kept = popular.most_likely(children - 1)

@@ -124,7 +124,7 @@ class OtbvVerifier(BlockRule):
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.GREEDY, DraftSampling.FIXED})
     one_graph = True
 
-    def select(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
+    def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
         """Return the selected path, with the distributions of the selections."""
         if tree.draft_sampling is DraftSampling.FIXED:
             return select_fixed(tree, target, uniforms.selection)

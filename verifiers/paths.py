@@ -46,7 +46,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Return ``[rows, blocks]``: the sums over blocks of ``weights`` ``[rows, entries]``."""
+    """Return ``[rows, blocks]``: the sums over blocks of ``[rows, entries]``."""
     rows, entries = weights.shape
     blocks, rest = entries // _BLOCK, entries % _BLOCK  # compilable, unlike divmod
     whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(dim=2)
@@ -56,18 +56,14 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _cumulative(weights: Tensor) -> Tensor:
-    """Return the cumulative sums of ``weights`` ``[rows, entries]``; 0 at entries of weight zero.
-
-    Parallel scans may round so that a sum changes there.
-    """
+    """Return cumulative sums of ``[rows, entries]``; 0 at weight zero, where scans may round."""
     return weights.cumsum(dim=1).mul_(weights.sign())
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """Return the first entry of ``cumulative`` ``[rows, entries]`` that exceeds ``threshold``.
 
-    Where rounding has lifted the threshold (at least 0) to the total or above, return the first
-    entry that reaches the total.
+    Where rounding has lifted that (at least 0) to the total, return the first that reaches it.
     """
     total = cumulative.amax(dim=1)
     least = torch.minimum(torch.nextafter(threshold, total), total)
@@ -86,10 +82,10 @@ no token has any residual left."""
 class Residual:
     """The weights ``max(weight * p - draft, 0)`` at one node per request."""
 
-    nodes: Tensor  # ``[batch]`` int64, the stop nodes
-    weight: Tensor  # ``[batch]`` float64
-    ids: Tensor  # ``[batch, width]`` int64, distinct where ``draft`` is not zero
-    draft: Tensor  # ``[batch, width]`` float64; all zero at a bonus token, which follows p itself
+    nodes: Tensor  # [batch] int64, the stop nodes
+    weight: Tensor  # [batch] float64
+    ids: Tensor  # [batch, width] int64, distinct where ``draft`` is not zero
+    draft: Tensor  # [batch, width] float64; all zero at a bonus token, which follows p itself
 
     @classmethod
     def at(cls, nodes: Tensor, weight: Tensor, ids: Tensor, draft: Tensor) -> Self:
@@ -100,11 +96,11 @@ class Residual:
 
 
 def correction_token(residual: Residual, target: TargetProbs, uniforms: Tensor) -> Tensor:
-    """Draw one token per request from its residual, in float64 and vocabulary order.
+    """Draw one token per request from its residual, ``[batch]`` int64, in vocabulary order.
 
     Tokens of target probability zero are never drawn. A residual without mass can only be reached
     through rounding (the stop then has probability zero in exact arithmetic); p is its limit and
-    takes its place. ``uniforms`` ``[batch]`` are float64 in [0, 1), tokens ``[batch]`` int64.
+    takes its place.
     """
     return draw_residual(target.probs_of(residual.nodes), residual, uniforms)
 
@@ -216,12 +212,12 @@ class DraftedPath:
     path's end repeat its last node and carry no meaning.
     """
 
-    nodes: Tensor  # ``[batch, length + 1]`` int64, the root first
-    lengths: Tensor  # ``[batch]`` int64
-    ids: Tensor  # ``[batch, length, width]`` int64, support of each step's draft distribution
-    draft: Tensor  # ``[batch, length, width]`` float64, the distribution the step was selected from
-    target: Tensor  # ``[batch, length, width]`` float64, p at ``ids``
-    chosen: Tensor  # ``[batch, length]`` int64, the place of the path's own token in the support
+    nodes: Tensor  # [batch, length + 1] int64, the root first
+    lengths: Tensor  # [batch] int64
+    ids: Tensor  # [batch, length, width] int64, support of each step's draft distribution
+    draft: Tensor  # [batch, length, width] float64, the distribution the step was selected from
+    target: Tensor  # [batch, length, width] float64, p at ``ids``
+    chosen: Tensor  # [batch, length] int64, the place of the path's own token in the support
 
     @classmethod
     def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor) -> Self:
@@ -240,8 +236,7 @@ class DraftedPath:
     def ratios(self) -> Tensor:
         """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
 
-        Where the distribution b of a selection rounds to 0 at the selected token, return 1 if p is
-        positive there, else 0.
+        Where b rounds to 0 at the selected token, return 1 if p is positive there, else 0.
         """
         at = self.chosen.unsqueeze(2)
         draft = self.draft.gather(2, at).squeeze(2)

@@ -77,10 +77,10 @@ def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
 class Forks:
     """The forks of a batch of trees, and other nodes where a tree has fewer."""
 
-    # ``[batch, nodes]`` int64, the place of each node in ``plan``; the number of its nodes for
+    # [batch, nodes] int64, the place of each node in ``plan``; the number of its nodes for
     # those it does not have
     places: Tensor
-    plan: Transport  # ``[batch, forks, width]``, their transport
+    plan: Transport  # [batch, forks, width], their transport
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs, drafts: Tensor) -> Self:
@@ -205,10 +205,10 @@ class PopularTree:
     """Draft trees with sorted lists, for samplings that fix a node's most likely children."""
 
     tree: DraftTree  # the trees
-    ids: Tensor  # ``[batch, nodes, width]`` int64, most likely first, ties by token id
-    draft: Tensor  # ``[batch, nodes, width]`` float64, q
-    target: Tensor  # ``[batch, nodes, width]`` float64, p at ``ids``
-    # ``[batch, nodes]`` int64, the place of each node's token among its parent's ids
+    ids: Tensor  # [batch, nodes, width] int64, most likely first, ties by token id
+    draft: Tensor  # [batch, nodes, width] float64, q
+    target: Tensor  # [batch, nodes, width] float64, p at ``ids``
+    # [batch, nodes] int64, the place of each node's token among its parent's ids
     places: Tensor
 
     @classmethod

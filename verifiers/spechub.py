@@ -6,7 +6,6 @@ probability q(x), and (a, x) with probability q(a) q(x) / (1 - q(a)).
 """
 
 import torch
-from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
@@ -107,14 +106,10 @@ class SpecHubVerifier(Verifier):
         chances = torch.where(leads, ratio, popular.at_tokens(chances))
         numbers = numbers_of_children(tree, paths, uniforms.acceptance)
         passed = drafted_nodes(tree) & (numbers < chances)
-        child, ones = _preferred(tree, passed, is_hub), torch.ones_like(numbers)
+        # The accepted child of each node, 0 if none; the hub yields to the other token.
+        index = torch.arange(tree.nodes, device=passed.device)
+        score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
+        best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")
+        child, ones = best % tree.nodes, torch.ones_like(numbers)
         draft = torch.where(hub, popular.target, served)
         return descend(tree, target, uniforms, child, ones, popular.ids, draft)
-
-
-def _preferred(tree: DraftTree, passed: Tensor, is_hub: Tensor) -> Tensor:
-    """Return the accepted child of each node, 0 if none; the hub yields to the other token."""
-    index = torch.arange(tree.nodes, device=passed.device)
-    score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
-    best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")
-    return best % tree.nodes

@@ -25,19 +25,15 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     replacement every copy of a token is tried: a copy counts like any other draft.
     """
     r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
-    for path, x in _drafts(tree, prefix).items():
+    wor = tree.draft_sampling is DraftSampling.WOR
+    drafts = {k: x for x, k in tree.children(prefix).items()} if wor else tree.drafts(prefix)
+    for path, x in drafts.items():
         if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
             return x
         r = normalised(residual_or_target(1, r, q))
-        if tree.draft_sampling is DraftSampling.WOR:
+        if wor:
             q = without(q, x)
     return Rejected(r)
-
-
-def _drafts(tree: ReferenceTree, prefix: Prefix) -> dict[int, int]:
-    if tree.draft_sampling is DraftSampling.WOR:
-        return {path: token for token, path in tree.children(prefix).items()}
-    return tree.drafts(prefix)
 
 
 def without(q: Probs, x: int) -> Probs:
@@ -76,12 +72,12 @@ class SpecInferVerifier(Verifier):
 class RemainingProbs:
     """What rejections leave of p and q at each node: of p on the support of q, and off it."""
 
-    probs: Tensor  # ``[batch, nodes, width]`` float64, p at the draft ids as it was
-    left: Tensor  # ``[batch, nodes, width]`` float64, what is left of it, normalised
-    beside: Tensor  # ``[batch, nodes]`` float64, the mass left off the support
-    scale: Tensor  # ``[batch, nodes]`` float64, what is left of a token off the support, over its p
-    draft: Tensor  # ``[batch, nodes, width]`` float64, q given the tokens lost
-    places: Tensor  # ``[batch, nodes]`` int64, the place of each node's token in its parent's ids
+    probs: Tensor  # [batch, nodes, width] float64, p at the draft ids as it was
+    left: Tensor  # [batch, nodes, width] float64, what is left of it, normalised
+    beside: Tensor  # [batch, nodes] float64, the mass left off the support
+    scale: Tensor  # [batch, nodes] float64, what is left of a token off the support, over its p
+    draft: Tensor  # [batch, nodes, width] float64, q given the tokens lost
+    places: Tensor  # [batch, nodes] int64, the place of each node's token in its parent's ids
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:

@@ -12,16 +12,12 @@ draft distribution q_k for one draft, the exact transport of (M_{k-1}, q_k, n_k)
 When a token x is emitted, or a tree node entered, rho_k becomes rho_k M_{k-1}(x) / b_k(x), and n_k
 is drawn from the distribution of the number of drafts on x.
 
-An engine keeps for a request, from step to step:
-
-* The numbers of its layers, a row of :class:`Layers`, oldest first. A new request has none. After
-  each verification take :attr:`StatefulVerdict.layers` and drop the columns whose ``remaining`` is
-  0. The last column, if it remains, is the layer of the step just done.
-* For each layer a *snapshot* of what its draft distribution needs: the drafter's settings and state
-  at the root of the step that left the layer, and the tokens committed since. The drafter replays
-  what *that* step would have drawn from, not what the current one would.
-* Nothing else. Steps without drafts (a root alone) go through the same verifier, so that they
-  follow the modified target too; layers survive pre-emption with the request.
+An engine keeps for a request, from step to step, the numbers of its layers, a row of
+:class:`Layers`, none at first: after each verification it takes :attr:`StatefulVerdict.layers` and
+drops the columns whose ``remaining`` is 0; the last, if it remains, is that of the step just done.
+And for each layer a *snapshot* of what its draft distribution needs, the drafter's settings and
+state at the root of the step that left it and the tokens committed since, to replay what *that*
+step would have drawn from. Steps without drafts (a root alone) go through the same verifier.
 """
 
 from abc import abstractmethod
@@ -111,8 +107,8 @@ def drafts_on(p: Probs, q: Probs, drafts: int, token: int, draw: Callable[[Probs
 class ModifiedTarget:
     """The target of one request after ``context``."""
 
-    context: Prefix = ()  # All tokens committed since the start, and those on the way into a tree
-    layers: tuple[Layer, ...] = ()  # Oldest first
+    context: Prefix = ()  # all tokens committed since the start, and those on the way into a tree
+    layers: tuple[Layer, ...] = ()  # oldest first
 
     def at_node(self, p: Probs) -> tuple[LayerAtNode, ...]:
         """Return the layers where the target's own distribution is ``p``."""
@@ -183,8 +179,7 @@ def entering_draw(
 def committing_draw(chooser: Chooser) -> Callable[[int, Probs], int]:
     """Return the draw of layer number k after the step's last token: ``CORRECTION`` 1 + k.
 
-    Fresh numbers, even if that token is the child just rejected: what was drawn on entering the
-    child went into its rejection.
+    Fresh numbers, as what was drawn on entering a child went into its rejection.
     """
     return lambda k, probs: chooser.choose(probs, Purpose.CORRECTION, 1 + k)
 
@@ -192,19 +187,12 @@ def committing_draw(chooser: Chooser) -> Callable[[int, Probs], int]:
 # The same for batches: what verifiers take and return.
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What earlier steps left, ``[batch, layers]`` each, oldest first.
+    """What earlier steps left, ``[batch, layers]`` each, oldest first."""
 
-    Attributes:
-        rho: float64.
-        drafts: int64, n, the drafts that would still be in play.
-        remaining: int64, tokens the layer still covers; 0 where there is none.
-        most_drafts: A bound on ``drafts``: the most paths any of the steps had.
-    """
-
-    rho: Tensor
-    drafts: Tensor
-    remaining: Tensor
-    most_drafts: int
+    rho: Tensor  # float64
+    drafts: Tensor  # int64, n, the drafts that would still be in play
+    remaining: Tensor  # int64, tokens the layer still covers; 0 where there is none
+    most_drafts: int  # A bound on ``drafts``: the most paths any of the steps had
 
     @classmethod
     def none(cls, batch: int, *, device: torch.device | str = "cpu") -> Self:
@@ -220,15 +208,11 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SparseProbs:
-    """Draft distributions as short lists, ``[batch, layers, width]``.
+    """Draft distributions as short lists, ``[batch, layers, width]``."""
 
-    Attributes:
-        ids: int64.
-        probs: float64; 0 at padding entries, everywhere where there is no layer, and where the
-            paths of the layer's own step would have ended.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int64
+    # float64; 0 at padding entries, everywhere where there is no layer, and where the paths of the
+    # layer's own step would have ended
     probs: Tensor
 
 
@@ -245,18 +229,14 @@ class LayerProbs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatefulUniforms:
-    """The random numbers of a verification with state.
+    """The random numbers of a verification with state."""
 
-    Attributes:
-        plain: Those every verification uses.
-        entering: ``[batch, length, layers]`` float64: at a node of depth d, number (d, j) moves the
-            j-th of the layers in force to the child entered.
-        leaving: ``[batch, layers + 1]`` float64: likewise after the step's last token; the number
-            after those of the layers in force belongs to the new layer.
-    """
-
-    plain: VerifyUniforms
+    plain: VerifyUniforms  # those every verification uses
+    # [batch, length, layers] float64: at a node of depth d, number (d, j) moves the j-th of the
+    # layers in force to the child entered
     entering: Tensor
+    # [batch, layers + 1] float64: likewise after the step's last token; the number after those
+    # of the layers in force belongs to the new layer
     leaving: Tensor
 
     @classmethod
@@ -294,8 +274,8 @@ class StatefulVerdict(Verdict):
     # the layers after the last token: those passed in, and in the last column the one of this step;
     # ``remaining`` is 0 where there is none
     layers: Layers
-    # Computes the numbers, beside p and q, by which the verification decided
-    node_stats: Callable[[], NodeStats]
+    # computes the numbers, beside p and q, by which the verification decided
+    stats: Callable[[], NodeStats]
 
 
 class StatefulVerifier(Rule):
@@ -350,11 +330,11 @@ class ModifiedNode:
     """The modified target at one node per request."""
 
     layers: Layers  # the layers in force there
-    plan: Transport  # ``[batch, layers, width]``: M_{k-1} and q_k of each layer, ranked, and b_k
-    # ``[batch, layers]`` float64, the sum of (rho_k M_{k-1} - b_k)+, the normaliser of M_k; 0 where
+    plan: Transport  # [batch, layers, width]: M_{k-1} and q_k of each layer, ranked, and b_k
+    # [batch, layers] float64, the sum of (rho_k M_{k-1} - b_k)+, the normaliser of M_k; 0 where
     # a layer has no effect
     mass: Tensor
-    probs: Tensor  # ``[batch, width]`` float64, M at the tokens asked for
+    probs: Tensor  # [batch, width] float64, M at the tokens asked for
 
     @property
     def active(self) -> Tensor:

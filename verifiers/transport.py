@@ -49,8 +49,8 @@ class ExactTransport:
     drafts: int  # n
     order: tuple[int, ...]  # tokens of q's support, lowest p/q first
     q: Probs  # draft probabilities
-    v: Probs  # Distribution of the highest-ranked of the n drafts
-    b: Probs  # Distribution of the selected draft
+    v: Probs  # distribution of the highest-ranked of the n drafts
+    b: Probs  # distribution of the selected draft
     probs: Probs  # b over the whole vocabulary
 
     @cached_property
@@ -239,9 +239,9 @@ class RankedProbs:
     Entries of draft probability zero come last, with target 0.
     """
 
-    ids: Tensor  # ``[..., width]`` int64
-    draft: Tensor  # ``[..., width]`` float64, q
-    target: Tensor  # ``[..., width]`` float64, p at ``ids``
+    ids: Tensor  # [..., width] int64
+    draft: Tensor  # [..., width] float64, q
+    target: Tensor  # [..., width] float64, p at ``ids``
 
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
@@ -258,8 +258,8 @@ class RankedProbs:
 class Transport(RankedProbs):
     """The exact transport at nodes of n drafts, over their ranked supports."""
 
-    selected: Tensor  # ``[..., width]`` float64, b, the distribution of the selected draft
-    highest: Tensor  # ``[..., width]`` float64, v, the distribution of the highest-ranked draft
+    selected: Tensor  # [..., width] float64, b, the distribution of the selected draft
+    highest: Tensor  # [..., width] float64, v, the distribution of the highest-ranked draft
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
         """Return it with ``change`` applied to every tensor."""
@@ -290,10 +290,7 @@ def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
 
 
 def _selected(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
-    """Return b case by case; as a difference of P + g it would lose its digits.
-
-    p and v are ``[..., width]`` in ranked order, D ``[..., width + 1]`` from D_0 = 0.
-    """
+    """Return b case by case, as :func:`_selected_probs`, with D from D_0 = 0."""
     # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
     g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
     change = g.diff(dim=-1)

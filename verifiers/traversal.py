@@ -110,9 +110,7 @@ class TraversalVerifier(Verifier):
             token_ids=correction_token(residual, target, uniforms.correction),
         )
 
-    def node_stats(
-        self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> NodeStats:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:
         """Return w of every drafted node, the chance of its test once no child is left."""
         weights = _traverse(tree, target, uniforms).weights
         return {"w": weights.masked_fill(~drafted_nodes(tree), torch.nan)}
@@ -159,10 +157,10 @@ class _Visit:
     """The state of the traversal."""
 
     left: RemainingProbs  # what is left of p and q at every node
-    weights: Tensor  # ``[batch, nodes]`` float64, w of the nodes entered
-    accepted: Tensor  # ``[batch, 1]`` bool: whether a node was accepted
-    stop: Tensor  # ``[batch]`` int64, that node, else the root
-    path: Tensor  # ``[batch, length]`` int64, a path through it
+    weights: Tensor  # [batch, nodes] float64, w of the nodes entered
+    accepted: Tensor  # [batch, 1] bool: whether a node was accepted
+    stop: Tensor  # [batch] int64, that node, else the root
+    path: Tensor  # [batch, length] int64, a path through it
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:

@@ -470,9 +470,11 @@ def read_settings(
         DrafterMismatch: A key is missing, of a wrong type, or asks for something unsupported; the
             message names it.
     """
-    section, over = ("", "eagle_config") if not kind.nested else (f"{LAYER_SECTION}.", "")
-    whole = _merged(stored, over) if over else stored
-    inner = _object(stored, LAYER_SECTION) if kind.nested else whole
+    if kind.nested:
+        whole, inner, section = stored, _object(stored, LAYER_SECTION), f"{LAYER_SECTION}."
+    else:
+        whole = inner = _merged(stored, "eagle_config")
+        section = ""
     layer, head = _typed(inner, _Layer, section), _typed(whole, _Head)
     _check_supported(layer, head, section)
     llama = _llama(inner)

@@ -9,7 +9,10 @@ from eaglegbv.cli.heads import open_head
 
 def inspect(
     drafter: Annotated[
-        str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+        str,
+        typer.Argument(
+            help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
+        ),
     ],
     target: Annotated[
         str | None,

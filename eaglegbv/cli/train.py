@@ -229,10 +229,8 @@ def bigram(
     out.mkdir(parents=True, exist_ok=True)
     vocab = int(load_config(name).get_text_config(decoder=True).vocab_size)
     opened = load_tokenizer(name), lambda: load_model(name)
-    table = train_bigram(
-        _texts(given), *opened, out, vocab=vocab, width=width, command=_command_line()
-    )
-    print(table)
+    told = _command_line()
+    print(train_bigram(_texts(given), *opened, out, vocab=vocab, width=width, command=told))
 
 
 def _found(target: str) -> Path:

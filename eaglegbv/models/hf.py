@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -443,7 +444,9 @@ def load_config(
             expected = f"a folder with a readable config.json ({first_line(error)})"
         raise InvalidArgument("model", str(model), expected) from error
     # A configuration's class checks the file's values as it likes.
-    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ImportError, StrictDataclassError,
+    ) as error:  # fmt: skip
         expected = f"a config.json of a model type transformers knows ({first_line(error)})"
         raise ModelNotSupported("model", str(model), expected) from error
     return config
@@ -564,7 +567,10 @@ def _max_context(config: PreTrainedConfig) -> int:
     cache cannot follow.
     """
     facts = config.to_dict()
-    limit = int(config.max_position_embeddings)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        expected = "a model whose configuration has max_position_embeddings"
+        raise ModelNotSupported("model", type(config).__name__, expected)
     rope = facts.get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         original = rope.get("original_max_position_embeddings")

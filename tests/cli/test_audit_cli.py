@@ -82,7 +82,7 @@ def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
 
 
 BATCHED = """
-from eaglegbv.verifiers.tokenwise import TokenVerifier
+from eaglegbv.verifiers.token import TokenVerifier
 
 class Mine(TokenVerifier):
     name = "mine"

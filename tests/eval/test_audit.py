@@ -241,20 +241,18 @@ class Forgetful(GreedyBlockVerifier):
 
     name = "forgetful"
 
-    def verify(self, tree, target, uniforms, debts):
-        paid = replace(debts.layers, remaining=torch.zeros_like(debts.layers.remaining))
-        return super().verify(tree, target, uniforms, replace(debts, layers=paid))
+    def verify(self, tree, target, uniforms, layers, layer_probs):
+        none = replace(layers, remaining=torch.zeros_like(layers.remaining))
+        return super().verify(tree, target, uniforms, none, layer_probs)
 
 
 class Mixed(GreedyBlockVerifier):
-    """Pays every debt by the draft distribution of the first step."""
+    """Takes the draft distribution of the first step for that of every layer."""
 
     name = "mixed"
 
-    def verify(self, tree, target, uniforms, debts):
-        return super().verify(
-            tree, target, uniforms, replace(debts, draft_samplings=FirstProbs(debts.dists))
-        )
+    def verify(self, tree, target, uniforms, layers, layer_probs):
+        return super().verify(tree, target, uniforms, layers, FirstProbs(layer_probs))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class Simulation:
         missed: int = 0,
         context: int = 100,
     ) -> float:
-        """Run a batch for some steps, and return its tokens per second.
+        """Run a batch for some steps, and return its tokens per second, as expected in the world.
 
         Drafters have missed ``missed`` positions at first, and then what is decoded plainly.
         """
@@ -137,7 +137,8 @@ class Simulation:
             )
             self.log.append([(r.plan, r.plan_reason) for r in requests])
             for place, request in enumerate(requests):
-                tokens += 1 + self._verify(place, request)
+                tokens += self.world.expected(place, request.plan)
+                self._verify(place, request)
             noise = np.exp(self.world.noise * self.generator.normal())
             seconds = self.world.seconds(requests, behind)
             time += seconds
@@ -147,15 +148,14 @@ class Simulation:
                 behind[request.number] = 0 if drafts else behind[request.number] + 1
         return tokens / time
 
-    def _verify(self, place: int, request: Request) -> int:
-        """Return how many drafts of a request are accepted, and tell the planner."""
+    def _verify(self, place: int, request: Request) -> None:
+        """Draw how many drafts of a request are accepted, and tell the planner."""
         accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
         draws = self.generator.random(depth)
         while accepted < depth and draws[accepted] < self.world.next(place, request.plan, accepted):
             accepted += 1
         request.step += 1
         self.planner.observe_request(request, offered=depth, accepted=accepted)
-        return accepted
 
     def share(self, of: Callable[[Plan, PlanReason], bool], last: int) -> float:
         """Return the share of plans, of the last steps, of which ``of`` is true."""

@@ -48,7 +48,7 @@ class Running:
 
 @dataclass(frozen=True)
 class TableProbs:
-    """Distributions of layers by table; ``current`` plants the mistake of using the current draft distributions."""
+    """Draft distributions of layers by table; ``current`` plants those of the current step."""
 
     requests: list[Running]
     width: int
@@ -156,9 +156,9 @@ def step(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Take one step by both; every request goes on with its own state of each.
 
-    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft distributions; with all
-    of them half of the steps draft by distributions related to the target's. ``planted``: the batched
-    verifier is given the current draft distributions in place of the layers' own.
+    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft distributions;
+    with all of them half of the steps draft by ones related to the target's. ``planted``: the
+    batched verifier is given the current draft distributions in place of the layers' own.
     """
     drafted, trees = [], []
     for request in requests:

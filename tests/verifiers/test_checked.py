@@ -83,22 +83,18 @@ def test_the_default_verifier_is_one_graph() -> None:
     assert ONE_GRAPH == ["block", "otbv", "token"]
 
 
-@pytest.mark.parametrize("name", ONE_GRAPH)
+@pytest.mark.parametrize(
+    ("name", "backend", "count"),
+    [
+        *((name, "eager", 40) for name in ONE_GRAPH),
+        pytest.param("otbv", "inductor", 100, marks=needs_compiler),
+    ],
+)
 @torch.inference_mode()
-def test_graphs_decide_as_the_verifier_itself(name: str) -> None:
-    ours, plain = compiled(name), CheckedVerifier(make_verifier(name))
+def test_graphs_decide_as_the_verifier_itself(name: str, backend: str, count: int) -> None:
+    ours, plain = compiled(name, backend), CheckedVerifier(make_verifier(name))
     with patch(error_on_recompile=True):
-        for tree, target, numbers in cases(name, 40):
-            checked = ours.verify(tree, target, numbers)
-            assert_same(checked, plain.verify(tree, target, numbers), tree)
-
-
-@needs_compiler
-@torch.inference_mode()
-def test_generated_code_decides_as_the_verifier_itself() -> None:
-    ours, plain = compiled("otbv", "inductor"), CheckedVerifier(make_verifier("otbv"))
-    with patch(error_on_recompile=True):
-        for tree, target, numbers in cases("otbv", 100):
+        for tree, target, numbers in cases(name, count):
             checked = ours.verify(tree, target, numbers)
             assert_same(checked, plain.verify(tree, target, numbers), tree)
 

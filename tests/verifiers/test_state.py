@@ -1,4 +1,4 @@
-"""Verifiers with state decide as their references do, step after step, and leave the same layers."""
+"""Verifiers with state decide as their references, step after step, and leave the same layers."""
 
 import dataclasses
 

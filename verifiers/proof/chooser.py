@@ -86,10 +86,9 @@ def residual(scale: Number, p: Sequence[Number], b: Sequence[Number]) -> Probs:
 
 
 def residual_or_target(scale: Number, p: Probs, b: Sequence[Number]) -> Probs:
-    """Return :func:`residual`, or ``p`` where the residual vanishes.
+    """Return :func:`residual`, or ``p`` where it vanishes.
 
-    A residual without mass is drawn from with probability zero; rounding can still lead there, and
-    then only the target's own distribution is a harmless answer.
+    That has probability zero; where rounding leads there, only p is a harmless answer.
     """
     weights = residual(scale, p, b)
     return weights if sum(weights) > 0 else p
@@ -108,9 +107,6 @@ def most_likely(probs: Sequence[Number], count: int) -> tuple[int, ...]:
 def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
     """Return q restricted to the tokens off ``kept``, normalised."""
     return normalised(q[x] if x not in kept else 0 for x in range(len(q)))
-
-
-# Choosers.
 
 
 T = TypeVar("T")
@@ -183,7 +179,7 @@ class ReplayChooser:
 
     script: tuple[int, ...]  # choices to repeat
     weight: Number = 1  # probability of the choices made so far
-    # Scripts of the branches not taken after the script's end
+    # scripts of the branches not taken after the script's end
     branches: list[tuple[int, ...]] = field(default_factory=list)
     # the numbers drawn; a number must not decide twice
     used: set[tuple[Purpose, int]] = field(default_factory=set)
@@ -209,7 +205,8 @@ class ReplayChooser:
         """Return the entries to walk, the most likely one first (it is never negligible)."""
         first, *others = sorted(support(weights), key=lambda i: -weights[i])
         mass = {i: self.weight * share(weights[i], total) for i in others}
-        return [first, *(i for i in others if not _negligible(mass[i]))]
+        walked = (i for i, m in mass.items() if m >= NEGLIGIBLE or isinstance(m, Fraction))
+        return [first, *walked]
 
 
 def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
@@ -227,10 +224,6 @@ def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
         probs[result] = probs.get(result, 0) + chooser.weight
         scripts.extend(chooser.branches)
     return probs
-
-
-def _negligible(weight: Number) -> bool:
-    return isinstance(weight, float) and weight < NEGLIGIBLE
 
 
 def _total(weights: Sequence[Number]) -> Number:

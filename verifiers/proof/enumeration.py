@@ -17,6 +17,7 @@ from eaglegbv.verifiers.proof.chooser import (
     T,
     exact_probs,
     magnitude,
+    most_likely,
 )
 from eaglegbv.verifiers.proof.tree import (
     DrawChildren,
@@ -25,7 +26,6 @@ from eaglegbv.verifiers.proof.tree import (
     Verify,
     draft_iid,
     draft_tree,
-    draw_fixed,
     draw_greedy,
     draw_hub,
     draw_wor,
@@ -58,7 +58,7 @@ _DRAWS: Mapping[DraftSampling, DrawChildren] = MappingProxyType(
     {
         DraftSampling.WOR: draw_wor,
         DraftSampling.GREEDY: draw_greedy,
-        DraftSampling.FIXED: draw_fixed,
+        DraftSampling.FIXED: lambda q, count, *_: most_likely(q, count),
         DraftSampling.HUB: draw_hub,
     }
 )
@@ -90,15 +90,6 @@ def paths_probs(
 def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
     """Return the exact distribution of the paths drawn at the start."""
     return paths_probs(problem.draft_sampling, problem.draft_probs, problem.shape, problem.stop)
-
-
-def drafted_trees(problem: Problem, context: Prefix = ()) -> Iterator[tuple[ReferenceTree, Number]]:
-    """Yield every draft tree after ``context`` with its probability."""
-    p, q = After(problem.target_probs, context), After(problem.draft_probs, context)
-    stop = After(problem.stop, context)
-    sampling, shape = problem.draft_sampling, problem.shape
-    for paths, mass in paths_probs(sampling, q, shape, stop).items():
-        yield ReferenceTree(sampling, paths, p, q, reach=shape.length, stop=stop), mass
 
 
 def stateless(verify: Verify) -> VerifyWithState:
@@ -134,7 +125,11 @@ def states_by_step(
 def _step_probs(
     verify: VerifyWithState, problem: Problem, state: ModifiedTarget
 ) -> Iterator[tuple[ModifiedTarget, Number]]:
-    for tree, mass in drafted_trees(problem, state.context):
+    p, q = (After(own, state.context) for own in (problem.target_probs, problem.draft_probs))
+    stop = After(problem.stop, state.context)
+    sampling, shape = problem.draft_sampling, problem.shape
+    for paths, mass in paths_probs(sampling, q, shape, stop).items():
+        tree = ReferenceTree(sampling, paths, p, q, reach=shape.length, stop=stop)
 
         def run(chooser: Chooser, tree: ReferenceTree = tree) -> ModifiedTarget:
             return verify(tree, state, chooser).target

@@ -28,17 +28,16 @@ def draft_sets_iid(q: Probs, drafts: int) -> dict[frozenset[int], Number]:
 
 
 def transport_plan(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
-    """Solve the optimal-transport linear program: the mass each draft set sends to each token.
+    """Solve the linear program of optimal transport: the mass each draft set sends to each token.
 
-    Maximise the mass sent, at most Pr(set) from a set and at most p(x) to a token. The total sent
-    is the optimal acceptance of the node.
+    Maximise the mass sent, at most Pr(set) from a set and p(x) to a token: the optimal acceptance.
     """
     edges = [(drawn, x) for drawn in sets for x in sorted(drawn)]
     rows = {drawn: i for i, drawn in enumerate(sets)}
-    at = [(rows[drawn], j) for j, (drawn, _) in enumerate(edges)]
-    at += [(len(rows) + x, j) for j, (_, x) in enumerate(edges)]
+    entries = [(rows[drawn], j, 1.0) for j, (drawn, _) in enumerate(edges)]
+    entries += [(len(rows) + x, j, 1.0) for j, (_, x) in enumerate(edges)]
     bounds = [float(mass) for mass in sets.values()] + [float(mass) for mass in p]
-    solution = _maximise(np.ones(len(edges)), at, np.ones(len(at)), np.array(bounds))
+    solution = _maximise(np.ones(len(edges)), entries, bounds)
     return dict(zip(edges, solution.tolist(), strict=True))
 
 
@@ -63,37 +62,28 @@ def lp_acceptance_length(
     inner = {prefix[:-1] for _, prefix in stops if prefix}
     children = {(*c, x): p(c)[x] for c in sorted(inner) for x in range(vocab)}
     rows = {child: i for i, child in enumerate(children)}
-    at: list[tuple[int, int]] = []
-    values: list[float] = []
+    entries = [(len(rows) + i, j, 1.0) for j, (i, _) in enumerate(stops)]
     for j, (_, prefix) in enumerate(stops):
         # A stop at s counts in B(c) for every c on the way to s: B(cx) - p(x|c) B(c) <= 0.
         for depth in range(len(prefix) + 1):
             c = prefix[:depth]
             if c:
-                at.append((rows[c], j))
-                values.append(1.0)
+                entries.append((rows[c], j, 1.0))
             if c in inner:
-                for x in range(vocab):
-                    at.append((rows[(*c, x)], j))
-                    values.append(-float(children[(*c, x)]))
-    for j, (i, _) in enumerate(stops):
-        at.append((len(rows) + i, j))
-        values.append(1.0)
+                below = [(*c, x) for x in range(vocab)]
+                entries += [(rows[child], j, -float(children[child])) for child in below]
     bounds = [0.0] * len(rows) + [float(mass) for mass in merged.values()]
     lengths = np.array([len(prefix) for _, prefix in stops], dtype=np.float64)
-    solution = _maximise(lengths, at, np.array(values), np.array(bounds))
+    solution = _maximise(lengths, entries, bounds)
     return float(lengths @ solution)
 
 
 def _maximise(
-    gain: NDArray[np.float64],
-    at: Sequence[tuple[int, int]],
-    values: NDArray[np.float64],
-    bounds: NDArray[np.float64],
+    gain: NDArray[np.float64], entries: Sequence[tuple[int, int, float]], bounds: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Maximise ``gain x`` over x >= 0 with A x <= ``bounds``; A has ``values`` at (row, column)."""
+    """Maximise ``gain x`` over x >= 0, A x <= ``bounds``; A's (row, column, value) are summed."""
     A = np.zeros((len(bounds), len(gain)))
-    rows, columns = np.array(at).T
+    rows, columns, values = zip(*entries, strict=True)
     np.add.at(A, (rows, columns), values)
     result = linprog(-gain, A_ub=A, b_ub=bounds, method="highs")
     if result.status != 0:

@@ -34,7 +34,7 @@ class ReferenceTree:
     """The paths drafted for one request, with what they were drawn from and are judged by."""
 
     draft_sampling: DraftSampling  # how children arise
-    # Tokens of each path below the root, in the order drawn, duplicates kept
+    # tokens of each path below the root, in the order drawn, duplicates kept
     paths: tuple[Prefix, ...]
     target_probs: ProbsAt  # p(. | prefix), over the whole vocabulary
     draft_probs: ProbsAt  # q(. | prefix), over the whole vocabulary, 0 off its support
@@ -50,17 +50,11 @@ class ReferenceTree:
         """Length the paths were drawn to."""
         return self.reach or max(map(len, self.paths), default=0)
 
-    def paths_through(self, prefix: Prefix) -> tuple[int, ...]:
-        """Return the numbers of the paths that go on below ``prefix``."""
-        depth = len(prefix)
-        return tuple(
-            k for k, path in enumerate(self.paths) if len(path) > depth and path[:depth] == prefix
-        )
-
     def drafts(self, prefix: Prefix) -> dict[int, int]:
         """Return the draft below ``prefix`` of each path that goes on: path number -> token."""
         depth = len(prefix)
-        return {k: self.paths[k][depth] for k in self.paths_through(prefix)}
+        below = {k: path[depth:] for k, path in enumerate(self.paths) if path[:depth] == prefix}
+        return {k: rest[0] for k, rest in below.items() if rest}
 
     def children(self, prefix: Prefix) -> dict[int, int]:
         """Return the children of a node: token -> number of the first path through it."""
@@ -174,12 +168,6 @@ def draft_tree(
         return [leaf for x in children for leaf in below((*prefix, x))]
 
     return tuple(below(()))
-
-
-def draw_fixed(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
-    """Return the most likely tokens."""
-    del chooser, indices
-    return most_likely(q, count)
 
 
 def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:

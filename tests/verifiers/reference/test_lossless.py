@@ -11,7 +11,6 @@ from eaglegbv.verifiers.block import block_verification
 from eaglegbv.verifiers.otbv import select_child
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
     completed,
     draft,
     paths_probs,
@@ -169,38 +168,24 @@ def test_otbv_on_a_tree_of_mixed_distributions(kind: str) -> None:
         assert max(abs(full.get(tokens, 0) - mass) for tokens, mass in joint.items()) < TOLERANCE
 
 
-def test_one_path_of_spectr_gbv_is_greedy_block_verification() -> None:
+@pytest.mark.parametrize(
+    ("name", "others"), [("greedy_block", ["spectr_gbv"]), ("block", ["otbv", "gbv"])]
+)
+def test_one_path_of_a_rule_for_several_is_the_rule_for_one(name: str, others: list[str]) -> None:
     for seed in range(10):
         model = Model(3, "random", seed)
         case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
-        for paths in draft_support(case):
-            tree = ReferenceTree(DraftSampling.IID, (paths,), model.p, model.q)
-            a, b = (
-                exact_probs(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
-                for verify in (REFERENCES["spectr_gbv"], REFERENCES["greedy_block"])
-            )
-            assert a == b
-
-
-def test_one_path_of_otbv_gbv_is_block_verification() -> None:
-    for seed in range(10):
-        model = Model(3, "random", seed)
-        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
-        for path in draft_support(case):
-            tree = ReferenceTree(DraftSampling.IID, (path,), model.p, model.q)
-            dists = [
-                exact_probs(lambda c, v=verify, t=tree: v(t, ModifiedTarget(), c).outcome)
-                for verify in (REFERENCES[name] for name in ("block", "otbv", "gbv"))
-            ]
-            assert dists[0] == dists[1]
-            assert dists[2] == pytest.approx(dists[0], abs=1e-15)
-
-
-def draft_support(case: Problem) -> list[tuple[int, ...]]:
-    return [
-        path
-        for (path,) in exact_probs(lambda c: draft_iid(case.draft_probs, 1, case.shape.length, c))
-    ]
+        for paths in exact_probs(lambda c, case=case: draft_iid(case.draft_probs, 1, 2, c)):
+            tree = ReferenceTree(DraftSampling.IID, paths, model.p, model.q)
+            found = {
+                rule: exact_probs(
+                    lambda c, v=REFERENCES[rule], t=tree: v(t, ModifiedTarget(), c).outcome
+                )
+                for rule in (name, *others)
+            }
+            for other in others:  # gbv's distributions are quotients
+                same = pytest.approx(found[name], abs=1e-15) if other == "gbv" else found[name]
+                assert found[other] == same
 
 
 def test_a_verifier_that_ignores_the_target_is_caught() -> None:

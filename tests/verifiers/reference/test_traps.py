@@ -215,19 +215,19 @@ def test_duplicated_paths_count_as_often_as_they_were_drawn(name: str) -> None:
     assert max(max_error(merged, [case], 2) for case in cases) > CAUGHT
 
 
-def draws_differ(
-    verify: Verify, draft_sampling: DraftSampling, sampled: ProbsAt, model: Model, shape: Shape
-) -> float:
-    """Error when drafts come from ``sampled`` and the verifier is handed the model's q."""
+def plain_tree(paths: tuple[Prefix, ...], model: Model) -> ReferenceTree:
+    return ReferenceTree(DraftSampling.IID, paths, model.p, model.q)
+
+
+def error_of(verify: Verify, model: Model, trees: list[tuple[ReferenceTree, float]]) -> float:
+    """Error where the trees come with these probabilities, whatever q they claim."""
     outputs: dict[ModifiedTarget, float] = {}
-    for paths, mass in exact_probs(lambda c: draft(draft_sampling, sampled, shape, c)).items():
-        tree = ReferenceTree(draft_sampling, paths, model.p, model.q)
+    for tree, mass in trees:
         for outcome, share in exact_probs(lambda c, tree=tree: verify(tree, c)).items():
             state = ModifiedTarget(outcome.tokens)
             outputs[state] = outputs.get(state, 0) + mass * share
-    total = shape.length + 1
-    full = completed(outputs, model.p, total)
-    return max(abs(full.get(k, 0) - mass) for k, mass in target_joint(model.p, total).items())
+    full = completed(outputs, model.p, 3)
+    return max(abs(full.get(k, 0) - mass) for k, mass in target_joint(model.p, 3).items())
 
 
 def test_the_draft_distribution_handed_on_is_the_one_sampled() -> None:
@@ -243,10 +243,14 @@ def test_the_draft_distribution_handed_on_is_the_one_sampled() -> None:
         dist[dist.argmin()] = 0.0
         return tuple((dist / dist.sum()).tolist())
 
+    def drawn_from(q: ProbsAt) -> list[tuple[ReferenceTree, float]]:
+        drawn = exact_probs(lambda c: draft(DraftSampling.IID, q, shape, c))
+        return [(plain_tree(paths, model), mass) for paths, mass in drawn.items()]
+
     for verify in (token, block):
-        assert draws_differ(verify, DraftSampling.IID, model.q, model, shape) < 1e-12
-        assert draws_differ(verify, DraftSampling.IID, rounded, model, shape) > 1e-5
-        assert draws_differ(verify, DraftSampling.IID, top_3, model, shape) > CAUGHT
+        assert error_of(verify, model, drawn_from(model.q)) < 1e-12
+        assert error_of(verify, model, drawn_from(rounded)) > 1e-5
+        assert error_of(verify, model, drawn_from(top_3)) > CAUGHT
 
 
 def test_a_truncated_draft_distribution_is_lossless_if_handed_on() -> None:
@@ -296,16 +300,10 @@ def test_paths_stop_by_what_is_emitted_only() -> None:
     case = problem(DraftSampling.IID, model, shape, stop=lambda prefix: 0 in prefix)
     assert error(block, case) < 1e-12
 
-    outputs: dict[ModifiedTarget, float] = {}
-    for (path,), mass in exact_probs(lambda c: draft(DraftSampling.IID, model.q, shape, c)).items():
-        seen = path[: path.index(0)] if 0 in path else path
-        tree = ReferenceTree(DraftSampling.IID, (seen,), model.p, model.q)
-        for outcome, share in exact_probs(lambda c, tree=tree: block(tree, c)).items():
-            state = ModifiedTarget(outcome.tokens)
-            outputs[state] = outputs.get(state, 0) + mass * share
-    full = completed(outputs, model.p, 3)
-    joint = target_joint(model.p, 3)
-    assert max(abs(full.get(tokens, 0) - mass) for tokens, mass in joint.items()) > CAUGHT
+    drawn = exact_probs(lambda c: draft(DraftSampling.IID, model.q, shape, c))
+    cut = [(path[: path.index(0)] if 0 in path else path, mass) for (path,), mass in drawn.items()]
+    trees = [(plain_tree((path,), model), mass) for path, mass in cut]
+    assert error_of(block, model, trees) > CAUGHT
 
 
 def test_padding_of_the_vocabulary_is_never_committed() -> None:
