@@ -177,7 +177,7 @@ class _LastOperation(TorchDispatchMode):
 
 def failing_operation(work: Work) -> str:
     """Run work that failed once more, and return the name of the operation in which it fails."""
-    last = _LastOperation()
+    last = _LastOperation()  # type: ignore[no-untyped-call]  # TorchDispatchMode has no types
     try:
         with last:
             work()

@@ -9,7 +9,6 @@ import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -25,7 +24,7 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import find_model
-from eaglegbv.models.hf import HFTarget, load_config, load_model
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
@@ -328,7 +327,7 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)

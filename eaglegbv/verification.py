@@ -22,7 +22,7 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
     Fault,
-    NodeFigures,
+    NodeStats,
     Rule,
     Verdict,
     Verifier,
@@ -36,7 +36,6 @@ from eaglegbv.verifiers.registry import (
     make_verifier,
 )
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
@@ -120,7 +119,7 @@ class Settlement:
     verdict: Verdict
     debts: list[tuple[Debt, ...]]
     faults: Tensor
-    figures: Callable[[], NodeFigures]
+    figures: Callable[[], NodeStats]
 
 
 def recall_slots(plan: Plan) -> int:
@@ -155,11 +154,11 @@ def settle(
         device = tree.token_ids.device
         dists = ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
         layers = _layers(requests, device=device)
-        result = verifier.verify(tree, target, uniforms, Debts(layers, dists))
+        result = verifier.verify(tree, target, uniforms, layers, dists)
     finally:
         allocator.release(borrowed)
     debts = _owed(requests, result.layers, drafter)
-    return Settlement(result.verdict, debts, dists.faults, result.figures)
+    return Settlement(result, debts, dists.faults, result.node_stats)
 
 
 @dataclass(slots=True)
@@ -387,7 +386,7 @@ class Verification:
         verdict, faults = self._checked(verifier, group.tree.draft_sampling).verify(
             group.tree, dist, uniforms
         )
-        figures = partial(verifier.figures, group.tree, dist, uniforms)
+        figures = partial(verifier.node_stats, group.tree, dist, uniforms)
         evidence = self._evidence(group, verifier, dist, figures)
         return Judgement(verdict, faults, [() for _ in group.requests], evidence)
 
@@ -401,7 +400,7 @@ class Verification:
         return Judgement(settled.verdict, faults | settled.faults, settled.debts, evidence)
 
     def _evidence(
-        self, group: Group, rule: Rule, dist: TargetProbs, figures: Callable[[], NodeFigures]
+        self, group: Group, rule: Rule, dist: TargetProbs, figures: Callable[[], NodeStats]
     ) -> Evidence | None:
         """Return what is to be kept of a verification until its trees are recorded, if they are."""
         if not self.keeps_evidence:

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.pretend_device import PretendDevice
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -18,8 +19,6 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-
-from support.pretend_device import PretendDevice
 
 from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
 from eaglegbv.tree import TargetProbs

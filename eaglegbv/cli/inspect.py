@@ -27,4 +27,4 @@ def inspect(
         name = str(TINY_TARGET) if target == "tiny" else target
         check_model(name, "target")
         fitted = fit(checkpoint, load_config(name))
-    typer.echo(inspect_head(checkpoint, fitted).text())
+    typer.echo(inspect_head(checkpoint, fitted))

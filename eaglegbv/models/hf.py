@@ -18,7 +18,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eaglegbv.attention.base import (
     Attend,
@@ -52,7 +59,7 @@ from eaglegbv.cuda_graphs import (
     spare_slots,
 )
 from eaglegbv.devices import send
-from eaglegbv.errors import InvalidArgument, ModelNotSupported
+from eaglegbv.errors import InvalidArgument, ModelNotSupported, first_line
 from eaglegbv.fused_linears import in_use, prepare
 from eaglegbv.models.self_check import (
     COMPILED,
@@ -431,12 +438,31 @@ def load_config(
             local_files_only=path.is_dir(),
         )
     except OSError as error:
-        raise InvalidArgument(
-            "model", str(model), "an existing model folder, or a model id of the Hugging Face hub"
-        ) from error
-    except ValueError as error:
-        raise ModelNotSupported("model", str(model), "a model type transformers knows") from error
+        expected = "an existing model folder, or a model id of the Hugging Face hub"
+        if path.is_dir():
+            expected = f"a folder with a readable config.json ({first_line(error)})"
+        raise InvalidArgument("model", str(model), expected) from error
+    # A configuration's class checks the file's values as it likes.
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        expected = f"a config.json of a model type transformers knows ({first_line(error)})"
+        raise ModelNotSupported("model", str(model), expected) from error
     return config
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or hub model.
+
+    Raises:
+        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
+        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # a broken tokenizer.json is a plain Exception
+        load_config(model)  # raises if it is the model that is missing
+        expected = f"a model with a tokenizer beside its weights ({first_line(error)})"
+        raise InvalidArgument("model", str(model), expected) from error
+    return tokenizer
 
 
 def load_model(
@@ -449,7 +475,8 @@ def load_model(
 
     Raises:
         InvalidArgument: There is no such model.
-        ModelNotSupported: It is no causal language model, or not all of its weights are there.
+        ModelNotSupported: It is no causal language model, not all of its weights are there, or it
+            is quantised by a package that is not installed; the message names it.
     """
     config = load_config(model)
     try:
@@ -461,11 +488,15 @@ def load_model(
             local_files_only=Path(model).is_dir(),
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelNotSupported(
-            "model", str(model), f"weights of a causal language model ({reason})"
-        ) from error
+    # What reads quantised weights raises as it likes.
+    except (
+        OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError,
+        SafetensorError,
+    ) as error:  # fmt: skip
+        method = (config.to_dict().get("quantization_config") or {}).get("quant_method")
+        quantised = f", quantised by {method}" if method else ""
+        expected = f"weights of a causal language model{quantised} ({first_line(error)})"
+        raise ModelNotSupported("model", str(model), expected) from error
     loaded, report = opened
     # transformers would continue with random numbers in their place.
     if report["missing_keys"]:
