@@ -124,7 +124,7 @@ def batch(
     timings = _measure(chosen, PromptSource.of(fleet.plain, questions), grid)
     typer.echo(plain_text(rate_table(summarise(timings), lengths=any(grid.contexts))))
     if explain:
-        _explain(chosen)
+        _explain(chosen, timings)
     if out is not None:
         models = named_models(model, drafter)
         results = BatchResults(
@@ -173,11 +173,12 @@ def _measure(ways: "list[Way]", source: "PromptSource", grid: "Grid") -> "list[T
     return timings
 
 
-def _explain(ways: "Sequence[Way]") -> None:
-    """Print which plans the engine chose, and why, in the ways that leave it the choice."""
-    from eaglegbv.eval.throughput import WatchedWay, choice_lines
+def _explain(ways: "Sequence[Way]", timings: "Sequence[Timing]") -> None:
+    """Print which plans the engine chose, and why, and how they compare with the best way."""
+    from eaglegbv.eval.throughput import WatchedWay, choice_lines, paired_lines
 
     lines = [line for way in ways if isinstance(way, WatchedWay) for line in choice_lines(way)]
+    lines += paired_lines(timings) if lines else []
     if lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
 

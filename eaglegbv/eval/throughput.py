@@ -1,10 +1,11 @@
 """One timed call of a way to generate, and the load at which it was timed."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Protocol
 
 import msgspec
@@ -428,6 +429,34 @@ def choice_lines(way: WatchedWay) -> list[str]:
         f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
         for cell, counted in way.chosen.items()
     ]
+
+
+def paired_lines(timings: Iterable[Timing], way: str = "auto") -> list[str]:
+    """Return one line for each cell: how many times as fast as the best other way a way is.
+
+    The best is the one with the most tokens a second over all calls; plain decoding follows. Calls
+    are paired by repeat and prompts, and the 95% intervals are those of the mean logarithm.
+    """
+    cells: dict[Cell, dict[str, dict[tuple[int, int], Timing]]] = {}
+    for t in timings:
+        cells.setdefault(t.cell, {}).setdefault(t.way, {})[t.repeat, t.first] = t
+    lines = []
+    for cell, ways in cells.items():
+        others = [name for name in ways if name != way]
+        if way not in ways or not others:
+            continue
+        best = max(others, key=lambda name: _rate(list(ways[name].values())))
+        for other in dict.fromkeys((best, BASELINE)):
+            both = ways[way].keys() & ways.get(other, {}).keys()
+            logs = [math.log(ways[way][call].rate / ways[other][call].rate) for call in both]
+            if len(logs) > 1:
+                half = 1.96 * stdev(logs) / math.sqrt(len(logs))
+                low, middle, high = (math.exp(mean(logs) + d) for d in (-half, 0, half))
+                label = _label(cell.temperature, cell.context, way, lengths=bool(cell.context))
+                lines.append(
+                    f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"
+                )
+    return lines
 
 
 def _shares(counted: Counter[str]) -> str:
