@@ -4,19 +4,21 @@ A row is ``{"messages": [{"role", "content"}, ...]}`` or ``{"text": ...}``; its 
 of its file. Files may be gzipped.
 """
 
-import gzip
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypedDict
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import read_json_lines
 
 HELD_OUT_ONE_IN = 50
 _SHORT_DOCUMENT = 8
@@ -62,17 +64,31 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return sorted(files, key=lambda file: file.name)
 
 
+class _Message(TypedDict):
+    role: str
+    content: str
+
+
+class _Line(msgspec.Struct):
+    messages: list[_Message] | None = None
+    text: str | None = None
+
+
 def read_rows(files: Iterable[Path], rows_per_source: int) -> Iterator[Row]:
-    """Yield the rows of ``files``, at most ``rows_per_source`` of each."""
+    """Yield the rows of ``files``, at most ``rows_per_source`` of each.
+
+    Raises:
+        InvalidArgument: A file cannot be read, or a line is no row; the message names the line.
+    """
     for file in files:
         source = file.name.removesuffix(".gz").removesuffix(".jsonl")
-        opener = gzip.open if file.suffix == ".gz" else open
-        with opener(file, "rt", encoding="utf-8") as lines:
-            for line in islice(lines, rows_per_source):
-                row = json.loads(line)
-                if "messages" not in row and "text" not in row:
-                    raise InvalidArgument(str(file), sorted(row), "a key 'messages' or 'text'")
-                yield Row(source, tuple(row.get("messages", ())), row.get("text", ""))
+        for place, line in islice(read_json_lines(file, _Line), rows_per_source):
+            if line.messages is None and line.text is None:
+                raise InvalidArgument("data", place, "a key 'messages' or 'text'")
+            messages = tuple(
+                {"role": one["role"], "content": one["content"]} for one in line.messages or ()
+            )
+            yield Row(source, messages, line.text or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""Heads that are named on the command line."""
+"""``eaglegbv inspect`` and ``eaglegbv export``: what is in a head's files, and in other formats."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from eaglegbv.cli.options import opt
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -10,8 +13,60 @@ if TYPE_CHECKING:
 
     from eaglegbv.drafters.checkpoint import Checkpoint
 
+Head = Annotated[
+    str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+]
+_TARGET = "Folder or hub name of the target; 'tiny' for the packaged one."
 
-def open_head(drafter: str) -> "Checkpoint":
+
+def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -> None:
+    """Print what a head's files contain, check them, and warn where engines disagree about them."""
+    from eaglegbv.drafters.checkpoint import fit, inspect_head
+    from eaglegbv.models.hf import load_config
+
+    checkpoint = _open_head(drafter)
+    fitted = None if target is None else fit(checkpoint, load_config(_target_named(target)))
+    typer.echo(inspect_head(checkpoint, fitted).text())
+
+
+def export(
+    drafter: Head,
+    directory: Annotated[Path, typer.Argument(help="Folder to write, empty or not existing yet.")],
+    format_: Annotated[str, opt("One of eagle, sglang, speculators.", "--format")],
+    target: Annotated[
+        str | None,
+        opt(f"{_TARGET} The head is checked against it; the speculators format takes its table."),
+    ] = None,
+) -> None:
+    """Write a head in another format, with all weights unchanged."""
+    from eaglegbv.drafters.checkpoint import ExportTarget, export_head, fit
+    from eaglegbv.models.hf import load_config
+
+    checkpoint, described = _open_head(drafter), None
+    if target is not None:
+        name = _target_named(target)
+        config = load_config(name)
+        fit(checkpoint, config)
+        described = ExportTarget(
+            name=name,
+            architectures=tuple(config.architectures or ()),
+            num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+            read_embedding=lambda: _read_embedding(name),
+        )
+    export_head(checkpoint, format_, directory, described)
+    typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
+
+
+def _target_named(target: str) -> str:
+    """Return the folder or hub name of a target that exists."""
+    from eaglegbv.loading import TINY_TARGET, check_model
+
+    name = str(TINY_TARGET) if target == "tiny" else target
+    check_model(name, "target")
+    return name
+
+
+def _open_head(drafter: str) -> "Checkpoint":
     """Read the head in the folder ``drafter``, or the packaged head with this name."""
     from eaglegbv.drafters.checkpoint import CONFIG, read_checkpoint
     from eaglegbv.loading import TINY_DRAFTERS, named_folder
@@ -25,7 +80,7 @@ def open_head(drafter: str) -> "Checkpoint":
     return read_checkpoint(folder)
 
 
-def read_embedding(model: str) -> "Tensor":
+def _read_embedding(model: str) -> "Tensor":
     """Return the token embedding of a model without opening the rest of the model."""
     import huggingface_hub
     import torch

@@ -1,4 +1,4 @@
-"""The audit of a whole engine on real models: the joint distribution of the first tokens, by a G-test."""
+"""The audit of a whole engine on real models: its first tokens by a G-test."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -96,10 +96,10 @@ def audit_pair(
 ) -> PairResult:
     """Generate the same few tokens many times and compare them with their exact joint distribution.
 
-    The plain transformers model gives the exact distribution, warped as ``params`` says, with one forward of
-    whole sequences for each token: it shares neither attention nor cache with the engine. Every
-    text has ``params.max_tokens`` tokens, the first of which is not speculated. With a small
-    ``top_k`` there are few enough texts to list them all.
+    The plain transformers model gives the exact distribution, warped as ``params`` says, with one
+    forward of whole sequences for each token: it shares neither attention nor cache with the
+    engine. Every text has ``params.max_tokens`` tokens, the first of which is not speculated. With
+    a small ``top_k`` there are few enough texts to list them all.
 
     Args:
         llm: The engine with its plan, in float32, so that the two differ only by rounding.

@@ -1,4 +1,4 @@
-"""Draft trees with the target's distributions at their nodes, and the smaller trees they contain."""
+"""Verifiers on the same drafts: what each accepts of the very same trees."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class Offer:
         order of its nodes.
 
         Raises:
-            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of its
-                distribution.
+            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of
+                its distribution.
         """
         tree = self.tree
         if (paths, length) == (tree.paths, tree.length):
@@ -94,15 +94,15 @@ class Offer:
 #
 # At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
 # verifier judges it several times with different random numbers. All verifiers see the same tokens,
-# draft distributions and target distributions, and use the same numbers, so what makes a place easy or hard cancels out
-# in the ratio of two of them.
+# draft distributions and target distributions, and use the same numbers, so what makes a place easy
+# or hard cancels out in the ratio of two of them.
 #
 # What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-# from texts that follow the target's distribution. This is not the engine's block efficiency, because the
-# engine's steps begin where earlier ones ended. More of them begin where the drafter is weak, since
-# steps are short there, so the engine's figure is lower. Verifiers that keep state from step to step
-# (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing about them, and
-# they are measured in the engine instead.
+# from texts that follow the target's distribution. This is not the engine's block efficiency,
+# because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
+# weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
+# step to step (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing
+# about them, and they are measured in the engine instead.
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,14 +1,15 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a distribution
-is about equally peaked for every V, and draft logits are the target's plus normal noise of standard
-deviation 0.8. A draft distribution keeps all tokens or its most likely ones. Every solver gets the two distributions
-on the draft distribution's support and n drafts, and selects one of the drafts. The measured time is the
-process's processor time, so that other users of the machine do not count.
+Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so
+that a distribution is about equally peaked for every V, and draft logits are the target's plus
+normal noise of standard deviation 0.8. A draft distribution keeps all tokens or its most likely
+ones. Every solver gets the two distributions on the draft's support and n drafts, and selects one
+of the drafts. The measured time is the process's processor time, so that other users of the machine
+do not count.
 
-The distribution of what a node commits is computed from what the solver does, not from what it aims at: from
-the distribution of its selection (for the exact solver, from its relabelling of drafts), the acceptance that
-its own distribution b prescribes, and the residual.
+The distribution of what a node commits is computed from what the solver does, not from what it aims
+at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),
+the acceptance that its own distribution b prescribes, and the residual.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,8 +78,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         width: Number of tokens of the draft distribution.
         solver: Name of the solver.
         instances: Number of nodes.
-        median_ms: Median milliseconds of processor time from the two distributions and the drafts to the
-            selected draft; None if the solver refused all nodes.
+        median_ms: Median milliseconds of processor time from the two distributions and the drafts
+            to the selected draft; None if the solver refused all nodes.
         mean_ms: Mean of the same.
         success: Share of the nodes solved in time and within the tolerance.
         refused: Number of nodes that were too large for the solver; they count in no other figure
@@ -185,7 +186,8 @@ def settings_of(
 
     Args:
         sizes: V and n of each size.
-        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V, keeps all.
+        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V,
+            keeps all.
     """
     wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
     return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]

@@ -82,7 +82,7 @@ def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
 
 
 BATCHED = """
-from eaglegbv.verifiers.tokenwise import TokenVerifier
+from eaglegbv.verifiers.token import TokenVerifier
 
 class Mine(TokenVerifier):
     name = "mine"
@@ -128,8 +128,8 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
     [
         ([], "verifier=None: expected one of block, "),
         (["--verifier", "V"], "verifier='V'"),
-        (["--verifier", "otbv", "--draft-sampling", "nope"], "distribution='nope'"),
-        (["--verifier", "otbv", "--draft-sampling", "wor"], "distribution='wor'"),
+        (["--verifier", "otbv", "--draft-sampling", "nope"], "draft_sampling='nope'"),
+        (["--verifier", "otbv", "--draft-sampling", "wor"], "draft_sampling='wor'"),
         (["--verifier", "token", "--paths", "2"], "paths=2"),
         (["--verifier", "spechub", "--paths", "3"], "paths=3"),
         (["--verifier", "otbv", "--vocab", "1"], "vocab=1"),
@@ -142,15 +142,15 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
         (["--module", "/no/such/file.py"], "module='/no/such/file.py'"),
         (["--module", __file__], "a subclass of ReferenceVerifier"),
         (["--module", str(EXAMPLE), "--samples", "10"], "samples=10"),
-        (["--module", str(EXAMPLE), "--draft-sampling", "fixed"], "distribution='fixed'"),
+        (["--module", str(EXAMPLE), "--draft-sampling", "fixed"], "draft_sampling='fixed'"),
         (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
         (["pair", "--verifier", "nope"], "verifier='nope'"),
         (
             ["--draft-sampling", "hob", "--verifier", "otbv"],
-            "distribution='hob': expected hub, perhaps; one of iid, ",
+            "draft_sampling='hob': expected hub, perhaps; one of iid, ",
         ),
         (["picture", "--verifiers", "nope"], "verifier='nope'"),
-        (["picture", "--verifiers", "spechub"], "distribution='iid'"),
+        (["picture", "--verifiers", "spechub"], "draft_sampling='iid'"),
         (["picture", "--paths", "0"], "paths=0"),
         (["picture", "--trees", "1"], "trees=1"),
         (["picture", "--temperatures", "0"], "temperatures=0"),

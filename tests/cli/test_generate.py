@@ -130,7 +130,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--verifier", "foo"], ", none, otbv, "),
         (
             ["--prompt", "a", "--draft-sampling", "nope"],
-            "distribution='nope': expected one of iid, wor, greedy, hub, f",
+            "draft_sampling='nope': expected one of iid, wor, greedy, hub, f",
         ),
         (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "expected one of float32, bfloat16, float16, or a"),

@@ -177,7 +177,7 @@ class SolverPaper(Paper):
             ),
             notes=(
                 f"the paper's figures are those of {LLAMA}, read in {_READ}",
-                "times are the processor's on this machine: from two distributions to the draft selected",
+                "times are the processor's on this machine, up to the draft selected",
                 "the acceptance of nodes where a solver's bound is above 1e-3 is K-SEQ's",
             ),
         )
