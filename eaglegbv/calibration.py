@@ -20,9 +20,7 @@ from eaglegbv.loading import Pair
 from eaglegbv.models.target import Target
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.costs import CostTable, KnownCosts, StepCosts, StepShape
-
-FOLDER = "EAGLEGBV_CACHE"
-"""Environment variable that names the folder; by default it is in the user's cache."""
+from eaglegbv.utils import cache_folder
 
 _FORMAT = 10
 
@@ -54,7 +52,7 @@ class CostCache:
         threads, name = torch.get_num_threads(), _device_name(device)
         known = (_FORMAT, torch.__version__, threads, name, str(dtype), *facts)
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-        return cls(_folder() / f"costs-{key}.json")
+        return cls(cache_folder() / f"costs-{key}.json")
 
     def read(self) -> KnownCosts | None:
         """Return the saved costs, or None; a file that cannot be read is logged and ignored."""
@@ -91,14 +89,6 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name() if device.type == "cpu" else str(device)
-
-
-def _folder() -> Path:
-    named = os.environ.get(FOLDER)
-    if named:
-        return Path(named)
-    usual = os.environ.get("XDG_CACHE_HOME")
-    return (Path(usual) if usual else Path.home() / ".cache") / "eaglegbv"
 
 
 # The cost of steps on this machine, measured before the first request is served.

@@ -24,6 +24,7 @@ from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
+from eaglegbv.gguf import find_model
 from eaglegbv.models.hf import HFTarget, load_config
 from eaglegbv.models.target import FeatureSpec, Target
 
@@ -133,15 +134,18 @@ class NamedModels:
 def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
     """Return the models of a user's choice; where no target is named, those of the tiny pair.
 
+    A target in a GGUF file is converted, if it never was; see :func:`eaglegbv.gguf.find_model`.
+
     Raises:
-        InvalidArgument: A model or drafter is no name.
+        InvalidArgument: A model or drafter is no name, or a GGUF file cannot be read.
+        NotInstalled: A package that reads GGUF files is missing.
     """
     for argument, name in (("model", model), ("drafter", drafter)):
         if name is not None and not (isinstance(name, str | Path) and str(name)):
             raise InvalidArgument(argument, name, "a folder or a name, or None")
     if model is None:
         return NamedModels("tiny", TINY_TARGET, drafter or TINY_DRAFTERS[0])
-    return NamedModels(str(model), model, drafter)
+    return NamedModels(str(model), find_model(model), drafter)
 
 
 def load_pair(

@@ -1,6 +1,7 @@
 """Checks of a user's values: numbers within limits, or an error that states the limits."""
 
 import gzip
+import os
 import zlib
 from codecs import BOM_UTF8
 from collections import deque
@@ -104,7 +105,20 @@ def decode_json(
         raise InvalidArgument(argument, place, f"{expected} ({error})") from error
 
 
-# Writing files completely or not at all.
+# Writing files completely or not at all, and the folder of what is kept between runs.
+
+
+CACHE_FOLDER = "EAGLEGBV_CACHE"
+"""Environment variable that names the folder; by default it is in the user's cache."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs; it need not exist."""
+    named = os.environ.get(CACHE_FOLDER)
+    if named:
+        return Path(named)
+    usual = os.environ.get("XDG_CACHE_HOME")
+    return (Path(usual) if usual else Path.home() / ".cache") / "eaglegbv"
 
 
 @contextmanager

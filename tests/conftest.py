@@ -9,7 +9,7 @@ from hypothesis import settings
 from support.cuda.flashinfer_on_host import compile_for_host, missing
 from support.cuda.runtime import HostRuntime, Launched
 
-from eaglegbv.calibration import FOLDER
+from eaglegbv.utils import CACHE_FOLDER
 
 # How long an example takes depends on what else the machine does; that is no property to test.
 settings.register_profile("any-machine", deadline=None, print_blob=True)
@@ -31,7 +31,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep what is measured out of the user's cache, and share it among the tests."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(folder))
+        patch.setenv(CACHE_FOLDER, str(folder))
         yield folder
 
 

@@ -11,12 +11,13 @@ from support.simulated_engine import Simulation, World
 
 from eaglegbv import LLM, SamplingParams
 from eaglegbv import calibration as cost_cache
-from eaglegbv.calibration import FOLDER, CostCache, calibrate, shape_of
+from eaglegbv.calibration import CostCache, calibrate, shape_of
 from eaglegbv.config import AUTO, AutoPlan, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape
 from eaglegbv.scheduler.planner import Planner
+from eaglegbv.utils import CACHE_FOLDER
 
 SHAPES = [StepShape(r, 100 * r, r if k else 0, k, d) for r in (1, 4) for k, d in ((0, 0), (2, 3))]
 
@@ -90,7 +91,7 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
 def test_costs_are_measured_once_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     limits = AutoPlan(max_paths=2, max_depth=2)
     sizes = EngineConfig(kv_slots=4096, max_batch=1)
     first = LLM(plan=limits, engine=sizes)
@@ -115,7 +116,7 @@ def test_costs_are_measured_once_and_kept(
 def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
     LLM(engine=EngineConfig(kv_slots=4096, calibrate=False))
     assert not (tmp_path / "cache").exists()
@@ -125,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(FOLDER, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "file"))
     cache = CostCache.of("a", device=torch.device("cpu"), dtype=torch.float32)
     table = some_costs().table()
     with caplog.at_level(logging.WARNING):

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eaglegbv.drafters.formats.read import SAFETENSORS, Contents, Format
+from eaglegbv.utils import replacing, write_whole
 
 
 def write_head(
@@ -33,6 +34,7 @@ def write_head(
         for name, tensor in {**tensors, **added}.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / SAFETENSORS, metadata={"format": "pt"})
+    with replacing(folder / SAFETENSORS) as partial:
+        save_file(stored, partial, metadata={"format": "pt"})
     text = json.dumps(kind.config(contents), indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "config.json", f"{text}\n".encode())

@@ -7,7 +7,7 @@ of its file. Files may be gzipped.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypedDict
@@ -229,6 +229,18 @@ def draw_documents(weights: Tensor, shape: tuple[int, int], seed: int) -> Tensor
     cumulative = weights.cumsum(0)
     return torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp(
         max=len(weights) - 1
+    )
+
+
+def evenly(corpus: Corpus, number: int) -> Corpus:
+    """Return about ``number`` documents of ``corpus``, evenly over all lengths, shortest first."""
+    every = max(1, len(corpus.lengths) // number)
+    order = corpus.lengths.argsort()[::every][:number]
+    return replace(
+        corpus,
+        starts=corpus.starts[order],
+        lengths=corpus.lengths[order],
+        source_of=corpus.source_of[order],
     )
 
 

@@ -1,11 +1,15 @@
 """Training of EAGLE heads on the hidden states of a frozen target, computed as they are needed."""
 
-from collections.abc import Callable, Mapping, Sequence
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
@@ -17,22 +21,34 @@ from eaglegbv.drafters.eagle_model import (
     EagleHeadConfig,
     default_feature_layers,
 )
-from eaglegbv.drafters.training.data import Corpus
-from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise
+from eaglegbv.drafters.training.data import Corpus, documents_to_fill, draw_documents, evenly
+from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise, optimise_once
 from eaglegbv.drafters.training.report import TrainingReport
-from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns, Runs
+from eaglegbv.drafters.training.runs import FrozenTarget, KeptRuns
 from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
     Loss,
+    TargetRun,
     draw_anchors,
     feature_loss,
     unroll,
 )
 from eaglegbv.errors import InvalidArgument
 
+_COVERAGE = 0.95
 _NOT_IDENTITY = frozenset(
-    {"data", "device", "initial", "out", "samples", "seed", "target", "validation_prompts"}
+    {
+        "data",
+        "device",
+        "initial",
+        "keep_runs",
+        "out",
+        "samples",
+        "seed",
+        "target",
+        "validation_prompts",
+    }
 )
 """Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
 
@@ -48,15 +64,16 @@ class EagleTrainingConfig:
             acceptance is measured on, at most.
         out: Folder to write.
         intermediate: Width of the head's feed-forward layer; None is the target's.
-        draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is all.
+        draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as
+            many as make up 95% of these: a rare token costs as many weights as a frequent one.
         depths: Depths of the unroll.
         decay: Weight of a depth relative to the one before.
         anchors: Positions of a row that are unrolled.
         loss: What is lowered.
         feature_weight: Weight of EAGLE-1's feature regression.
         batch: Rows of a step.
-        keep_runs: Run the target once over its answers and keep what a head learns from in memory,
-            instead of running it at every step.
+        keep_runs: Folder in which to keep what a head learns from, so that the target reads every
+            text once and not at every step; None keeps nothing. Texts are then drawn evenly.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
@@ -76,7 +93,7 @@ class EagleTrainingConfig:
     loss: Loss = Loss.MIX
     feature_weight: float = 0.1
     batch: int = 16
-    keep_runs: bool = False
+    keep_runs: Path | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
     device: str = "cpu"
     compile: bool = False
@@ -86,9 +103,6 @@ class EagleTrainingConfig:
     def __post_init__(self) -> None:
         if self.depths < 1:
             raise InvalidArgument("depths", self.depths, "an integer of at least 1")
-        if self.keep_runs and not self.texts.regenerate:
-            expected = "only with regenerate, the target's own answers: the data's are a mixture"
-            raise InvalidArgument("keep_runs", self.keep_runs, expected)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
@@ -115,43 +129,56 @@ def train_eagle(
         InvalidArgument: No data, or a checkpoint of another run.
         FloatingPointError: The loss is not finite.
     """
-    device = torch.device(config.device)
-    dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
-    model.to(device)  # type: ignore[arg-type]
-    model.requires_grad_(False)
-    config.out.mkdir(parents=True, exist_ok=True)
-    texts = gather_texts(config.texts, lambda: model)
-    torch.manual_seed(config.schedule.seed)
-    head = _new_head(config, model, texts.training).to(device)
-    if config.compile:
-        for layer in model.base_model.get_submodule("layers").children():
-            layer.compile()
-    trainer = _Trainer(config, model, head, texts, validate)
-    task = Task(
-        module=head,
-        loss=trainer.loss,
-        evaluate=lambda: trainer.evaluate(head),
-        tokens_per_step=config.batch * config.texts.window,
-        identity=_identity(config),
-    )
-    progress = optimise(task, config.schedule, config.out, resume=resume)
-    save_head(head, config.out)
-    saved = _loaded(config.out, model)
+    run = _Trainer.of(config, validate)
+    progress = optimise(run.task, config.schedule, config.out, resume=resume)
+    save_head(run.head, config.out)
+    saved = _loaded(config.out, run.target.model)
     with torch.no_grad():
-        final = trainer.evaluate(saved)
+        final = run.evaluate(saved)
     report = TrainingReport.of(
-        task,
+        run.task,
         progress,
         final,
         title=f"{config.arch.upper()} head",
         command=command,
         data=config.texts.data,
-        corpus=texts.training,
-        device=device,
+        corpus=run.texts.training,
+        device=torch.device(config.device),
     )
     report.save(config.out)
     return report
+
+
+def try_out(config: EagleTrainingConfig) -> str:
+    """Take two steps of a run, and return what the whole of it will need; nothing is saved.
+
+    Args:
+        config: Settings. Only what ``keep_runs`` and ``texts.samples`` name is written.
+    """
+    run = _Trainer.of(config, None)
+    seconds = [optimise_once(run.task, config.schedule, step) for step in range(2)][-1]
+    weights = sum(p.numel() for p in run.head.parameters())
+    if config.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    else:
+        memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Weights, their best and two moments in float32, and the head in bfloat16.
+    disk = 18 * weights
+    if config.keep_runs is not None:
+        width = run.head.config.feature_size + run.head.config.target_hidden_size
+        disk += 2 * width * int(run.texts.training.lengths.sum())
+    return (
+        f"weights to train  {weights:,}\n"
+        f"peak memory       {memory / 1e9:.1f} GB\n"
+        f"a step            {seconds:.2f} s, {run.task.tokens_per_step:,} tokens\n"
+        f"all {config.schedule.steps:,} steps  {seconds * config.schedule.steps / 60:,.0f} minutes"
+        f"{_limit(config.schedule.minutes)}, evaluations apart\n"
+        f"disk              {disk / 1e9:.2f} GB\n"
+    )
+
+
+def _limit(minutes: float | None) -> str:
+    return "" if minutes is None else f", of which {minutes:g} are taken"
 
 
 class _Trainer:
@@ -167,55 +194,86 @@ class _Trainer:
     ) -> None:
         self.config = config
         self.head = head
-        device = torch.device(config.device)
+        self.texts = texts
         self.target = FrozenTarget(model, head.config.feature_layers, config.texts.window)
-        self.runs = _runs(config, self.target, texts, device)
-        self.held_out = texts.held_out.to(device)
+        self.draw, self.held_out = _runs(config, self.target, texts)
         self.validate = validate
         self.prompts = _prompts(texts.held_out, config.validation_prompts)
+        self.task = Task(
+            module=head,
+            loss=self.loss,
+            evaluate=lambda: self.evaluate(head),
+            keep=lambda: save_head(head, config.out),
+            tokens_per_step=config.batch * config.texts.window,
+            identity=_identity(config),
+        )
+
+    @classmethod
+    def of(cls, config: EagleTrainingConfig, validate: Validate | None) -> Self:
+        """Open the target, gather the texts, and make a head."""
+        dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
+        model.to(config.device).requires_grad_(False)
+        config.out.mkdir(parents=True, exist_ok=True)
+        texts = gather_texts(config.texts, lambda: model)
+        torch.manual_seed(config.schedule.seed)
+        head = _new_head(config, model, texts.training).to(config.device)
+        if config.compile:
+            for layer in model.base_model.get_submodule("layers").children():
+                layer.compile()
+        return cls(config, model, head, texts, validate)
 
     def loss(self, step: int, spent: float) -> Tensor:
         """Return the mean over depths, weighted by the decay."""
         config = self.config
         seed = config.schedule.step_seed(step)
-        run = self.runs.draw(seed)
+        run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
-        total, weight = torch.zeros((), device=run.token_ids.device), 1.0
-        for depth in unroll(self.head, run, anchors, config.depths):
-            total = total + weight * config.loss.of(depth, spent)
-            if config.arch is Arch.EAGLE1:
-                total = total + weight * config.feature_weight * feature_loss(depth)
-            weight *= config.decay
-        return total / sum(config.decay**d for d in range(config.depths))
+        depths = list(unroll(self.head, run, anchors, config.depths))
+        loss = config.loss.of(depths, spent, config.decay)
+        if config.arch is Arch.EAGLE3:
+            return loss
+        return loss + config.feature_weight * feature_loss(depths, config.decay)
 
     def evaluate(self, head: EagleHead) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         meter = AcceptanceMeter(self.config.depths)
-        # By length, so that a batch is padded little, and evenly over all lengths.
-        every = max(1, len(self.held_out.lengths) // self.config.texts.held_out)
-        order = self.held_out.lengths.argsort()[::every]
-        for documents in torch.split(order, self.config.batch):
-            run = self.target.run(self.held_out, documents.unsqueeze(1))
+        for run in tqdm(self.held_out(), desc="evaluation", leave=False, disable=None):
             anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
-            depths = unroll(head, run, anchors, self.config.depths)
-            meter.add(depths, head.draft_to_target)
+            meter.add(list(unroll(head, run, anchors, self.config.depths)))
         found = meter.estimate()
         values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
-        name = f"block efficiency, one path of depth {self.config.depths}, token verification"
-        values[name] = found.block_efficiency
+        name = f"block efficiency, one path of depth {self.config.depths}"
+        values |= {f"{name}, token verification": found.token}
+        values |= {f"{name}, block verification": found.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-found.block_efficiency, values)
+        return Evaluation(-found.block, values)
 
 
-def _runs(
-    config: EagleTrainingConfig, target: FrozenTarget, texts: Texts, device: torch.device
-) -> Runs:
-    training, batch = texts.training.to(device), config.batch
-    if config.keep_runs:
-        return KeptRuns.over(target, training, batch=batch, seed=config.schedule.seed)
-    return FreshRuns(target, training, texts.weights.to(device), batch)
+Drawn = Callable[[int], TargetRun]
+"""The batch of a seed."""
+HeldOut = Callable[[], Iterator[TargetRun]]
+"""The batches that acceptance is measured on."""
+
+
+def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tuple[Drawn, HeldOut]:
+    device = torch.device(config.device)
+    batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
+    training = texts.training.to(device)
+    held_out = evenly(texts.held_out.to(device), config.texts.held_out)
+    if folder is not None:
+        kept = KeptRuns.over(target, training, folder / "training", seed=seed)
+        others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
+        parts = torch.arange(len(others.rows)).split(batch)
+        return lambda s: kept.of(kept.draw(batch, s)), lambda: map(others.of, parts)
+    weights, shape = texts.weights.to(device), (batch, documents_to_fill(target.window))
+    parts = torch.arange(len(held_out.lengths), device=device).unsqueeze(1).split(batch)
+    return (
+        lambda s: target.run(training, draw_documents(weights, shape, s)),
+        lambda: (target.run(held_out, documents) for documents in parts),
+    )
 
 
 def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
@@ -267,7 +325,7 @@ def _drafted_tokens(
         return torch.arange(vocab)
     if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
         return initial.draft_to_target.cpu()
-    return frequent_tokens(training, vocab, config.draft_vocab or vocab)
+    return frequent_tokens(training, vocab, config.draft_vocab)
 
 
 def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
@@ -327,11 +385,22 @@ def _embeddings(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return embedding, lm_head
 
 
-def frequent_tokens(corpus: Corpus, vocab_size: int, number: int) -> Tensor:
-    """Return the ``number`` most frequent response tokens, ``[number]`` int64, sorted by id."""
+def frequent_tokens(corpus: Corpus, vocab_size: int, number: int | None) -> Tensor:
+    """Return the ``number`` most frequent response tokens, ``[number]`` int64, sorted by id.
+
+    None is as many as make up 95% of the responses. How many they make up is printed.
+    """
     response = corpus.token_ids[corpus.is_response].long()
-    counts = torch.bincount(response, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:number].sort().values
+    counts, order = torch.bincount(response, minlength=vocab_size).sort(
+        descending=True, stable=True
+    )
+    covered = counts.cumsum(0) / len(response)
+    if number is None:
+        number = int((covered < _COVERAGE).sum()) + 1
+    number = min(number, vocab_size)
+    share = float(covered[number - 1])
+    tqdm.write(f"draft vocabulary: {number:,} tokens, {share:.2%} of the answers'", file=sys.stderr)
+    return order[:number].sort().values
 
 
 def _identity(config: EagleTrainingConfig) -> dict[str, object]:

@@ -2,9 +2,10 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from eaglegbv.utils import replacing, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+_SECONDS_BETWEEN_LINES = 20.0
 _SEED_STRIDE = 1_000_003
 """A prime beyond the number of steps of any run."""
 
@@ -31,9 +33,10 @@ class Schedule:
 
     Attributes:
         steps: Optimiser steps at most.
-        minutes: Minutes of training at most, over all resumed parts; None is no limit.
+        minutes: Minutes of training and evaluation at most, over all resumed parts; None is no
+            limit.
         learning_rate: Peak learning rate of AdamW.
-        warm_up: Steps in which the rate rises linearly.
+        warm_up: Fraction of the budget in which the rate rises linearly.
         final_rate: Fraction of the peak the cosine ends at.
         weight_decay: AdamW's decay, of matrices only.
         clip: Largest norm of the gradient.
@@ -47,7 +50,7 @@ class Schedule:
     steps: int
     minutes: float | None = None
     learning_rate: float = 1.5e-3
-    warm_up: int = 100
+    warm_up: float = 0.05
     final_rate: float = 0.01
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -58,11 +61,14 @@ class Schedule:
     bf16: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("steps", "warm_up", "log_every", "evaluate_every", "checkpoint_every"):
+        for name in ("steps", "log_every", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
+
+        if not 0 <= self.warm_up <= 1:
+            raise InvalidArgument("warm_up", self.warm_up, "a fraction, from 0 to 1")
 
     def step_seed(self, step: int) -> int:
         """Return the seed of what step number ``step`` draws.
@@ -71,14 +77,19 @@ class Schedule:
         """
         return self.seed * _SEED_STRIDE + step
 
-    def progress(self, step: int, seconds: float) -> float:
-        """Return the spent fraction of the budget; 1 and above is the end."""
-        spent = step / self.steps
-        return spent if self.minutes is None else max(spent, seconds / (60 * self.minutes))
+    def progress(self, done: "Progress") -> float:
+        """Return the spent fraction of the budget; 1 and above is the end.
 
-    def rate(self, step: int, progress: float) -> float:
-        """Return the learning rate of a step at a fraction of the budget."""
-        rising = min(1.0, (step + 1) / self.warm_up)
+        Time is left for the two evaluations at the end: of the last weights, and of the saved ones.
+        """
+        spent = done.step / self.steps
+        if self.minutes is None:
+            return spent
+        return max(spent, (done.seconds + 2 * done.evaluating) / (60 * self.minutes))
+
+    def rate(self, progress: float) -> float:
+        """Return the learning rate at a fraction of the budget."""
+        rising = 1.0 if progress >= self.warm_up else progress / self.warm_up
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * rising * (self.final_rate + (1 - self.final_rate) * cosine)
 
@@ -93,10 +104,20 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a run: all that a checkpoint holds beside weights and optimiser."""
+    """The state of a run: all that a checkpoint holds beside weights and optimiser.
+
+    Attributes:
+        step: Steps taken.
+        seconds: Seconds spent on them and on evaluation.
+        evaluating: Seconds of the last evaluation.
+        best_score: Of the best evaluation.
+        best_step: Its step.
+        best_weights: The module's state then.
+    """
 
     step: int = 0
     seconds: float = 0.0
+    evaluating: float = 0.0
     best_score: float = math.inf
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -113,6 +134,7 @@ class Task:
         evaluate: Held-out evaluation.
         tokens_per_step: Tokens a step trains on, for the log.
         identity: What must be the same for a checkpoint to be resumed.
+        keep: Saves the module, whose weights are the best so far.
     """
 
     module: nn.Module
@@ -120,6 +142,7 @@ class Task:
     evaluate: Callable[[], Evaluation]
     tokens_per_step: int
     identity: Mapping[str, Any]
+    keep: Callable[[], None] = lambda: None
 
 
 def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> Progress:
@@ -141,17 +164,17 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
     _drop_lines_after(log, progress.step)
-    with log.open("a") as lines, tqdm(initial=progress.step, unit="step", smoothing=0.1) as bar:
-        journal = _Journal(lines, bar, task.tokens_per_step)
-        while (spent := schedule.progress(progress.step, progress.seconds)) < 1:
+    bar = tqdm(initial=progress.step, unit="step", smoothing=0.1, disable=None)
+    with log.open("a") as lines, bar:
+        journal = _Journal(lines, bar, task.tokens_per_step, progress.step)
+        while (spent := schedule.progress(progress)) < 1:
             began = time.monotonic()
             torch.manual_seed(schedule.step_seed(progress.step))
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
             bar.update()
             if progress.step % schedule.log_every == 0:
-                spent = schedule.progress(progress.step, progress.seconds)
-                journal.write_loss(progress, loss.item(), spent)
+                journal.write_loss(progress, loss.item(), schedule.progress(progress))
             if progress.step % schedule.evaluate_every == 0:
                 journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
             progress.seconds += time.monotonic() - began
@@ -162,6 +185,14 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
     return progress
+
+
+def optimise_once(task: Task, schedule: Schedule, step: int) -> float:
+    """Take one step with a new optimiser, and return the seconds that it took."""
+    optimizer = _adamw(task.module, schedule)
+    began = time.monotonic()
+    _step(task, schedule, optimizer, step, 0.5).item()
+    return time.monotonic() - began
 
 
 def _adamw(module: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
@@ -178,7 +209,7 @@ def _step(
     task: Task, schedule: Schedule, optimizer: torch.optim.AdamW, step: int, spent: float
 ) -> Tensor:
     for group in optimizer.param_groups:
-        group["lr"] = schedule.rate(step, spent)
+        group["lr"] = schedule.rate(spent)
     task.module.train()
     with _autocast(task, schedule):
         loss = task.loss(step, spent)
@@ -197,33 +228,44 @@ def _autocast(task: Task, schedule: Schedule) -> torch.autocast:
 def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
     """Evaluate, and keep the weights if they are the best so far."""
     task.module.eval()
+    began = time.monotonic()
     # Evaluation runs at many shapes, too few times to be worth compiling for.
     with torch.no_grad(), _autocast(task, schedule), torch.compiler.set_stance("force_eager"):
         found = task.evaluate()
+    progress.evaluating = time.monotonic() - began
     if found.score < progress.best_score:
         progress.best_score, progress.best_step = found.score, progress.step
         progress.best_weights = {
             name: tensor.to("cpu", copy=True) for name, tensor in task.module.state_dict().items()
         }
+        task.keep()
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Journal:
-    """The output of a run: the progress bar, and the log of JSON lines."""
+    """The output of a run: a progress bar, or lines where there is no terminal; and the log.
+
+    Attributes:
+        lines: The log, of JSON lines.
+        bar: The progress bar.
+        tokens_per_step: Tokens of a step.
+        first: The step at which this part of the run began.
+        began: When it did.
+        shown: When a line of progress was last printed.
+    """
 
     lines: TextIO
     bar: "tqdm[Any]"
     tokens_per_step: int
+    first: int
+    began: float = field(default_factory=time.monotonic)
+    shown: float = 0.0
 
     def write_loss(self, progress: Progress, loss: float, spent: float) -> None:
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss {loss} at step {progress.step}")
-        bar = self.bar
-        tokens = self.tokens_per_step * (bar.n - bar.initial)
-        # The budget may be in minutes, so the number of steps is an estimate.
-        bar.total = round(progress.step / spent)
-        bar.set_postfix_str(f"loss {loss:.3f}, {tokens / bar.format_dict['elapsed']:,.0f} tokens/s")
+        self._show(progress, loss, spent)
         entry = {
             "step": progress.step,
             "tokens": progress.step * self.tokens_per_step,
@@ -232,9 +274,21 @@ class _Journal:
         }
         self._write(entry)
 
+    def _show(self, progress: Progress, loss: float, spent: float) -> None:
+        now = time.monotonic()
+        speed = self.tokens_per_step * (progress.step - self.first) / (now - self.began)
+        facts = f"loss {loss:.3f}, {speed:,.0f} tokens/s"
+        self.bar.total = round(progress.step / spent)  # estimated, as the budget may be in minutes
+        self.bar.set_postfix_str(facts)
+        if self.bar.disable and now - self.shown > _SECONDS_BETWEEN_LINES:
+            self.shown = now
+            left = progress.seconds * (1 - spent) / spent / 60
+            where = f"step {progress.step:,} of about {self.bar.total:,}"
+            tqdm.write(f"{where}, {facts}, {left:.0f} min left", file=sys.stderr)
+
     def write_evaluation(self, step: int, found: Evaluation) -> None:
         self._write({"step": step, "held_out": dict(found.values), "score": found.score})
-        self.bar.write(f"step {step}: held-out score {found.score:.4f}")
+        tqdm.write(f"step {step:,}: held-out score {found.score:.4f}", file=sys.stderr)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         self.lines.write(json.dumps(entry) + "\n")
@@ -261,11 +315,7 @@ def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progre
         "identity": json.dumps(task.identity, sort_keys=True),
         "module": task.module.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "step": progress.step,
-        "seconds": progress.seconds,
-        "best_score": progress.best_score,
-        "best_step": progress.best_step,
-        "best_weights": progress.best_weights,
+        **{each.name: getattr(progress, each.name) for each in fields(progress)},
     }
     with replacing(path) as partial:
         torch.save(checkpoint, partial)
@@ -278,5 +328,4 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
         raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
     task.module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
-    names = ("step", "seconds", "best_score", "best_step", "best_weights")
-    return Progress(**{name: saved[name] for name in names})
+    return Progress(**{each.name: saved[each.name] for each in fields(Progress)})

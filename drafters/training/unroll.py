@@ -6,7 +6,7 @@ output and x_{i+2} (depth 1), and so on (EAGLE-3, arXiv 2503.01840, section 3.2;
 rows do not see each other, so only some of them, the anchors, need be unrolled.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,14 +26,38 @@ class TargetRun:
         is_response: ``[batch, window]`` bool: the tokens a head is asked to draft.
         features: ``[batch, window, F]``, the head's input.
         final_hidden: ``[batch, window, target_hidden]``, after the final norm.
-        logits: ``[batch, window, vocab]``.
+        output: ``[vocab, target_hidden]``, whose product with ``final_hidden`` is the logits; or
+            None, and they are ``logits``.
+        logits: ``[batch, window, vocab]``, or None.
+        log_z: ``[batch, window]`` float32, the logits' logsumexp; needed with ``output``.
     """
 
     token_ids: Tensor
     is_response: Tensor
     features: Tensor
     final_hidden: Tensor
-    logits: Tensor
+    output: Tensor | None = None
+    logits: Tensor | None = None
+    log_z: Tensor | None = None
+
+    def probs_of(self, drafted: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return p(position): ``[batch, number]`` -> the probabilities of tokens ``drafted``.
+
+        They are ``[batch, number, drafted]`` float32, at temperature 1.
+        """
+        if self.output is None or self.log_z is None:
+            assert self.logits is not None
+            logits = self.logits
+            return lambda read: _rows(logits, read).float().softmax(dim=-1)[..., drafted]
+        # Only the drafted tokens' logits are computed: a tenth of the work, for a tenth of them.
+        rows, log_z = self.output[drafted].float(), self.log_z
+
+        def probs(read: Tensor) -> Tensor:
+            with torch.autocast(rows.device.type, enabled=False):
+                logits = functional.linear(_rows(self.final_hidden, read).float(), rows)
+            return (logits - _entries(log_z, read).unsqueeze(-1)).exp()
+
+        return probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +83,8 @@ class Depth:
         target_hidden: ``[batch, anchors, target_hidden]``, what EAGLE-1's output approximates.
         target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's distribution of the same token
             at temperature 1; its mass outside the draft vocabulary is missing.
-        token_ids: ``[batch, anchors]`` int64, the token the text continues with.
+        chosen: ``[batch, anchors]`` int64, the token the text continues with, as its place in the
+            draft vocabulary; -1 where it is not there.
         used: ``[batch, anchors]`` bool: whether the text reaches this far, all of it response.
     """
 
@@ -67,7 +92,7 @@ class Depth:
     logits: Tensor
     target_hidden: Tensor
     target_probs: Tensor
-    token_ids: Tensor
+    chosen: Tensor
     used: Tensor
 
 
@@ -93,7 +118,7 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
     # The recurrent state stays float32 under autocast.
     everywhere = head(next_ids, head.fuse(run.features).float(), positions, attention)
     hidden = _rows(everywhere, anchors.position)
-    used = anchors.used
+    used, probs_at = anchors.used, run.probs_of(head.draft_to_target)
     for depth in range(depths):
         # The last token read; the distribution of what follows it is drafted here.
         read = anchors.position + depth + 1
@@ -101,19 +126,24 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
             token_ids = _entries(run.token_ids, read)
             hidden = head(token_ids, hidden, anchors.position + depth, attention)
         used = used & (read + 1 < window) & _entries(run.is_response, read + 1)
-        target_logits = _rows(run.logits, read).float()
+        token_ids = _entries(run.token_ids, read + 1)
+        chosen = torch.searchsorted(head.draft_to_target, token_ids)
+        chosen = chosen.clamp(max=len(head.draft_to_target) - 1)
         yield Depth(
             hidden=hidden,
             logits=head.logits(hidden).float(),
             target_hidden=_rows(run.final_hidden, read),
-            target_probs=target_logits.softmax(dim=-1)[..., head.draft_to_target],
-            token_ids=_entries(run.token_ids, read + 1),
+            target_probs=probs_at(read),
+            chosen=chosen.where(head.draft_to_target[chosen] == token_ids, -1),
             used=used,
         )
 
 
 class Loss(StrEnum):
-    """What a head is trained to lower, averaged over anchors; p the target's distribution, q the head's."""
+    """What a head is trained to lower, averaged over anchors; p the target's probabilities, q its.
+
+    All but ``BLOCK`` treat the depths of a path one by one, each given the text so far.
+    """
 
     CE = "ce"
     """Soft cross-entropy, -sum p log q."""
@@ -121,23 +151,66 @@ class Loss(StrEnum):
     """Total variation, 1 - sum min(p, q): one minus the acceptance of a single drafted token."""
     MIX = "mix"
     """From cross-entropy, which learns fast, to total variation, which is the aim."""
+    BLOCK = "block"
+    """Minus what block verification accepts of a path; see :func:`block_accepted`."""
 
-    def of(self, depth: Depth, spent: float) -> Tensor:
-        """Return the loss of a depth after a fraction ``spent`` of training."""
+    def of(self, depths: Sequence[Depth], spent: float, decay: float) -> Tensor:
+        """Return the loss of a path after a fraction ``spent`` of training.
+
+        Args:
+            depths: The unrolled depths.
+            spent: From 0 to 1; only ``MIX`` changes with it.
+            decay: Weight of a depth relative to the one before. ``BLOCK`` has none: its depths
+                are parts of one sum.
+        """
+        if self is Loss.BLOCK:
+            accepted = [_mean(a, depths[0].used) for a in block_accepted(depths)]
+            return 1 - torch.stack(accepted).sum() / len(depths)
+        losses = [_mean(self._of_depth(depth, spent), depth.used) for depth in depths]
+        return _decayed(losses, decay)
+
+    def _of_depth(self, depth: Depth, spent: float) -> Tensor:
         if self is Loss.CE:
-            return _mean(_cross_entropy(depth), depth.used)
+            return _cross_entropy(depth)
         if self is Loss.TV:
-            return _mean(1 - acceptance(depth), depth.used)
-        mixed = (1 - spent) * _cross_entropy(depth) + spent * (1 - acceptance(depth))
-        return _mean(mixed, depth.used)
+            return 1 - acceptance(depth)
+        return (1 - spent) * _cross_entropy(depth) + spent * (1 - acceptance(depth))
 
 
-def feature_loss(depth: Depth) -> Tensor:
+def block_accepted(depths: Iterable[Depth]) -> Iterator[Tensor]:
+    """Yield per depth ``[batch, anchors]``: the chance that block verification gets past it.
+
+    Block verification accepts the first i tokens of a path x drawn from q with probability w_i(x),
+    w_0 = 1, w_i = min(1, w_{i-1} p_i / q_i), p_i and q_i being the probabilities of x_i after
+    x_1..x_{i-1} (arXiv 2403.10444), so the expected number accepted is the sum over i of
+    E_{x~q}[w_i] (the loss of arXiv 2609.34832). The texts are drawn from p, not from q. With
+    R_i = prod_{j<=i} q_j / p_j,
+
+        E_{x~q}[w_i] = E_{x~p}[v_i],   v_i = R_i w_i = min(R_i, v_{i-1}),
+
+    so v_i is the least of R_0 = 1, R_1, ..., R_i. The last token need not be the text's: given
+    x_1..x_{i-1}, the mean of v_i over x_i ~ p is sum_x min(v_{i-1} p(x), R_{i-1} q(x)), which is
+    what is yielded. At depth 1 that is sum min(p, q). The estimate has no bias where the text is
+    the target's own at temperature 1, and its gradient reaches every token of the path.
+    """
+    least = ratio = torch.ones(())
+    for depth in depths:
+        q = depth.logits.softmax(dim=-1)
+        both = torch.minimum(least[..., None] * depth.target_probs, ratio[..., None] * q)
+        yield both.sum(dim=-1) * depth.used
+        ratio = ratio * _ratio(depth)
+        least = torch.minimum(least, ratio)
+
+
+def feature_loss(depths: Sequence[Depth], decay: float) -> Tensor:
     """Return EAGLE-1's regression loss of the next hidden state (arXiv 2401.15077, section 3.3)."""
-    error = functional.smooth_l1_loss(
-        depth.hidden.float(), depth.target_hidden.float(), reduction="none"
-    )
-    return _mean(error.mean(dim=-1), depth.used)
+
+    def error(depth: Depth) -> Tensor:
+        ours, theirs = depth.hidden.float(), depth.target_hidden.float()
+        each = functional.smooth_l1_loss(ours, theirs, reduction="none")
+        return _mean(each.mean(dim=-1), depth.used)
+
+    return _decayed([error(depth) for depth in depths], decay)
 
 
 def acceptance(depth: Depth) -> Tensor:
@@ -151,13 +224,16 @@ class AcceptanceEstimate:
 
     Attributes:
         by_depth: Mean of sum min(p, q) at each depth, the earlier tokens being the text's.
-        block_efficiency: Expected tokens of a target forward, the correction or bonus included.
-            The expectation over drafted paths is taken over the text by weighting each of its
-            tokens with min(1, q / p), and is exact where the text is the target's own.
+        token: Block efficiency of token verification: expected tokens of a target forward, the
+            correction or bonus included. The expectation over drafted paths is taken over the text
+            by weighting each of its tokens with min(1, q / p), and is exact where the text is the
+            target's own.
+        block: The same of block verification; see :func:`block_accepted`.
     """
 
     by_depth: tuple[float, ...]
-    block_efficiency: float
+    token: float
+    block: float
 
 
 class AcceptanceMeter:
@@ -167,35 +243,44 @@ class AcceptanceMeter:
         """Measure ``depths`` depths."""
         self._accepted = torch.zeros(depths, dtype=torch.float64)
         self._count = torch.zeros(depths, dtype=torch.float64)
-        self._path_accepted = 0.0
+        self._token = self._block = 0.0
 
-    def add(self, depths: Iterable[Depth], draft_to_target: Tensor) -> None:
-        """Take an unrolled batch; ``draft_to_target`` is the head's."""
+    def add(self, depths: Sequence[Depth]) -> None:
+        """Take an unrolled batch."""
         reached: Tensor | float = 1.0
         for i, depth in enumerate(depths):
             accepted = acceptance(depth).double() * depth.used
             self._accepted[i] += float(accepted.sum())
             self._count[i] += float(depth.used.sum())
-            self._path_accepted += float((reached * accepted).sum())
-            reached = reached * depth.used * _ratio(depth, draft_to_target)
+            self._token += float((reached * accepted).sum())
+            reached = reached * depth.used * _ratio(depth).clamp(max=1.0)
+        self._block += sum(float(a.double().sum()) for a in block_accepted(depths))
 
     def estimate(self) -> AcceptanceEstimate:
         """Return the means so far."""
         by_depth = self._accepted / self._count.clamp(min=1)
-        per_anchor = self._path_accepted / max(1.0, float(self._count[0]))
-        return AcceptanceEstimate(tuple(by_depth.tolist()), 1.0 + per_anchor)
+        anchors = max(1.0, float(self._count[0]))
+        token, block = 1.0 + self._token / anchors, 1.0 + self._block / anchors
+        return AcceptanceEstimate(tuple(by_depth.tolist()), token, block)
 
 
-def _ratio(depth: Depth, draft_to_target: Tensor) -> Tensor:
-    """Return min(1, q / p) of the text's own token; 0 where it cannot be drafted."""
-    chosen = draft_to_target == depth.token_ids.unsqueeze(-1)
-    p = (depth.target_probs * chosen).sum(dim=-1).double()
-    q = (depth.logits.softmax(dim=-1) * chosen).sum(dim=-1).double()
-    return (q / p.clamp(min=1e-30)).clamp(max=1.0)
+def _ratio(depth: Depth) -> Tensor:
+    """Return q / p of the text's own token; 0 where it cannot be drafted."""
+    place = depth.chosen.clamp(min=0).unsqueeze(-1)
+    p = depth.target_probs.gather(-1, place).clamp(min=1e-30)
+    # One in e^10 tokens at most has a larger ratio, which is hardly ever the least of its path.
+    log_ratio = (depth.logits.log_softmax(dim=-1).gather(-1, place) - p.log()).clamp(max=10.0)
+    return log_ratio.squeeze(-1).exp() * (depth.chosen >= 0)
 
 
 def _cross_entropy(depth: Depth) -> Tensor:
     return -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+def _decayed(losses: Sequence[Tensor], decay: float) -> Tensor:
+    """Return the mean of the depths' losses, each weighing ``decay`` times the one before."""
+    weights = torch.tensor([decay**d for d in range(len(losses))], device=losses[0].device)
+    return torch.stack(list(losses)) @ (weights / weights.sum())
 
 
 def _mean(values: Tensor, used: Tensor) -> Tensor:

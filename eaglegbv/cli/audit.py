@@ -9,21 +9,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import (
     FITTING,
     VERIFIERS,
-    AsJson,
-    Depth,
-    Device,
-    Drafter,
-    DraftTemperature,
-    DraftWidth,
-    Model,
     Models,
-    Raw,
-    SamplingName,
-    Seed,
     draft_sampling_named,
     entries,
     fixed_plan,
@@ -77,13 +68,13 @@ def audit(
     verifier: Annotated[
         str | None, opt(f"Verifier, not needed if a module has only one: {VERIFIERS}.")
     ] = None,
-    draft_sampling: SamplingName = None,
+    draft_sampling: opts.SamplingName = None,
     every: Annotated[
         bool, opt("Audit every verifier with every draft sampling it accepts.", "--all")
     ] = False,
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
     vocab: Annotated[int, opt("Number of tokens.")] = 3,
-    depth: Depth = 2,
+    depth: opts.Depth = 2,
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING.replace("3", "2"))] = None,
     instances: Annotated[int, opt("Number of random problems.")] = 50,
     iterations: Annotated[int, opt("Verification steps in a row.")] = 2,
@@ -95,8 +86,8 @@ def audit(
         ),
     ] = None,
     tolerance: Annotated[float, opt("Largest error that passes.")] = 1e-12,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    seed: opts.Seed = 0,
+    as_json: opts.AsJson = False,
 ) -> None:
     """Check that verifiers are lossless.
 
@@ -206,23 +197,23 @@ def _row(job: Job, result: Result, tolerance: float) -> dict[str, str]:
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[str, opt("The prompt of all texts.")] = "Name three kinds of fruit.",
-    raw: Raw = False,
+    raw: opts.Raw = False,
     verifier: Annotated[str, opt("Verifier to run, as for audit itself; or none.")] = "otbv",
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
-    depth: Depth = 2,
-    draft_sampling: SamplingName = None,
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    draft_temperature: DraftTemperature = 1.0,
+    depth: opts.Depth = 2,
+    draft_sampling: opts.SamplingName = None,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
     tokens: Annotated[int, opt("How many first tokens to test, by their joint distribution.")] = 4,
     temperature: Annotated[float, opt("Sampling temperature, above 0.")] = 1.0,
     top_k: Annotated[int, opt("Tokens the target may choose from.")] = 6,
     samples: Annotated[int, opt("Number of texts to generate.")] = 10_000,
     seed: Annotated[int, opt("Seed of the first text.")] = 0,
     batch: Annotated[int, opt("Number of texts generated together.")] = 64,
-    model: Model = None,
-    drafter: Drafter = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    as_json: opts.AsJson = False,
 ) -> None:
     """Test the whole engine on real models: the joint distribution of a text's first tokens.
 
@@ -273,12 +264,12 @@ def picture(
         float, opt("Temperature at which numbers of paths are compared.")
     ] = 1.0,
     vocab: Annotated[int, opt("Number of tokens.")] = 64,
-    depth: Depth = 6,
+    depth: opts.Depth = 6,
     sharpness: Annotated[float, opt("Standard deviation of the target's logits.")] = 3.0,
     noise: Annotated[float, opt("Standard deviation of the drafter's error.")] = 1.0,
     trees: Annotated[int, opt("Number of trees for each figure.")] = 3000,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    seed: opts.Seed = 0,
+    as_json: opts.AsJson = False,
 ) -> None:
     """Measure block efficiency on synthetic models, by temperature and by number of paths.
 

@@ -14,24 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from eaglegbv.cli import bench_papers, bench_results, bench_speed
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import (
-    CompileBackend,
-    Depth,
-    Device,
-    Drafter,
-    DraftQuantization,
-    DraftWidth,
-    Dtype,
-    MaxTokens,
-    Model,
     Models,
-    QuestionData,
-    Questions,
-    QuestionsSet,
-    Repeats,
-    Seed,
-    Temperatures,
     draft_sampling_named,
     entries,
     make_app,
@@ -93,9 +79,9 @@ class BackendName(StrEnum):
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
     verifiers: Annotated[
         str | None,
         opt(
@@ -120,24 +106,24 @@ def mt_bench(
     ] = None,
     paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, opt("Lengths of a drafted path, L.")] = "4",
-    temperature: Temperatures = "1.0",
+    temperature: opts.Temperatures = "1.0",
     draft_sampling: Annotated[
         str, opt("Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed.")
     ] = "own",
-    draft_width: DraftWidth = DRAFT_WIDTH,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: Annotated[
         str, opt("Temperatures of the drafts, as multiples of the request's.")
     ] = "1.0",
-    max_tokens: MaxTokens = 128,
+    max_tokens: opts.MaxTokens = 128,
     system: Annotated[str | None, opt("System message of every question.")] = None,
-    seed: Seed = 0,
-    repeats: Repeats = 3,
-    model: Model = None,
-    drafter: Drafter = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    draft_quantization: DraftQuantization = "auto",
+    seed: opts.Seed = 0,
+    repeats: opts.Repeats = 3,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    draft_quantization: opts.DraftQuantization = "auto",
     out: Annotated[
         Path | None,
         opt(
@@ -492,9 +478,9 @@ def _as_served(settings: RunSettings, serving: Backend) -> RunSettings:
 )
 def served(
     context: typer.Context,
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
     verifiers: Annotated[
         str, opt("Verifiers of sampled trees, as in generate; 'none' is plain decoding.")
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
@@ -503,14 +489,14 @@ def served(
         opt("Temperatures of SGLang's own EAGLE trees; on a CPU only 0.", shown="none"),
     ] = None,
     paths: Annotated[int, opt("Drafted paths, K; top-k of EAGLE.")] = 3,
-    depth: Depth = 4,
-    temperature: Temperatures = "1.0",
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    max_tokens: MaxTokens = 128,
+    depth: opts.Depth = 4,
+    temperature: opts.Temperatures = "1.0",
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    max_tokens: opts.MaxTokens = 128,
     at_once: Annotated[int, opt("Number of conversations at a time.")] = 16,
-    seed: Seed = 0,
-    model: Model = None,
-    drafter: Drafter = None,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
     out: Annotated[
         Path | None,
         opt(
@@ -613,8 +599,8 @@ def demo(
         str, opt("The prompt to answer first.")
     ] = "Give three tips for a good night's sleep.",
     questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 4,
-    max_tokens: MaxTokens = 64,
-    seed: Seed = 0,
+    max_tokens: opts.MaxTokens = 64,
+    seed: opts.Seed = 0,
 ) -> None:
     """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""
     plan, models = Plan(), Models()

@@ -8,24 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import (
-    AsJson,
-    Device,
-    Drafter,
-    DraftTemperature,
-    DraftWidth,
-    Dtype,
-    MaxTokens,
-    Model,
     Models,
     Progress,
-    QuestionData,
-    Questions,
-    QuestionsSet,
-    SamplingName,
-    Seed,
-    Temperature,
-    Verifier,
     entries,
     fixed_plan,
     member,
@@ -72,21 +58,21 @@ def drafters(
     drafter: Annotated[list[str], opt(f"{_NAMED}; the others are compared with the first.")],
     depth: Annotated[int, opt("Length of a drafted path, L.")] = 5,
     paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "1,3",
-    verifier: Verifier = "otbv",
-    draft_sampling: SamplingName = None,
-    temperature: Temperature = 1.0,
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    draft_temperature: DraftTemperature = 1.0,
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
-    max_tokens: MaxTokens = 128,
+    verifier: opts.Verifier = "otbv",
+    draft_sampling: opts.SamplingName = None,
+    temperature: opts.Temperature = 1.0,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    max_tokens: opts.MaxTokens = 128,
     batch: Annotated[int, opt("Number of conversations held together.")] = 16,
-    seed: Seed = 0,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    as_json: opts.AsJson = False,
 ) -> None:
     """Compare the acceptance length of drafters on the same questions, by depth and category.
 
@@ -146,16 +132,16 @@ def study(
     sizes: Annotated[
         str, opt("Numbers of nodes of fixed trees, up to K L or more.")
     ] = "1,2,4,6,8,12,16",
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
     places: Annotated[int, opt("Places per text at which trees are drafted.")] = 3,
     judgements: Annotated[int, opt("How many times each tree is judged.")] = 3,
-    max_tokens: MaxTokens = 64,
-    seed: Seed = 0,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    max_tokens: opts.MaxTokens = 64,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
     out: Annotated[Path, opt("Folder of the results.")] = Path("runs/study"),
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
@@ -235,10 +221,10 @@ def _measure(
 
 def paper(
     name: Annotated[str, typer.Argument(help="Name of the paper, such as bv, gbv or spectr-gbv.")],
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
-    max_tokens: MaxTokens = 128,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    max_tokens: opts.MaxTokens = 128,
     places: Annotated[
         int, opt("Places per text at which all verifiers judge the same drafts.")
     ] = 5,
@@ -259,10 +245,10 @@ def paper(
     ] = None,
     so_far: Annotated[bool, opt("Only report what has been measured so far.", "--so-far")] = False,
     seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
-    model: Model = None,
-    drafter: Drafter = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
     out: Annotated[
         Path | None,
         opt("Folder of the run; a run in it is resumed.", shown="runs/paper-NAME"),
@@ -347,8 +333,8 @@ def solvers(
     time_limit: Annotated[
         float, opt("Milliseconds of processor time after which a solver has failed.")
     ] = 1000.0,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    seed: opts.Seed = 0,
+    as_json: opts.AsJson = False,
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 

@@ -8,23 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import (
-    CompileBackend,
-    CudaGraphs,
-    Depth,
-    Device,
-    Drafter,
-    DraftQuantization,
-    Dtype,
-    Model,
     Models,
-    QuestionData,
-    QuestionsSet,
-    Repeats,
-    Seed,
-    Temperature,
-    Temperatures,
-    Verifier,
     check_out,
     check_verifier,
     entries,
@@ -68,7 +54,7 @@ def batch(
     contexts: Annotated[
         str, opt("Prompt lengths in tokens; 0 for the questions as they are.")
     ] = "0",
-    temperature: Temperatures = "1.0",
+    temperature: opts.Temperatures = "1.0",
     ways: Annotated[
         str,
         opt(
@@ -77,24 +63,24 @@ def batch(
             "assisted generation."
         ),
     ] = "auto,3x4,none,transformers",
-    verifier: Verifier = "otbv",
+    verifier: opts.Verifier = "otbv",
     tokens: Annotated[int, opt("Tokens of an answer.")] = 64,
-    repeats: Repeats = 3,
+    repeats: opts.Repeats = 3,
     prompts: Annotated[
         int, opt("Least number of prompts per repeat, batch after batch, spread over the set.")
     ] = 8,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
     assistant: Annotated[
         str | None, opt("Folder of a small model, to add assisted generation with it.")
     ] = None,
-    seed: Seed = 0,
-    model: Model = None,
-    drafter: Drafter = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    draft_quantization: DraftQuantization = "auto",
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    draft_quantization: opts.DraftQuantization = "auto",
     explain: Annotated[
         bool, opt("Also print which plans auto used for each batch size, and why.", "--explain")
     ] = False,
@@ -222,17 +208,17 @@ def step(
     intermediate: Annotated[int | None, opt("Width of feed-forward layers.")] = None,
     vocab: Annotated[int | None, opt("Number of tokens.")] = None,
     draft_vocab: Annotated[int | None, opt("Tokens that the head can draft.")] = None,
-    verifier: Verifier = "otbv",
+    verifier: opts.Verifier = "otbv",
     paths: Annotated[int, opt("Drafted paths, K.")] = 4,
-    depth: Depth = 6,
+    depth: opts.Depth = 6,
     batch: Annotated[int, opt("Number of requests.")] = 1,
     context: Annotated[int, opt("Tokens of each prompt.")] = 512,
-    temperature: Temperature = 1.0,
+    temperature: opts.Temperature = 1.0,
     steps: Annotated[int, opt("Number of steps to time.")] = 30,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    cuda_graphs: CudaGraphs = "auto",
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    cuda_graphs: opts.CudaGraphs = "auto",
     out: Annotated[Path | None, opt("JSON file for the figures.")] = None,
 ) -> None:
     """Time the phases of a step with random weights, for a target and an EAGLE-3 head.

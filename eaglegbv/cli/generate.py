@@ -9,23 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import (
     FITTING,
     VERIFIERS,
-    CompileBackend,
-    CudaGraphs,
-    Device,
-    Drafter,
-    DraftQuantization,
-    DraftTemperature,
-    DraftWidth,
-    Dtype,
-    MaxTokens,
-    Model,
     Models,
-    Raw,
-    SamplingName,
-    Temperature,
     check_out,
     fixed_plan,
     member,
@@ -57,18 +45,18 @@ def generate(
     prompt: Annotated[str | None, opt("The prompt.")] = None,
     prompt_file: Annotated[Path | None, opt("File with it; '-' reads standard input.")] = None,
     system: Annotated[str | None, opt("System message before the prompt.")] = None,
-    raw: Raw = False,
-    model: Model = None,
-    drafter: Drafter = None,
+    raw: opts.Raw = False,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
     verifier: Annotated[
         str | None, opt(f"One of {VERIFIERS}; or 'none' for plain decoding.", shown=_AUTO)
     ] = None,
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
     depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
-    draft_sampling: SamplingName = None,
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    draft_temperature: DraftTemperature = 1.0,
-    temperature: Temperature = 1.0,
+    draft_sampling: opts.SamplingName = None,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
+    temperature: opts.Temperature = 1.0,
     top_p: Annotated[float, opt("Most likely tokens that together reach this probability.")] = 1.0,
     top_k: Annotated[int | None, opt("Keep this many most likely tokens.", shown="all")] = None,
     min_p: Annotated[float, opt("Drop tokens below this fraction of the most likely one.")] = 0.0,
@@ -81,7 +69,7 @@ def generate(
     frequency_penalty: Annotated[
         float, opt("Subtracted once for each time that a token occurs in the answer.")
     ] = 0.0,
-    max_tokens: MaxTokens = 128,
+    max_tokens: opts.MaxTokens = 128,
     stop: Annotated[list[str] | None, opt("Text that ends the answer; may be repeated.")] = None,
     ignore_eos: Annotated[bool, opt("Go on after end-of-sequence tokens.", "--ignore-eos")] = False,
     seed: Annotated[int | None, opt(_SEED, shown="a fixed one, which is printed")] = None,
@@ -95,11 +83,11 @@ def generate(
     trace_trees: Annotated[
         bool, opt("Add every draft tree to the trace; 'eaglegbv view' draws them.", "--trace-trees")
     ] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    cuda_graphs: CudaGraphs = "auto",
-    draft_quantization: DraftQuantization = "auto",
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    cuda_graphs: opts.CudaGraphs = "auto",
+    draft_quantization: opts.DraftQuantization = "auto",
 ) -> None:
     """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.
 

@@ -1,4 +1,4 @@
-"""``eaglegbv inspect`` and ``eaglegbv export``: what is in a head's files, and in other formats."""
+"""``eaglegbv inspect``, ``export`` and ``convert``: files of heads and models, in other formats."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,6 +55,21 @@ def export(
         )
     export_head(checkpoint, format_, directory, described)
     typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="GGUF file of a language model.")],
+    directory: Annotated[Path, typer.Argument(help="Folder to write, not existing yet.")],
+) -> None:
+    """Write the model in a GGUF file, its weights dequantised, as a transformers folder.
+
+    It needs the packages gguf and accelerate. With --model FILE.gguf the same is done once, in the
+    user's cache.
+    """
+    from eaglegbv import gguf
+
+    gguf.convert(file, directory)
+    typer.echo(f"{file.name}, dequantised to float32: {directory}")
 
 
 def _target_named(target: str) -> str:

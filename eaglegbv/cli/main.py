@@ -19,6 +19,7 @@ app = make_app("Lossless tree speculation for large language models.")
 app.command(short_help="Answer a prompt.")(generate.generate)
 app.command(short_help="Print what a head's files say, and check them.")(heads.inspect)
 app.command()(heads.export)
+app.command(short_help="Write the model in a GGUF file as a transformers folder.")(heads.convert)
 app.command(
     short_help="Serve a model by SGLang, with our drafts and verifiers.", context_settings=PASSED_ON
 )(serve.serve)

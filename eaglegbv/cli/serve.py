@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from eaglegbv.cli.options import Depth, DraftTemperature, DraftWidth, opt
+from eaglegbv.cli import options as opts
+from eaglegbv.cli.options import opt
 from eaglegbv.utils import DRAFT_WIDTH
 
 
@@ -18,9 +19,9 @@ def serve(
     ] = None,
     verifier: Annotated[str, opt("Verifier of independently drawn paths, such as gbv.")] = "otbv",
     paths: Annotated[int, opt("Drafted paths, K.")] = 3,
-    depth: Depth = 4,
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    draft_temperature: DraftTemperature = 1.0,
+    depth: opts.Depth = 4,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
     dry_run: Annotated[bool, opt("Print the command and stop.", "--dry-run")] = False,
 ) -> None:

@@ -1,6 +1,8 @@
 """``eaglegbv train``: the target, the EAGLE heads, and a table with which to compare them."""
 
 import sys
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +13,13 @@ from eaglegbv.config import Plan
 from eaglegbv.devices import named_device
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
-from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle
+from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle, try_out
 from eaglegbv.drafters.training.loop import Schedule
 from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator
+from eaglegbv.gguf import find_model
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,8 +33,38 @@ Data = Annotated[list[Path], typer.Option(help="JSON-lines file or folder; may b
 Out = Annotated[Path, typer.Option(help="Folder to write.")]
 Minutes = Annotated[float | None, typer.Option(help="Time budget; the schedule is fitted to it.")]
 Device = Annotated[str, typer.Option(help="Device: cuda, cpu, or auto.")]
-Bf16 = Annotated[bool, typer.Option(help="Run the forward in bfloat16.")]
+Bf16 = Annotated[
+    bool | None,
+    typer.Option("--bf16/--no-bf16", help="Run the forward in bfloat16; default: on a GPU."),
+]
 Resume = Annotated[bool, typer.Option(help="Continue from the checkpoint in the folder, if any.")]
+
+
+class Preset(StrEnum):
+    """Settings of a head's training at once."""
+
+    QUICK = "quick"
+    """Minutes on two cores: whether everything works, and a head that drafts a little."""
+    GOOD = "good"
+    """Hours on a CPU, less than one on a GPU."""
+
+
+_PRESETS: Mapping[Preset, Mapping[str, float]] = {
+    Preset.QUICK: {
+        "steps": 300, "batch": 4, "window": 256, "anchors": 64, "depths": 4, "draft_vocab": 4096,
+        "held_out": 32, "validate": 0, "evaluate_every": 100, "checkpoint_every": 50,
+    },
+    Preset.GOOD: {
+        "steps": 8_000, "batch": 4, "window": 512, "anchors": 160, "depths": 4,
+        "learning_rate": 1.5e-3, "validate": 0,
+    },
+}  # fmt: skip
+
+
+def _take_preset(context: typer.Context, preset: Preset | None) -> Preset | None:
+    if preset is not None:
+        context.default_map = {**_PRESETS[preset]}
+    return preset
 
 
 @app.callback()
@@ -72,7 +105,7 @@ def target(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     device: Device = "auto",
-    bf16: Bf16 = True,
+    bf16: Bf16 = None,
     compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
     resume: Resume = False,
 ) -> None:
@@ -100,7 +133,7 @@ def target(
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             seed=seed,
-            bf16=bf16,
+            bf16=_resolve(device) == "cuda" if bf16 is None else bf16,
         ),
         device=_resolve(device),
         compile=compile_layers,
@@ -111,9 +144,26 @@ def target(
 @app.command()
 def eagle(
     arch: Annotated[Arch, typer.Option(help="Kind of head.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target.")],
+    target: Annotated[
+        str, typer.Option(help="The target: a folder, a GGUF file, a hub name, or smollm2.")
+    ],
     data: Data,
     out: Out,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            is_eager=True,
+            callback=_take_preset,
+            help="Settings for minutes or for hours, which other options change.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Take two steps, and say what the whole run will need."),
+    ] = False,
+    held_out: Annotated[
+        int, typer.Option(help="Held-out texts that every evaluation reads, at most.")
+    ] = 64,
     steps: Annotated[int, typer.Option(help="Most steps.")] = 3_000,
     minutes: Minutes = None,
     batch: Annotated[int, typer.Option(help="Rows per step.")] = 16,
@@ -122,7 +172,10 @@ def eagle(
         int | None, typer.Option(help="Width of the head's feed-forward layer; default: target's.")
     ] = None,
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Draft vocabulary of an EAGLE-3 head; default: all.")
+        int | None,
+        typer.Option(
+            help="Draft vocabulary of an EAGLE-3 head; default: 95% of the answers' tokens."
+        ),
     ] = None,
     depths: Annotated[int, typer.Option(help="Depths of the training-time test.")] = 5,
     decay: Annotated[float, typer.Option(help="Weight of a depth relative to the last.")] = 0.9,
@@ -139,13 +192,16 @@ def eagle(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the target's answers.")] = 128,
     keep_runs: Annotated[
-        bool,
+        Path | None,
         typer.Option(
-            "--keep-runs/--no-keep-runs",
-            help="Run the target over its answers once, and keep what a head learns from.",
+            help="Folder in which to keep what a head learns from, so that the target reads every "
+            "text once."
         ),
-    ] = False,
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    final_rate: Annotated[
+        float, typer.Option(help="Fraction of the peak learning rate at the end.")
+    ] = 0.01,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
     initial: Annotated[Path | None, typer.Option(help="Trained head to continue from.")] = None,
@@ -162,20 +218,23 @@ def eagle(
     ] = 3,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     device: Device = "auto",
-    bf16: Bf16 = True,
+    bf16: Bf16 = None,
     compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
     resume: Resume = False,
 ) -> None:
     """Train an EAGLE head for a target."""
+    del preset  # its settings are the other options' defaults by now
+    model = Path(find_model(target))
     config = EagleTrainingConfig(
         arch=arch,
         texts=TextSettings(
-            target=target,
+            target=model,
             data=tuple(data),
             regenerate=regenerate,
             samples=samples or out / "samples.pt",
             max_new_tokens=max_new_tokens,
             window=window,
+            held_out=held_out,
             seed=seed,
         ),
         out=out,
@@ -193,18 +252,22 @@ def eagle(
             steps=steps,
             minutes=minutes,
             learning_rate=learning_rate,
+            final_rate=final_rate,
             weight_decay=0.01,
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             seed=seed,
-            bf16=bf16,
+            bf16=_resolve(device) == "cuda" if bf16 is None else bf16,
         ),
         device=_resolve(device),
         compile=compile_layers,
         validation_prompts=validate,
     )
+    if dry_run:
+        print(try_out(config), end="")
+        return
     measure = HeadValidator(
-        target,
+        model,
         Plan(paths=validate_paths, depth=depths),
         max_tokens=validate_tokens,
         device=config.device,

@@ -16,6 +16,7 @@ from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
+from eaglegbv.drafters.training.loop import Progress, Schedule
 from eaglegbv.drafters.training.samples import regenerate
 from eaglegbv.drafters.training.texts import TextSettings
 from eaglegbv.errors import InvalidArgument
@@ -45,7 +46,7 @@ def scores(out: Path) -> list[float]:
     [
         ("eagle1", ("--loss", "ce")),
         ("eagle3", ("--draft-vocab", "100", "--loss", "mix")),
-        ("eagle3", ("--draft-vocab", "100", "--keep-runs")),
+        ("eagle3", ("--draft-vocab", "100", "--loss", "block")),
     ],
 )
 def test_a_head_learns_and_loads(
@@ -69,7 +70,7 @@ def test_a_head_learns_and_loads(
     assert head.config.draft_vocab_size == (100 if arch == "eagle3" else model.config.vocab_size)
     assert head.config.feature_layers == ((2, 3, 3) if arch == "eagle3" else ())
     report = json.loads((tmp_path / "training_report.json").read_text())
-    name = "block efficiency, one path of depth 3, token verification"
+    name = "block efficiency, one path of depth 3, block verification"
     assert report["held_out"][name] == pytest.approx(-min(found), abs=0.02)
     # What the engine measured, with the estimates, at every evaluation and of the head as saved.
     measured = "acceptance length, otbv, 3 paths of depth 3, temperature 1"
@@ -113,13 +114,36 @@ def test_training_without_the_targets_answers(
     assert set(report["data"]) == {"counting", "prose"}
 
 
-def test_runs_are_kept_of_the_targets_answers_only(
-    target: Path, chats: Path, tmp_path: Path
+def test_a_run_with_kept_runs_is_the_same_on_files_that_are_there(
+    target: Path, chats: Path, tmp_path: Path, train: Run
 ) -> None:
-    with pytest.raises(InvalidArgument, match=r"^keep_runs=True.*regenerate"):
-        EagleTrainingConfig(
-            arch=Arch.EAGLE3, texts=texts_of(target, chats), out=tmp_path, keep_runs=True
-        )
+    for out in ("first", "second"):
+        kept = ("--keep-runs", str(tmp_path / "runs"), "--regenerate", "0", "--loss", "block")
+        train(arguments("eagle3", target, chats, tmp_path / out, *kept))
+    assert scores(tmp_path / "first") == scores(tmp_path / "second")
+    assert (tmp_path / "runs" / "held_out" / "features").exists()
+
+
+def test_a_preset_gives_defaults_and_a_dry_run_says_what_the_run_needs(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    run = f"eagle --arch eagle3 --target {target} --data {chats} --out {tmp_path / 'out'}"
+    options = "--preset quick --batch 2 --window 48 --max-new-tokens 16 --device cpu --dry-run"
+    printed = train(f"{run} {options} --keep-runs {tmp_path / 'runs'}".split())
+    assert "all 300 steps" in printed  # the preset's
+    assert "96 tokens" in printed  # 2 rows of 48, as asked for
+    assert "weights to train" in printed
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_minutes_hold_the_evaluations() -> None:
+    schedule = Schedule(steps=1000, minutes=10)
+    assert schedule.progress(Progress(step=100, seconds=60)) == pytest.approx(0.1)
+    assert schedule.progress(Progress(step=100, seconds=60, evaluating=120)) == pytest.approx(0.5)
+    rates = [schedule.rate(spent) for spent in (0.0, 0.025, 0.05, 1.0)]
+    assert rates[0] == 0
+    assert rates[1] == pytest.approx(rates[2] / 2, rel=0.01)
+    assert rates[3] == pytest.approx(0.01 * schedule.learning_rate)
 
 
 def test_training_goes_on_from_a_trained_head(
@@ -222,6 +246,7 @@ def test_draft_vocabulary_is_the_most_frequent_of_responses() -> None:
     chat = Document(0, [5, 5, 5, 2, 7, 7, 2, 9], [False] * 3 + [True] * 5)
     corpus = join_documents([chat], ("x",))
     assert frequent_tokens(corpus, 10, 2).tolist() == [2, 7]
+    assert frequent_tokens(corpus, 10, None).tolist() == [2, 7, 9]  # 95% of them
 
 
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:

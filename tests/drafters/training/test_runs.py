@@ -1,7 +1,10 @@
 """Runs of the target that heads are trained on: kept ones are the fresh ones, rounded."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -11,7 +14,8 @@ from transformers import (
 )
 
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
-from eaglegbv.drafters.training.runs import FreshRuns, FrozenTarget, KeptRuns
+from eaglegbv.drafters.training.runs import FrozenTarget, KeptRuns
+from eaglegbv.drafters.training.unroll import TargetRun
 from eaglegbv.errors import InvalidArgument
 
 WINDOW = 16
@@ -55,50 +59,61 @@ def test_rows_hold_every_document_whole() -> None:
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2, 3)])
-def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...]) -> None:
+def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_path: Path) -> None:
     target = FrozenTarget(model_of("llama"), layers, WINDOW)
     corpus = corpus_of(9, 6, 12, 3, 16)
-    kept = KeptRuns.over(target, corpus, batch=2, seed=0)
-    fresh = target.run(corpus, fill_rows(corpus.lengths, WINDOW, seed=0))
+    kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
+    fresh = target.run(corpus, kept.rows)
+    rows = kept.draw(2, seed=3)
+    assert torch.equal(rows, kept.draw(2, seed=3))
 
-    drawn = [kept.draw(seed) for seed in range(20)]
+    run = kept.of(rows)
 
-    seen = set()
-    for run in drawn:
-        assert run.token_ids.shape == (2, WINDOW)
-        for i, token_ids in enumerate(run.token_ids):
-            [row] = (fresh.token_ids == token_ids).all(dim=1).nonzero().squeeze(1).tolist()
-            seen.add(row)
-            assert torch.equal(run.is_response[i], fresh.is_response[row])
-            for name in ("features", "final_hidden", "logits"):
-                actual, expected = getattr(run, name)[i], getattr(fresh, name)[row]
-                assert actual.dtype == torch.float32
-                torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)  # bfloat16
-    assert seen == set(range(len(fresh.token_ids)))
-    assert torch.equal(kept.draw(3).token_ids, drawn[3].token_ids)
+    assert kept.done.nonzero().squeeze(1).tolist() == rows.sort().values.tolist()
+    assert torch.equal(run.token_ids, fresh.token_ids[rows])
+    assert torch.equal(run.is_response, fresh.is_response[rows])
+    for name in ("features", "final_hidden"):
+        actual, expected = getattr(run, name), getattr(fresh, name)[rows]
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)  # bfloat16
+    drafted, position = torch.tensor([1, 4, 30]), torch.tensor([[0, 5, WINDOW - 1]] * 2)
+    probs = run.probs_of(drafted)(position)
+    expected = replace_rows(fresh, rows).probs_of(drafted)(position)
+    torch.testing.assert_close(probs, expected, rtol=3e-2, atol=1e-3)
+
+    # Another process, or a later one, reads the same files and runs the target over the rest.
+    again = KeptRuns.over(target, corpus, tmp_path, seed=0)
+    assert torch.equal(again.done, kept.done)
+    again.of(torch.arange(len(kept.rows)))
+    assert kept.done.all()
+    assert torch.equal(again.features, kept.features)
 
 
-def test_rows_shorter_than_the_window() -> None:
+def replace_rows(run: TargetRun, rows: Tensor) -> TargetRun:
+    """Return some rows of a run that has logits."""
+    names = ("token_ids", "is_response", "features", "final_hidden", "logits")
+    return TargetRun(**{name: getattr(run, name)[rows] for name in names})
+
+
+def test_kept_runs_of_other_texts_are_refused(tmp_path: Path) -> None:
+    target = FrozenTarget(model_of("llama"), (), WINDOW)
+    KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)
+    with pytest.raises(InvalidArgument, match=r"^keep_runs="):
+        KeptRuns.over(target, corpus_of(9, 7), tmp_path, seed=0)
+
+
+def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
     target = FrozenTarget(model_of("llama"), (), window=64)
     corpus = corpus_of(2)  # its row is filled up with itself, and still ends early
-    run = KeptRuns.over(target, corpus, batch=4, seed=0).draw(0)
+    kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
+    run = kept.of(kept.draw(4, seed=0))
     assert run.token_ids.shape == (1, 64)
     real = (run.token_ids == 1).sum()
     assert 2 <= real < 64
     assert not run.is_response[0, real:].any()
 
 
-def test_fresh_runs_are_a_function_of_the_seed() -> None:
-    target = FrozenTarget(model_of("llama"), (1, 2, 3), WINDOW)
-    corpus = corpus_of(9, 6, 12)
-    runs = FreshRuns(target, corpus, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), batch=3)
-    first, again, other = runs.draw(0), runs.draw(0), runs.draw(1)
-    assert torch.equal(first.token_ids, again.token_ids)
-    assert not torch.equal(first.token_ids, other.token_ids)
-    assert 2 not in first.token_ids  # of weight 0
-
-
-def test_logits_that_are_more_than_a_product_are_refused() -> None:
+def test_logits_that_are_more_than_a_product_are_refused(tmp_path: Path) -> None:
     target = FrozenTarget(model_of("granite"), (), WINDOW)
     with pytest.raises(InvalidArgument, match=r"^keep_runs=True"):
-        KeptRuns.over(target, corpus_of(9, 6), batch=2, seed=0)
+        KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)

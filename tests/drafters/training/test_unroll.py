@@ -1,6 +1,7 @@
 """The unroll against drafting step by step, its losses, and the acceptance estimate."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from eaglegbv.drafters.training.unroll import (
     Loss,
     TargetRun,
     acceptance,
+    block_accepted,
     draw_anchors,
     feature_loss,
     unroll,
@@ -112,9 +114,12 @@ def test_targets_are_the_distribution_of_the_drafted_token() -> None:
     anchors = Anchors(torch.tensor([[3], [1]]), torch.ones(2, 1, dtype=torch.bool))
     for d, depth in enumerate(unroll(head, run, anchors, 3)):
         for text, anchor in enumerate((3, 1)):
+            assert run.logits is not None
             dist = run.logits[text, anchor + 1 + d].softmax(0)[head.draft_to_target]
             torch.testing.assert_close(depth.target_probs[text, 0], dist)
-            assert depth.token_ids[text, 0] == run.token_ids[text, anchor + 2 + d]
+            chosen, token = int(depth.chosen[text, 0]), int(run.token_ids[text, anchor + 2 + d])
+            drafted = head.draft_to_target.tolist()
+            assert (drafted[chosen] == token) if chosen >= 0 else (token not in drafted)
             hidden = run.final_hidden[text, anchor + 1 + d]
             assert torch.equal(depth.target_hidden[text, 0], hidden)
 
@@ -152,7 +157,7 @@ def one_depth(p: Tensor, q: Tensor, token_ids: Tensor, used: Tensor | None = Non
         logits=q.log().expand(*shape, -1),
         target_hidden=torch.full((*shape, 1), 2.0),
         target_probs=p.expand(*shape, -1),
-        token_ids=token_ids,
+        chosen=token_ids,
         used=torch.ones_like(token_ids, dtype=torch.bool) if used is None else used,
     )
 
@@ -163,12 +168,22 @@ Q = torch.tensor([0.2, 0.7, 0.1])
 
 def test_losses() -> None:
     depth = one_depth(P, Q, torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, False]]))
-    cross_entropy = functional.cross_entropy(Q.log(), P)
-    torch.testing.assert_close(Loss.CE.of(depth, 0.3), cross_entropy)
-    torch.testing.assert_close(Loss.TV.of(depth, 0.3), 0.5 * (P - Q).abs().sum())
-    mixed = 0.7 * Loss.CE.of(depth, 0.0) + 0.3 * Loss.TV.of(depth, 0.0)
-    torch.testing.assert_close(Loss.MIX.of(depth, 0.3), mixed)
-    torch.testing.assert_close(feature_loss(depth), torch.tensor(1.5))  # |2 - 0| - 1/2
+    cross_entropy, variation = functional.cross_entropy(Q.log(), P), 0.5 * (P - Q).abs().sum()
+    expected = {
+        Loss.CE: cross_entropy,
+        Loss.TV: variation,
+        Loss.MIX: 0.7 * cross_entropy + 0.3 * variation,
+        Loss.BLOCK: variation,
+    }
+    for loss, value in expected.items():
+        torch.testing.assert_close(loss.of([depth], 0.3, 0.9), value)
+    torch.testing.assert_close(feature_loss([depth], 0.9), torch.tensor(1.5))  # |2 - 0| - 1/2
+
+
+def test_depths_weigh_by_the_decay() -> None:
+    first, second = (one_depth(P, q, torch.zeros(1, 1, dtype=torch.int64)) for q in (Q, P))
+    expected = Loss.TV.of([first], 0.0, 1.0) / 1.5  # the second is perfect
+    torch.testing.assert_close(Loss.TV.of([first, second], 0.0, 0.5), expected)
 
 
 def test_acceptance_counts_only_what_can_be_drafted() -> None:
@@ -178,23 +193,71 @@ def test_acceptance_counts_only_what_can_be_drafted() -> None:
     torch.testing.assert_close(acceptance(depth)[0, 0], expected)
 
 
+def texts_of_the_target(length: int) -> Tensor:
+    """Every text of that many tokens, as often as a target of probabilities ``P`` writes it."""
+    tokens = torch.arange(3).repeat_interleave((P * 4).to(torch.int64))
+    return torch.cartesian_prod(*[tokens] * length)
+
+
 def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
-    # Every text of three tokens, as often as a target of distribution P writes it.
-    counts = (P * 4).to(torch.int64)
-    tokens = torch.arange(3).repeat_interleave(counts)
-    texts = torch.cartesian_prod(tokens, tokens, tokens)
+    texts = texts_of_the_target(3)
     meter = AcceptanceMeter(3)
-    meter.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)], torch.arange(3))
+    meter.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)])
     accepted = float(torch.minimum(P, Q).sum())
     found = meter.estimate()
     assert found.by_depth == pytest.approx([accepted] * 3)
     # Token verification accepts d tokens of a path with probability accepted ** d.
-    assert found.block_efficiency == pytest.approx(1 + accepted + accepted**2 + accepted**3)
+    assert found.token == pytest.approx(1 + accepted + accepted**2 + accepted**3)
+    assert found.block == pytest.approx(1 + sum(block_verified(Q, Q, Q)))
+    assert found.block > found.token
+
+
+def block_verified(*drafts: Tensor) -> list[float]:
+    """E[w_i] over every path drawn from ``drafts``: how often block verification accepts i tokens.
+
+    Written as the paper has it, not as the loss does.
+    """
+    expected = [0.0] * len(drafts)
+    for path in itertools.product(range(3), repeat=len(drafts)):
+        drawn = w = 1.0
+        for i, (q, token) in enumerate(zip(drafts, path, strict=True)):
+            drawn *= float(q[token])
+            w = min(1.0, w * float(P[token] / q[token]))
+            # Later tokens of the path sum to one: count each prefix once.
+            expected[i] += drawn * w / 3 ** (len(drafts) - 1 - i)
+    return expected
+
+
+def test_block_loss_is_what_block_verification_accepts() -> None:
+    drafts = (Q, torch.tensor([0.1, 0.1, 0.8]), torch.tensor([0.6, 0.3, 0.1]))
+    logits = [draft.log().requires_grad_() for draft in drafts]
+    texts = texts_of_the_target(3)
+    depths = [
+        replace(one_depth(P, Q, texts[:, d : d + 1]), logits=logits.expand(len(texts), 1, -1))
+        for d, logits in enumerate(logits)
+    ]
+    means = [accepted.mean().item() for accepted in block_accepted(depths)]
+    assert means == pytest.approx(block_verified(*drafts))
+    loss = Loss.BLOCK.of(depths, 0.0, 0.9)
+    assert loss.item() == pytest.approx(1 - sum(block_verified(*drafts)) / 3)
+
+    # Its gradient is that of the exact expectation, by differences.
+    loss.backward()
+    for place, depth_logits in enumerate(logits):
+        assert depth_logits.grad is not None
+        for token, slope in enumerate(depth_logits.grad.tolist()):
+            losses = []
+            for step in (1e-3, -1e-3):
+                moved = [d.log().double() for d in drafts]
+                moved[place][token] += step
+                losses.append(1 - sum(block_verified(*(m.softmax(0) for m in moved))) / 3)
+            assert slope == pytest.approx((losses[0] - losses[1]) / 2e-3, abs=1e-4)
 
 
 def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
     meter = AcceptanceMeter(2)
-    texts = torch.tensor([[[5]], [[9]]])  # 5 can be drafted, 9 cannot
     dist = torch.tensor([1.0])
-    meter.add([one_depth(dist, dist, token) for token in texts[[1, 0]]], torch.tensor([5]))
-    assert meter.estimate().block_efficiency == pytest.approx(2.0)
+    texts = [torch.tensor([[-1], [0]]), torch.tensor([[0], [0]])]  # -1 cannot be drafted
+    meter.add([one_depth(dist, dist, token) for token in texts])
+    found = meter.estimate()
+    assert (found.token, found.block) == (pytest.approx(2.5), pytest.approx(2.5))

