@@ -128,7 +128,7 @@ def audit_pair(
     first = params.seed or 0
     one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
     model = _plain_model(llm)
-    dist = joint_probs(
+    probs = joint_probs(
         lambda texts: _next_probs(model, texts, params),
         one.prompt_token_ids,
         tokens,
@@ -142,7 +142,7 @@ def audit_pair(
     if failed is not None:
         raise EagleGBVError(failed)
     smallest = max(SMALLEST_EXPECTED, samples / MOST_CELLS)
-    test = g_test_texts([c.token_ids for c in completions], dist, level=level, smallest=smallest)
+    test = g_test_texts([c.token_ids for c in completions], probs, level=level, smallest=smallest)
     forwards = sum(c.metrics.target_forwards for c in completions)
     committed = sum(c.metrics.committed_tokens for c in completions)
     return PairResult(
@@ -185,5 +185,5 @@ def _next_probs(
         logits = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
         warped = warp(logits, WarpSettings.of([params], [len(ids)], device=model.device))
         rows.append(warped.double().softmax(dim=1).cpu().numpy())
-    dists: NDArray[np.float64] = np.concatenate(rows)
-    return dists
+    probs: NDArray[np.float64] = np.concatenate(rows)
+    return probs

@@ -112,7 +112,7 @@ class RandomTarget:
 
     def __call__(self, prefix: Prefix) -> Probs:
         """Return p(. | prefix)."""
-        return _target_dist(self, prefix)
+        return _target_probs(self, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +125,17 @@ class RandomDraft:
 
     def __call__(self, prefix: Prefix) -> Probs:
         """Return q(. | prefix)."""
-        return _draft_dist(self, prefix)
+        return _draft_probs(self, prefix)
 
 
 @lru_cache(maxsize=1 << 14)
-def _target_dist(target: RandomTarget, prefix: Prefix) -> Probs:
+def _target_probs(target: RandomTarget, prefix: Prefix) -> Probs:
     rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
     return as_probs(TARGETS[target.kind](rng, target.vocab))
 
 
 @lru_cache(maxsize=1 << 14)
-def _draft_dist(draft: RandomDraft, prefix: Prefix) -> Probs:
+def _draft_probs(draft: RandomDraft, prefix: Prefix) -> Probs:
     rng = np.random.default_rng([*draft.seed, len(prefix), *prefix])
     p = draft.target(prefix)
     weights = np.array(p, dtype=np.float64)

@@ -161,8 +161,8 @@ def draw_batch(
     rows = torch.arange(size).unsqueeze(1)
 
     def draw(places: Tensor) -> Tensor:
-        dists = q[rows, places].flatten(0, 1)
-        return torch.multinomial(dists, 1, generator=generator).view(size, paths)
+        probs = q[rows, places].flatten(0, 1)
+        return torch.multinomial(probs, 1, generator=generator).view(size, paths)
 
     trees = draw_trees(size, paths, settings.depth, draw)
     target = TargetProbs.of_logits(p.flatten(0, 1).log(), rows * shape[1] + trees.places)

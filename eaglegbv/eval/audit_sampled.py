@@ -222,13 +222,13 @@ class RunTexts:
         codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
         lengths: ``[batch]`` int64, number of tokens of each text.
         layers: Debts of the texts; column k is that of step k.
-        draft_dists: The draft distribution of each step.
+        draft_probs_at: The draft distribution of each step.
     """
 
     codes: Tensor
     lengths: Tensor
     layers: Layers
-    draft_dists: tuple[ProbsAt, ...]
+    draft_probs_at: tuple[ProbsAt, ...]
 
     @classmethod
     def start(cls, size: int) -> "RunTexts":
@@ -244,7 +244,7 @@ class RunTexts:
             self.layers.remaining[chosen],
             self.layers.most_drafts,
         )
-        return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_dists)
+        return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_probs_at)
 
 
 def write_runs(
@@ -296,10 +296,10 @@ def _step(
     if drafting:
         trees = _draw(problem, texts.codes, generator)
         codes = _node_codes(trees, texts.codes, vocab)
-        tree = trees.with_probs(_dists(problem.draft_dist, codes, vocab))
+        tree = trees.with_probs(_probs_after(problem.draft_dist, codes, vocab))
     else:
         tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
-    p = _dists(problem.target_dist, codes, vocab).flatten(0, 1)
+    p = _probs_after(problem.target_dist, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
     debts = Debts(texts.layers, _OwnProbs(texts, vocab))
@@ -309,7 +309,7 @@ def _step(
         codes=_extended(texts.codes, tree, result.verdict, vocab),
         lengths=texts.lengths + result.verdict.accepted + 1,
         layers=result.layers,
-        draft_dists=(*texts.draft_dists, problem.draft_dist),
+        draft_probs_at=(*texts.draft_probs_at, problem.draft_dist),
     )
 
 
@@ -319,8 +319,8 @@ def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTr
 
     def draw(places: Tensor) -> Tensor:
         del places
-        dists = _dists(problem.draft_dist, reached, shape.vocab).flatten(0, 1)
-        drawn = torch.multinomial(dists, 1, generator=generator).view_as(reached)
+        probs = _probs_after(problem.draft_dist, reached, shape.vocab).flatten(0, 1)
+        drawn = torch.multinomial(probs, 1, generator=generator).view_as(reached)
         reached.mul_(shape.vocab).add_(drawn)
         return drawn
 
@@ -343,10 +343,10 @@ def _extended(codes: Tensor, tree: DraftTree, verdict: Verdict, vocab: int) -> T
     return codes * vocab + verdict.token_ids
 
 
-def _dists(dist: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
+def _probs_after(probs_at: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
     """Return, ``[..., vocab]`` float64, the distributions after texts with codes ``[...]``."""
     each, rows = codes.unique(return_inverse=True)
-    table = [dist(prefix_of(code, vocab)) for code in each.tolist()]
+    table = [probs_at(prefix_of(code, vocab)) for code in each.tolist()]
     return torch.tensor(table, dtype=torch.float64)[rows]
 
 
@@ -362,9 +362,9 @@ class _OwnProbs:
         codes = self.texts.codes
         for column in tokens.T:
             codes = codes * self.vocab + column
-        dists = [_dists(dist, codes, self.vocab) for dist in self.texts.draft_dists]
+        each = [_probs_after(probs_at, codes, self.vocab) for probs_at in self.texts.draft_probs_at]
         empty = torch.zeros((len(codes), 0, self.vocab), dtype=torch.float64)
-        probs = torch.stack(dists, dim=1) if dists else empty
+        probs = torch.stack(each, dim=1) if each else empty
         return SparseProbs(torch.arange(self.vocab).expand(probs.shape), probs)
 
 
@@ -393,7 +393,7 @@ def write_steps(
 ) -> Written:
     """Let the verifier take one step of the first problem; p completes the texts."""
     trees, target, masses = batch_of(problems[0])
-    dists = _probs_by_code(problems[0])
+    by_length = _probs_by_code(problems[0])
     cells, committed = [], 0
     for first in range(0, samples, CHUNK):
         size = min(CHUNK, samples - first)
@@ -405,7 +405,7 @@ def write_steps(
         tokens = torch.cat((drafted, verdict.token_ids.unsqueeze(1)), dim=1)
         tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token_ids.unsqueeze(1))
         committed += int((verdict.accepted + 1).sum())
-        cells.append(_complete(tokens, verdict.accepted + 1, dists, generator))
+        cells.append(_complete(tokens, verdict.accepted + 1, by_length, generator))
     return Written(torch.cat(cells), committed)
 
 
@@ -423,15 +423,15 @@ def _probs_by_code(problem: Problem) -> list[Tensor]:
 
 
 def _complete(
-    tokens: Tensor, lengths: Tensor, dists: Sequence[Tensor], generator: torch.Generator
+    tokens: Tensor, lengths: Tensor, by_length: Sequence[Tensor], generator: torch.Generator
 ) -> Tensor:
     """Complete texts, the first ``lengths`` of ``tokens``, with the target.
 
     Return each whole text as a number in base ``vocab``.
     """
-    vocab = dists[0].shape[1]
+    vocab = by_length[0].shape[1]
     code = torch.zeros_like(lengths)
-    for d, probs in enumerate(dists):
+    for d, probs in enumerate(by_length):
         own = torch.multinomial(probs[code], 1, generator=generator).squeeze(1)
         code = code * vocab + torch.where(lengths > d, tokens[:, d], own)
     return code

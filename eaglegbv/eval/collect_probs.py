@@ -23,12 +23,12 @@ class Harvest:
     """Distributions at one temperature, at places of texts that the target wrote at it.
 
     Attributes:
-        dists: At every place, the drafter's distribution of the next token, which is the first
+        probs: At every place, the drafter's distribution of the next token, which is the first
             level of its trees, and the target's distribution on its support.
         texts: ``[places]``, index of the text of each place.
     """
 
-    dists: NodeProbs
+    probs: NodeProbs
     texts: NDArray[np.int64]
 
     def mean(self, values: Tensor) -> Estimate:
@@ -54,14 +54,14 @@ class Harvest:
             count: Most nodes.
             seed: Seed of drafts and uniforms.
         """
-        dists = self.dists.top(width)
+        probs = self.probs.top(width)
         places = np.unique(
-            np.linspace(0, dists.count - 1, min(count, dists.count)).astype(np.int64)
+            np.linspace(0, probs.count - 1, min(count, probs.count)).astype(np.int64)
         )
         found = []
         for place in places.tolist():
             rng = np.random.default_rng((seed, place, width, drafts))
-            q, p = dists.draft[place].numpy(), dists.target[place].numpy()
+            q, p = probs.draft[place].numpy(), probs.target[place].numpy()
             kept = np.flatnonzero(q)
             q = q[kept]
             # One token at the end stands for all tokens that the drafter cannot propose.
@@ -132,15 +132,15 @@ def harvest(
         numbers += here
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
-    widest = max(dists.draft.shape[1] for dists in found)
+    widest = max(probs.draft.shape[1] for probs in found)
 
     def joined(columns: Sequence[Tensor]) -> Tensor:
         pad = torch.nn.functional.pad
         return torch.cat([pad(column, (0, widest - column.shape[1])) for column in columns])
 
-    dists = NodeProbs(
-        joined([dists.ids for dists in found]),
-        joined([dists.draft for dists in found]),
-        joined([dists.target for dists in found]),
+    probs = NodeProbs(
+        joined([probs.ids for probs in found]),
+        joined([probs.draft for probs in found]),
+        joined([probs.target for probs in found]),
     )
-    return Harvest(dists, np.array(numbers))
+    return Harvest(probs, np.array(numbers))

@@ -133,7 +133,7 @@ def detectable_shift(
 
 def g_test_texts(
     texts: Sequence[Sequence[int]],
-    dist: Mapping[Text, float],
+    probs: Mapping[Text, float],
     *,
     shift: float = SHIFT,
     level: float = LEVEL,
@@ -141,13 +141,13 @@ def g_test_texts(
 ) -> GTest:
     """Compare texts with their exact distribution; a text that it lacks has probability 0.
 
-    Rare texts are merged with their neighbours in the order of ``dist``; after :func:`joint_probs`,
-    these are texts that begin alike.
+    Rare texts are merged with their neighbours in the order of ``probs``; after
+    :func:`joint_probs`, these are texts that begin alike.
     """
-    cells = {text: i for i, text in enumerate(dist)}
-    impossible = len(dist)
+    cells = {text: i for i, text in enumerate(probs)}
+    impossible = len(probs)
     observed = [cells.get(tuple(text), impossible) for text in texts]
-    expected = np.append(np.array(list(dist.values()), dtype=np.float64), 0.0)
+    expected = np.append(np.array(list(probs.values()), dtype=np.float64), 0.0)
     return g_test(observed, expected, shift=shift, level=level, smallest=smallest)
 
 
@@ -170,17 +170,17 @@ def joint_probs(
     Raises:
         InvalidArgument: More than ``most`` texts have positive probability.
     """
-    dist: dict[Text, float] = {(): 1.0}
+    probs: dict[Text, float] = {(): 1.0}
     for length in range(1, tokens + 1):
-        rows = next_probs([[*prompt, *text] for text in dist])
+        rows = next_probs([[*prompt, *text] for text in probs])
         count = np.count_nonzero(rows)
         if count > most:
             raise InvalidArgument(
                 "tokens", tokens, f"at most {most} possible texts, not {count} of {length}"
             )
-        dist = {
+        probs = {
             (*text, int(token)): mass * float(row[token])
-            for (text, mass), row in zip(dist.items(), rows, strict=True)
+            for (text, mass), row in zip(probs.items(), rows, strict=True)
             for token in np.flatnonzero(row)
         }
-    return dist
+    return probs

@@ -338,10 +338,12 @@ def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
             raise InvalidArgument("settings", setting.name, "settings that draft")
         rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
         rule.check_sampling(sampling_of(plan, rule, drafter, greedy=False), plan.paths)
-        dist = sampling_of(plan, rule, drafter, greedy=greedy)
+        draft_sampling = sampling_of(plan, rule, drafter, greedy=greedy)
         verifier = make_verifier(judge_name(plan, greedy=greedy))
-        size = {"paths": 1, "depth": 1} if dist is DraftSampling.IID else {}
-        alike = msgspec.structs.replace(plan, verifier=Plan().verifier, draft_sampling=dist, **size)
+        size = {"paths": 1, "depth": 1} if draft_sampling is DraftSampling.IID else {}
+        alike = msgspec.structs.replace(
+            plan, verifier=Plan().verifier, draft_sampling=draft_sampling, **size
+        )
         member = _Member(number, verifier, plan.paths, plan.depth)
         gathered.setdefault((alike, setting.temperature), []).append(member)
     return [
@@ -468,13 +470,13 @@ class _Bench:
         group = Group.decode(requests, tree, slots)
         forward = Forward.of([group], [])
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
-        dist = probs_of_nodes(group, forward.layouts[0], logits)
+        target = probs_of_nodes(group, forward.layouts[0], logits)
         for request in requests:
             self._holdings.keep(request, [])
-        for request, faults in zip(requests, find_faults(tree, dist).tolist(), strict=True):
+        for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):
             if faults:
                 raise fault_error(faults, request.number)
-        return Offer(tree, dist)
+        return Offer(tree, target)
 
     def _verify(
         self, requests: Sequence[Request], offer: Offer, members: Sequence[_Member]

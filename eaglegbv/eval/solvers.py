@@ -174,9 +174,9 @@ class Answer:
     def deviation(self, node: Node) -> float:
         """Return the L1 distance of the committed distribution from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
-        dist = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
-        dist[node.ids] += self.accepted
-        return float(np.abs(dist - node.target).sum())
+        committed = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
+        committed[node.ids] += self.accepted
+        return float(np.abs(committed - node.target).sum())
 
 
 def settings_of(
@@ -322,8 +322,8 @@ def _mean(values: Sequence[float]) -> float:
 def optimal_acceptance(node: Node) -> float:
     """Return alpha* for the node's number of drafts."""
     columns = (node.ids, node.draft, node.wanted)
-    dists = NodeProbs(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
-    return optimum_iid(dists, len(node.drawn)).item()
+    nodes = NodeProbs(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
+    return optimum_iid(nodes, len(node.drawn)).item()
 
 
 def exact(node: Node) -> Answer:
@@ -343,10 +343,10 @@ def exact(node: Node) -> Answer:
     seconds = process_time() - start
 
     places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
-    dist, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
-    dist[places] = plan.dist.numpy().ravel()
+    b, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
+    b[places] = plan.dist.numpy().ravel()
     selected[places] = _probs_by_labels(ranked, plan, len(node.drawn))
-    return _answer(node, seconds, dist, selected, 0.0)
+    return _answer(node, seconds, b, selected, 0.0)
 
 
 def _probs_by_labels(ranked: RankedProbs, plan: Transport, n: int) -> Floats:
@@ -380,10 +380,10 @@ def _probs_by_labels(ranked: RankedProbs, plan: Transport, n: int) -> Floats:
     L = label.cumsum()
     before = np.concatenate(([0.0], L[:-1]))
     density = sum(L**k * before ** (n - 1 - k) for k in range(n))
-    dist = own * density
-    np.add.at(dist, receiver, exchanged * density[giver])
-    np.add.at(dist, giver, exchanged * density[receiver])
-    return np.asarray(dist)
+    probs = own * density
+    np.add.at(probs, receiver, exchanged * density[giver])
+    np.add.at(probs, giver, exchanged * density[receiver])
+    return np.asarray(probs)
 
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
@@ -398,15 +398,15 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
     chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
     seconds = process_time() - start
-    draft_sampling = np.array(plan.dist, dtype=np.float64)
-    return _answer(node, seconds, draft_sampling, draft_sampling, plan.shortfall)
+    selected = np.array(plan.dist, dtype=np.float64)
+    return _answer(node, seconds, selected, selected, plan.shortfall)
 
 
-def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: float) -> Answer:
-    """Accept with min(1, p/b), b = ``dist``, a draft that was selected with dist ``selected``."""
-    h = np.divide(node.wanted, dist, out=np.ones_like(dist), where=dist > 0)
+def _answer(node: Node, seconds: float, b: Floats, selected: Floats, bound: float) -> Answer:
+    """Accept with min(1, p/b), a draft that was selected with probabilities ``selected``."""
+    h = np.divide(node.wanted, b, out=np.ones_like(b), where=b > 0)
     residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - dist, 0.0)
+    residual[node.ids] = np.maximum(node.wanted - b, 0.0)
     return Answer(seconds, selected * np.minimum(h, 1.0), residual, bound)
 
 

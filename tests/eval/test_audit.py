@@ -252,9 +252,7 @@ class Mixed(GreedyBlockVerifier):
     name = "mixed"
 
     def verify(self, tree, target, uniforms, debts):
-        return super().verify(
-            tree, target, uniforms, replace(debts, draft_samplings=FirstProbs(debts.dists))
-        )
+        return super().verify(tree, target, uniforms, replace(debts, dists=FirstProbs(debts.dists)))
 
 
 @dataclass(frozen=True)

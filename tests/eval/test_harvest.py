@@ -51,7 +51,7 @@ def test_the_distributions_are_those_at_the_places(temperature: float, width: in
         expected[token] = (top.indices, top.values / top.values.sum(), p[top.indices])
     left = list(roots)
     for place, text in enumerate(found.texts.tolist()):
-        ids, q, p = (x[place] for x in (found.dists.ids, found.dists.draft, found.dists.target))
+        ids, q, p = (x[place] for x in (found.probs.ids, found.probs.draft, found.probs.target))
         for root in left:
             wanted = expected[root[1]]
             if root[0] == text and torch.equal(ids, wanted[0]):
@@ -95,9 +95,9 @@ def test_solvers_get_the_harvested_distributions() -> None:
     """Truncated ones are renormalised; what they cannot propose is one token at the end."""
     found = some_probs()
     nodes = found.nodes(width=3, drafts=2, count=9, seed=0)
-    dists = found.dists.top(3)
+    probs = found.probs.top(3)
     assert [optimal_acceptance(node) for node in nodes] == pytest.approx(
-        optimum_iid(dists, 2).tolist(), abs=1e-12
+        optimum_iid(probs, 2).tolist(), abs=1e-12
     )
     for node in nodes:
         assert node.target.sum() == pytest.approx(1.0)

@@ -111,7 +111,7 @@ class Accepted:
 
 def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
     """Return the acceptance of every rule at every place, for every number of drafts."""
-    found = {(name, n): rule(places.dists, n) for n in drafts for name, rule in RULES.items()}
+    found = {(name, n): rule(places.probs, n) for n in drafts for name, rule in RULES.items()}
     return Accepted(places, found)
 
 
@@ -217,7 +217,7 @@ class NodePaper(Paper):
             drafter=llm.drafter_name,
             suite=site.questions.suite,
             questions=len(site.questions.questions),
-            places={f"{t:g}": own.harvest.dists.count for t, own in found.items()},
+            places={f"{t:g}": own.harvest.probs.count for t, own in found.items()},
             width=self.width,
             environment=describe_environment(str(llm.device)),
             cells=tuple(
@@ -302,11 +302,11 @@ def _tree_settings() -> tuple[Setting, ...]:
     )
     return tuple(
         Setting(
-            plan=Plan(verifier=verifier, draft_sampling=dist, paths=paths, depth=depth),
+            plan=Plan(verifier=verifier, draft_sampling=draft_sampling, paths=paths, depth=depth),
             temperature=USUAL_TEMPERATURE,
         )
         for paths, depth in ((2, 4), (4, 3))
-        for verifier, dist in judged
+        for verifier, draft_sampling in judged
     )
 
 
