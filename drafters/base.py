@@ -10,6 +10,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 StateKind = TypeVar("StateKind", bound=DraftState)
@@ -101,6 +102,11 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, request: Request) -> None:
         """Drop all memory of a request that ended or is pre-empted."""
+
+    def record(  # noqa: B027
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """Record now what drafts for up to ``requests`` requests with such settings would record."""
 
     def shareable(self, request: Request) -> int:  # noqa: ARG002
         """Return how many leading positions have final rows in the drafter's pool.

@@ -45,6 +45,7 @@ from eaglegbv.drafters.tree_growth import (
 )
 from eaglegbv.fused_linears import Quantization, settled
 from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
@@ -148,6 +149,13 @@ class EagleDrafter(RecallingDrafter):
     def graph_counts(self) -> Mapping[str, int]:
         """See :meth:`Drafter.graph_counts`."""
         return {} if self._on_device is None else self._on_device.counts
+
+    def record(
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """See :meth:`Drafter.record`."""
+        if self._on_device is not None:
+            self._on_device.record(requests, plan, draft_sampling, params)
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""

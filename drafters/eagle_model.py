@@ -13,8 +13,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eaglegbv.attention.base import PagedAttention, Segment, pack
-from eaglegbv.attention.opaque import PagedCall
+from eaglegbv.attention.base import AttentionCall, PagedAttention, Segment, pack
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_linears import PackedProduct, Product, Quantization, prepare, product_of
 
@@ -597,7 +596,7 @@ class HeadForward:
     def _run(self, forward: Forward[Result], segments: Sequence[Segment], above: Tensor) -> Result:
         """Run a forward without a graph."""
         batch = pack(segments, self._head.embedding.device)
-        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
+        attend = partial(self.attention.attend, AttentionCall(0, self._scale), batch=batch)
         rows = self._rows(batch.token_ids, batch.positions, segments)
         return forward(self._head, attend, rows, above)
 

@@ -11,8 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import BranchAttention, BranchShape, PagedAttention, Segment, pack
-from eaglegbv.attention.opaque import PagedCall, attend_opaque, attending
+from eaglegbv.attention.base import (
+    AttentionCall,
+    BranchAttention,
+    BranchShape,
+    PagedAttention,
+    Segment,
+    attend_opaque,
+    attending,
+    pack,
+)
 from eaglegbv.compiling import (
     can_generate,
     check_backend,
@@ -50,8 +58,8 @@ from eaglegbv.drafters.tree_growth import (
 )
 from eaglegbv.fused_linears import Quantization, in_use
 from eaglegbv.request import Request
-from eaglegbv.rng import Purpose
-from eaglegbv.sampling import WarpSettings
+from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.sampling import SamplingParams, WarpSettings
 from eaglegbv.tree import DraftSampling, DraftTree
 
 _WARM_UP_KEYS = 11
@@ -91,7 +99,7 @@ class CompiledHeadForward(HeadForward):
         generates = can_generate(compile_backend, dtype=kind.dtype, device=kind.device)
         super().__init__(head, attention, quantization=quantization, generated=generates)
         check_backend(compile_backend)
-        attend = partial(attend_opaque, 0, scale=self._scale)
+        attend = partial(attend_opaque, AttentionCall(0, self._scale))
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {
             forward: compile_graph(partial(forward, head, attend), compile_backend)
             for forward in (read_rows, go_on_rows)
@@ -112,8 +120,8 @@ class CompiledHeadForward(HeadForward):
         if not self._recorded:
             return super().level(rows, hidden, attend)
 
-        def attend_rows(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-            del layer  # a head has one
+        def attend_rows(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            del call  # a head has one layer
             return attend(q, k, v)
 
         with in_use(self._products), attending(attend_rows):
@@ -136,7 +144,7 @@ class CompiledHeadForward(HeadForward):
         batch = pack(segments, self._head.embedding.device)
         # Graphs are made for tensors of inference mode; these may have been made outside it.
         rows = self._rows(batch.token_ids.clone(), batch.positions.clone(), segments)
-        with in_use(self._products), attending(PagedCall(self.attention, batch).attend):
+        with in_use(self._products), attending(partial(self.attention.attend, batch=batch)):
             found: Result = graph(rows, above)
             return found
 
@@ -290,6 +298,25 @@ class DeviceDrafting:
             self.counts["too many keys" if tree is None else REPLAYED] += 1
             return tree
         return None
+
+    def record(
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """Record now the drafts of up to ``requests`` requests with such settings."""
+        counts = self.counts.copy()
+        slot = torch.tensor([self._forward.attention.pool.num_slots - 1])
+        size, like = self._head.config.hidden_size, self._head.embedding
+        for exponent in range((requests - 1).bit_length() + 1):
+            count = 1 << exponent
+            made = [
+                Request(0, (0,), params, plan, RequestRng(0), 1, token_ids=[0])
+                for _ in range(count)
+            ]
+            slots = [slot.expand(plan.tree_slots)] * count
+            roots = Roots([slot] * count, like.new_zeros((count, size)), slots)
+            self.draft(made, plan, draft_sampling, roots)
+        self.counts.clear()
+        self.counts.update(counts)
 
     def _replay(
         self,

@@ -1,13 +1,17 @@
-"""Storage of measured step costs between runs."""
+"""Costs of steps on this machine: measured before the first request is served, and kept on disk.
+
+Whatever is measured or kept is a guess, which the engine's first steps check
+(:mod:`eaglegbv.scheduler.planner`). So a machine that was busy for a minute does no lasting harm.
+"""
 
 import hashlib
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, Self
 
 import msgspec
@@ -19,20 +23,17 @@ from eaglegbv.engine import Engine
 from eaglegbv.loading import Pair
 from eaglegbv.models.target import Target
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.costs import CostTable, KnownCosts, StepCosts, StepShape
+from eaglegbv.scheduler.planner import KnownCosts, Measured, StepShape
 from eaglegbv.utils import cache_folder
 
-_FORMAT = 10
-
-_NAMES = ("_name_or_path", "transformers_version")
-"""Entries of a configuration that have no influence on shapes."""
-
+_FORMAT = 11
+_NAMES = ("_name_or_path", "transformers_version")  # of a configuration: they decide no cost
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCache:
-    """Cache file for one setting: models, device, threads, and whatever else affects step costs.
+    """The file of one setting: models, device, threads, and whatever else affects step costs.
 
     Attributes:
         path: The file; it need not exist.
@@ -49,8 +50,10 @@ class CostCache:
             device: Device of the target.
             dtype: Dtype in which the target computes.
         """
-        threads, name = torch.get_num_threads(), _device_name(device)
-        known = (_FORMAT, torch.__version__, threads, name, str(dtype), *facts)
+        # A folder may be shared by machines, so the processor counts too.
+        names = {"cuda": torch.cuda.get_device_name, "cpu": lambda _: processor_name()}
+        name = names.get(device.type, str)(device)
+        known = (_FORMAT, torch.__version__, torch.get_num_threads(), name, str(dtype), *facts)
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
         return cls(cache_folder() / f"costs-{key}.json")
 
@@ -84,53 +87,18 @@ def shape_of(model: str | None) -> str | None:
     return str(msgspec.json.encode(facts, order="sorted"))
 
 
-def _device_name(device: torch.device) -> str:
-    """Return a name that tells a device from those of other machines that share the folder."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name() if device.type == "cpu" else str(device)
-
-
-# The cost of steps on this machine, measured before the first request is served.
-
-
-SECONDS = 12.0
-"""Time limit of the calibration. The most informative steps come first."""
-
-_FIRST_ROUND = 0.6
-"""Share of the time after which all steps are measured again, with prompts already read.
-
-The fastest measurement counts, because a machine may be slow for a second.
-"""
-
-_SIZES = (1, 4, 8, 16)
-LARGEST = _SIZES[-1]
-"""Largest batch size that is measured."""
-
-_PROMPT, _LONG_PROMPT = 64, 512
-"""Tokens of a made-up prompt: a few long prompts show what attended tokens cost.
-
-Both steps that draft and steps that do not are measured with them, because nodes attend to the
-tokens again. With short texts alone, plain decoding of 16 texts of 1,920 tokens seemed twice as
-expensive as it is compared with trees.
-"""
-
-_UNTIMED, _TIMED = 3, 3
-"""Steps of each kind: the first ones read the prompts and prepare kernels for new shapes.
-
-Trees differ in their number of nodes, and each number may need different kernels, so whatever is
-timed first would seem more expensive than what follows. So the fastest of the timed steps counts.
-"""
+SECONDS = 12.0  # Time limit: what informs most comes first, and nobody waits for longer.
+_FIRST_ROUND = 0.6  # Share of it for the first round; the second finds prompts already read.
+_SIZES = (1, 4, 8, 16)  # Batch sizes: the cost of a request is the same between them.
+LARGEST = _SIZES[-1]  # Largest batch size that is measured.
+_PROMPT, _LONG_PROMPT = 64, 512  # Tokens of a prompt; a few long ones show what contexts cost.
+_UNTIMED, _TIMED = 3, 3  # Steps of a kind: the first read prompts and prepare for new shapes.
+_SPREAD = 1.25  # Ratio of two rounds' times that quiet machines stay below (usually 1.1).
+_CPU_SHARE = 0.8  # Share of the wall time that a CPU's only busy thread gets on quiet machines.
 
 
 class _Kind(NamedTuple):
-    """A kind of steps to measure.
-
-    Attributes:
-        size: Number of requests.
-        plan: Plan of all requests.
-        prompt: Tokens of each request's prompt.
-    """
+    """A kind of steps to measure: requests, the plan of all of them, tokens of each prompt."""
 
     size: int
     plan: Plan
@@ -146,6 +114,9 @@ def calibrate(
     compile_backend: str | None = None,
 ) -> KnownCosts:
     """Run made-up requests by several plans in batches of several sizes, and time their steps.
+
+    Everything is measured twice, and the faster time counts. If the times differ much, or the
+    processor was taken away meanwhile, it is measured once more, and a warning says so.
 
     Args:
         pair: Target and drafter; nothing of the requests remains in their pools.
@@ -166,26 +137,62 @@ def calibrate(
     engine = Engine(pair.target, pair.drafter, quiet, compile_backend=compile_backend)
     engine.check_plan(auto)
     _log.info("measuring what steps cost on this machine, once for these options: %.0f s", seconds)
-    vocab = pair.target.vocab_size
-    sampled, greedy = _Times(engine, vocab, 1.0), _Times(engine, vocab, 0.0)
-
-    def measure(kind: _Kind) -> None:
-        sampled.measure(kind)
-        greedy.measure(kind)
-
-    kinds: list[_Kind] = []
-    end = time.perf_counter() + _FIRST_ROUND * seconds
+    # Fewer kinds where time runs short, but at least one: otherwise nothing could be compared.
+    end, cpu, wall = time.perf_counter() + _FIRST_ROUND * seconds, 0.0, 0.0
+    times: dict[tuple[_Kind, float], list[Measured]] = {}
     for kind in _kinds(auto, config.max_batch):
-        # Measure at least one kind: without any, there would be no costs to compare.
-        if kinds and time.perf_counter() > end:
+        if times and time.perf_counter() > end:
             break
         if _fits(pair.target, kind):
-            kinds.append(kind)
-            measure(kind)
-    for kind in kinds:
-        measure(kind)
+            times |= {(kind, t): [_measure(engine, pair.target, kind, t)] for t in (0.0, 1.0)}
+    for again in range(2):
+        before = time.thread_time(), time.perf_counter()
+        for (kind, temperature), own in times.items():
+            own.append(_measure(engine, pair.target, kind, temperature))
+        cpu, wall = time.thread_time() - before[0], time.perf_counter() - before[1]
+        # Elsewhere than on a CPU the thread may sleep while it waits.
+        share = cpu / wall if pair.target.device.type == "cpu" else 1.0
+        if not was_disturbed([[m.seconds for m in own[-2:]] for own in times.values()], share):
+            break
+        told = "they are measured once more" if not again else "the first steps will check them"
+        _log.warning("the machine was busy while costs of steps were measured: %s", told)
     engine.reset_prefix_cache()
-    return KnownCosts(greedy=greedy.table(), sampled=sampled.table())
+    fastest = {key: min(own, key=lambda step: step.seconds) for key, own in times.items()}
+    greedy, sampled = (
+        tuple(step for (_, own), step in fastest.items() if own == temperature)
+        for temperature in (0.0, 1.0)
+    )
+    return KnownCosts(greedy=greedy, sampled=sampled)
+
+
+def was_disturbed(repeats: list[list[float]], cpu_share: float) -> bool:
+    """Return whether other programs ran: by the spread of repeated times, and the CPU's share."""
+    ratios = [max(times) / min(times) for times in repeats]
+    return bool(ratios) and (median(ratios) > _SPREAD or cpu_share < _CPU_SHARE)
+
+
+def _measure(engine: Engine, target: Target, kind: _Kind, temperature: float) -> Measured:
+    """Run requests of a kind for some steps, and return the fastest of the timed ones.
+
+    Trees differ in their number of nodes, and each number may need different kernels, so whatever
+    is timed first would seem more expensive than what follows.
+    """
+    size, plan, prompt = kind
+    tokens = (_UNTIMED + _TIMED + 1) * (plan.depth + 1)
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    texts = [[(7 * n + 13 * i) % target.vocab_size for i in range(prompt)] for n in range(size)]
+    requests = [engine.add(text, params, plan) for text in texts]
+    steps: list[Measured] = []
+    try:
+        for _ in range(_UNTIMED + _TIMED):
+            shape = StepShape.of([plan], size, sum(request.context for request in requests))
+            start = time.perf_counter()
+            engine.step()
+            steps.append(Measured(shape, time.perf_counter() - start))
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    return min(steps[_UNTIMED:], key=lambda step: step.seconds)
 
 
 def _fits(target: Target, kind: _Kind) -> bool:
@@ -201,78 +208,23 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
 
     The rest begins with the cheapest: in large batches, small trees are those that may pay.
     """
-    paths, depths = (
-        sorted({getattr(plan, name) for plan in auto.candidates}) for name in ("paths", "depth")
-    )
-    shapes = [
-        (paths[len(paths) // 2], depths[len(depths) // 4]),
-        (paths[0], depths[len(depths) // 3]),
-        (paths[-1], depths[len(depths) // 2]),
-        (paths[0], depths[0]),
-        (paths[0], depths[min(1, len(depths) - 1)]),
-        (paths[len(paths) // 4], depths[max(0, len(depths) - 2)]),
-    ]
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
-    drafts = [plans[shape] for shape in dict.fromkeys(shapes)]
-    sizes = [size for size in _SIZES if size <= most]
+    paths, depths = (sorted(set(axis)) for axis in zip(*plans, strict=True))
+    third, sizes = depths[len(depths) // 3], [size for size in _SIZES if size <= most]
+    drafts = [
+        plans[paths[len(paths) // 2], depths[len(depths) // 4]],
+        plans[paths[0], third],
+        plans[paths[-1], depths[len(depths) // 2]],
+        *(plans[paths[0], depth] for depth in depths[:2]),
+        plans[paths[len(paths) // 4], depths[max(0, len(depths) - 2)]],
+    ]
     # One request may gain from any number of paths, and a tenth of a step decides there. A level of
     # a single path may cost much less than one of several, so both are measured.
-    alone = [plans[count, depths[len(depths) // 3]] for count in paths[:4]]
+    alone = [plans[count, third] for count in paths[:4]]
     alone += [plans[paths[0], depth] for depth in depths]
     yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
     largest = max(drafts, key=lambda plan: plan.tree_nodes)
     yield from (_Kind(sizes[:2][-1], plan, _LONG_PROMPT) for plan in (PLAIN, largest))
-    rest = [_Kind(size, plan) for size in sizes[1:] for plan in drafts]
+    rest = [_Kind(size, plan) for size in sizes[1:] for plan in dict.fromkeys(drafts)]
     yield from sorted(rest, key=lambda kind: kind.size * kind.plan.paths * kind.plan.depth)
-
-
-class _Times:
-    """The fastest step of every kind, at one temperature."""
-
-    def __init__(self, engine: Engine, vocab: int, temperature: float) -> None:
-        self._engine = engine
-        self._vocab = vocab
-        self._temperature = temperature
-        self._shapes: dict[_Kind, list[StepShape]] = {}
-        self._seconds: dict[_Kind, float] = {}
-
-    def measure(self, kind: _Kind) -> None:
-        """Run requests of a kind for some steps."""
-        size, plan, prompt = kind
-        params = SamplingParams(
-            temperature=self._temperature,
-            max_tokens=(_UNTIMED + _TIMED + 1) * (plan.depth + 1),
-            ignore_eos=True,
-        )
-        requests = [
-            self._engine.add([(7 * n + 13 * i) % self._vocab for i in range(prompt)], params, plan)
-            for n in range(size)
-        ]
-        shapes: list[StepShape] = []
-        times: list[float] = []
-        try:
-            for step in range(_UNTIMED + _TIMED):
-                context = sum(request.context for request in requests)
-                drafting = size if plan.speculative else 0
-                shape = StepShape.of(plan, requests=size, context=context, drafting=drafting)
-                start = time.perf_counter()
-                self._engine.step()
-                if any(request.finished for request in requests):
-                    break
-                if step >= _UNTIMED:
-                    shapes.append(shape)
-                    times.append(time.perf_counter() - start)
-        finally:
-            for request in requests:
-                self._engine.cancel(request)
-        self._shapes[kind] = shapes
-        self._seconds[kind] = min([*times, self._seconds.get(kind, math.inf)])
-
-    def table(self) -> CostTable:
-        """Return the measured costs."""
-        costs = StepCosts()
-        for kind, shapes in self._shapes.items():
-            for shape in shapes:
-                costs.observe(shape, self._seconds[kind])
-        return costs.table()

@@ -37,12 +37,10 @@ from eaglegbv.request import FinishReason, Request
 from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
-from eaglegbv.scheduler.costs import KnownCosts
 from eaglegbv.scheduler.kv_slots import KVSlots
-from eaglegbv.scheduler.planner import PlanEstimate, Planner
+from eaglegbv.scheduler.planner import KnownCosts, Planner
 from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
-from eaglegbv.scheduler.time_shares import share_seconds
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import require_integer
 from eaglegbv.verification import Verification
@@ -77,6 +75,7 @@ class Engine:
         *,
         barrier: Callable[[], None] | None = None,
         costs: KnownCosts | None = None,
+        keep_costs: Callable[[KnownCosts], None] | None = None,
         compile_backend: str | None = None,
     ) -> None:
         """Put the parts together.
@@ -88,6 +87,7 @@ class Engine:
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
             costs: What steps cost, if that is known; else the first steps teach it.
+            keep_costs: Called with what was learned if the first steps refute ``costs``.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
         """
@@ -102,7 +102,7 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = Planner(costs)
+        self._planner = Planner(costs, keep_costs)
         self._drafting = Drafting(drafter)
         self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
         self._added = 0
@@ -134,8 +134,8 @@ class Engine:
         """Drop ``observer``; nothing happens if it does not observe."""
         self._observers.remove(observer)
 
-    def explain_plans(self) -> list[PlanEstimate]:
-        """Return what the planner expects of each plan for the running requests, best first."""
+    def explain_plans(self) -> str:
+        """Return in words what the planner expects of the best plans for the running requests."""
         return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
 
     @property
@@ -213,6 +213,20 @@ class Engine:
     def check_plan(self, plan: Planning) -> None:
         """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
         self._verification.check(plan)
+
+    @torch.inference_mode()
+    def record(self, plan: Plan, params: SamplingParams) -> None:
+        """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
+
+        Otherwise they are recorded when first needed, also while a batch drains, which takes longer
+        than many steps. Without graphs, nothing happens.
+        """
+        self.check_plan(plan)
+        most = self._config.max_batch
+        self._target.record(most, plan.tree_nodes if plan.speculative else 1)
+        if plan.asks_drafter:
+            sampling = self._verification.sampling_of(plan, greedy=params.greedy)
+            self._drafting.by(plan).record(most, plan, sampling, params)
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
@@ -314,7 +328,7 @@ class Engine:
             self._keep_chunks(forward, output.features)
         if batch.reading:
             self._end_reading(batch, watch)
-        share_seconds(batch, watch.seconds, sum(s.num_new for s in forward.segments))
+        batch.share_seconds(watch.seconds, sum(s.num_new for s in forward.segments))
         self._planner.observe_step(watch.elapsed)
         self._record(batch, watch, judged, commits)
 
@@ -324,7 +338,6 @@ class Engine:
         self._planner.assign(
             batch.decoding,
             others=len(batch.reading),
-            waiting=self._scheduler.num_waiting,
             behind=self._drafting.behind,
             matched=self._drafting.matched,
         )
@@ -395,6 +408,7 @@ class Engine:
             committed=sum(len(c.token_ids) for c in commits if id(c.request) in decoding),
             plans=Counter(plan_name(request.plan) for request in batch.decoding),
             reasons=Counter(request.plan_reason for request in batch.decoding),
+            why=self._planner.why,
             kv_used=allocator.num_used,
             kv_slots=allocator.num_slots,
             trees=[tree for own in judged for tree in own.tree_records(kept)],

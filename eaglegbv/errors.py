@@ -34,6 +34,11 @@ def one_of(names: Iterable[str], given: object = None) -> str:
     return f"{perhaps}one of {', '.join(known)}"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's message, or its error's name if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class NotInstalled(EagleGBVError):
     """A package that an extra of this one requires is not installed."""
 

@@ -12,7 +12,7 @@ from typing import Self, cast, overload
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.attention.kv_cache import PoolSize
 from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
@@ -20,6 +20,7 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     AutoPlan,
     EngineConfig,
+    Plan,
     PlanChoices,
     PlanName,
     Planning,
@@ -31,11 +32,10 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.loading import check_model, load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
-from eaglegbv.models.hf import load_config
+from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.costs import KnownCosts
-from eaglegbv.scheduler.planner import PlanEstimate
+from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.text import (
     Answer,
     Completion,
@@ -186,23 +186,6 @@ class TextGenerator(ABC):
         """
 
 
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or hub model.
-
-    Raises:
-        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
-        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        load_config(model)  # raises if it is the model that is missing
-        reason = str(error).strip().splitlines()[0]
-        expected = f"a model with a tokenizer beside its weights ({reason})"
-        raise InvalidArgument("model", str(model), expected) from error
-    return tokenizer
-
-
 # Text in, text out: the Python API.
 
 
@@ -333,11 +316,18 @@ class LLM(TextGenerator):
             tokenizer=tokenizer,
         )
         self.dtype = target.dtype
-        costs = self._costs(config, compile_backend)
+        cache = self._cost_cache(config, compile_backend)
         self._engine = Engine(
-            target, self.pair.drafter, config, costs=costs, compile_backend=compile_backend
+            target,
+            self.pair.drafter,
+            config,
+            costs=None if cache is None else self._costs(cache, config, compile_backend),
+            keep_costs=None if cache is None else cache.write,
+            compile_backend=compile_backend,
         )
         self._engine.check_plan(planning)
+        if isinstance(planning, Plan):
+            self._engine.record(planning, SamplingParams())
         self._open: dict[int, Answer] = {}
         self._turns = FairLock()
         self._left: deque[Answer] = deque()
@@ -408,8 +398,8 @@ class LLM(TextGenerator):
         with self._turn():
             self._engine.reset_prefix_cache()
 
-    def explain_plans(self) -> list[PlanEstimate]:
-        """Return what the engine expects of each plan for the running requests, best first."""
+    def explain_plans(self) -> str:
+        """Return in words what the engine expects of the best plans for the running requests."""
         with self._turn():
             return self._engine.explain_plans()
 
@@ -418,15 +408,15 @@ class LLM(TextGenerator):
         with self._turn():
             self._engine.check_plan(planning)
 
-    def _costs(self, config: EngineConfig, compile_backend: str | None) -> KnownCosts | None:
-        """Return what steps cost, if plans are chosen by that: as kept, or measured now."""
+    def _cost_cache(self, config: EngineConfig, compile_backend: str | None) -> CostCache | None:
+        """Return where the costs of steps are kept, if plans are chosen by them."""
         if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
             return None
         if not config.calibrate:
             return None
-        models = shape_of(self.model_name), shape_of(self.drafter_name)
-        cache = CostCache.of(
-            *models,
+        return CostCache.of(
+            shape_of(self.model_name),
+            shape_of(self.drafter_name),
             self.plan,
             compile_backend,
             config.cuda_graphs,
@@ -435,8 +425,14 @@ class LLM(TextGenerator):
             device=self.device,
             dtype=self.dtype,
         )
+
+    def _costs(
+        self, cache: CostCache, config: EngineConfig, compile_backend: str | None
+    ) -> KnownCosts:
+        """Return what steps cost: as kept, or measured now."""
         known = cache.read()
         if known is None:
+            assert isinstance(self.plan, AutoPlan)
             known = calibrate(self.pair, self.plan, config, compile_backend=compile_backend)
             cache.write(known)
         return known

@@ -9,7 +9,6 @@ import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -25,7 +24,7 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import find_model
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
@@ -280,10 +279,8 @@ class _Opening:
     def _open(
         self, model: str | Path, features: FeatureSpec, size: PoolSize, graphs: GraphMode
     ) -> HFTarget:
-        return HFTarget.from_pretrained(
-            model,
-            dtype=self.dtype,
-            device=self.device,
+        return HFTarget(
+            load_model(model, dtype=self.dtype, device=self.device),
             max_slots=size,
             features=features,
             compile_backend=self.compile_backend,
@@ -330,7 +327,7 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)

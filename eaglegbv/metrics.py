@@ -252,6 +252,7 @@ class StepRecord:
         kv_used: KV slots in use after the step.
         kv_slots: KV slots in the pool.
         trees: Each request's draft tree and its verdict; empty unless an observer requested trees.
+        why: Why plans were chosen, in words; empty if the user fixed them.
     """
 
     number: int
@@ -269,6 +270,7 @@ class StepRecord:
     kv_used: int
     kv_slots: int
     trees: Sequence[TreeRecord] = ()
+    why: str = ""
 
 
 class StepObserver(Protocol):

@@ -14,9 +14,8 @@ from eaglegbv.metrics import TreeRecord
 from eaglegbv.request import Debt, Request
 from eaglegbv.scheduler.batch import Group, Layout
 from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verifiers.base import NodeFigures, Verdict
-from eaglegbv.verifiers.paths import rows_at
-from eaglegbv.verifiers.selection import target_of_tokens
+from eaglegbv.verifiers.base import NodeStats, Verdict
+from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Evidence:
 
     verifier: str
     target: TargetProbs
-    figures: Callable[[], NodeFigures]
+    figures: Callable[[], NodeStats]
     prefilling: bool
 
 

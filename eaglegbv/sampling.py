@@ -233,14 +233,86 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
+_SORTED = 4096
+"""Most tokens of rows that top-p sorts whole."""
+
+_LARGEST = 1024
+"""Number of the largest logits of a longer row that hold ``top_p`` of its mass in most cases."""
+
+_LEAST = 0x44400000
+"""Bits of float32 768: the exponential of its negative is 0 in float64."""
+
+
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    values, order = logits.sort(dim=1, descending=True, stable=True)
-    probs = values.double().softmax(dim=1)
-    mass_before = probs.cumsum(dim=1) - probs
-    drop_sorted = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
-    drop_sorted[:, 0] = False
-    drop = torch.zeros_like(drop_sorted).scatter(1, order, drop_sorted)
-    return logits.masked_fill(drop, -torch.inf)
+    """Keep each row's most likely tokens up to ``top_p``; its largest logit is 0.
+
+    A token stays if those before it, in order of logits and then of indices, have a mass below
+    ``top_p``. So a row keeps what exceeds some *edge*, and the first few of what equals it.
+    """
+    edge, ties = _top_p_edge(logits, top_p)
+    equal = logits == edge
+    kept = (logits > edge) | (equal & (equal.cumsum(dim=1) <= ties))
+    # A row with a NaN is NaN throughout, and stays so, so that a broken model is noticed.
+    kept |= (top_p >= 1).unsqueeze(1) | logits.isnan()
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def _top_p_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the edge of each row, and how many tokens equal to it stay, both ``[rows, 1]``."""
+    if logits.shape[1] <= _SORTED:
+        return _edge_among(logits.sort(dim=1, descending=True).values, top_p)[:2]
+    if logits.device.type != "cpu":
+        return _searched_edge(logits, top_p)
+    mass = logits.double().exp_().sum(dim=1, keepdim=True)
+    edge, ties, beyond = _edge_among(logits.topk(_LARGEST, dim=1).values, top_p, mass)
+    for row in beyond.nonzero()[:, 0].tolist():
+        whole = logits[row].sort(descending=True).values.unsqueeze(0)
+        edge[row], ties[row] = (part[0] for part in _edge_among(whole, top_p[row : row + 1])[:2])
+    return edge, ties
+
+
+def _edge_among(
+    values: Tensor, top_p: Tensor, mass: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the edge and its ties, and which rows have it beyond their largest ``values``.
+
+    Args:
+        values: ``[rows, largest]``, descending.
+        top_p: ``[rows]``.
+        mass: ``[rows, 1]``, sum of the exponentials of a whole row; None if ``values`` is whole.
+    """
+    probs = values.double().softmax(dim=1) if mass is None else values.double().exp_() / mass
+    totals = probs.cumsum(dim=1)
+    stays = totals - probs < top_p.unsqueeze(1)
+    stays[:, 0] = True
+    last = stays.sum(dim=1, keepdim=True) - 1
+    edge = values.gather(1, last)
+    ties = (stays & (values == edge)).sum(dim=1, keepdim=True)
+    return edge, ties, totals[:, -1] < top_p
+
+
+def _searched_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the edge by bisection over the bits of floats, which never waits for the device."""
+    weights = logits.double().exp()
+    wanted = weights.sum(dim=1, keepdim=True) * top_p.unsqueeze(1)
+    below_zero = logits.view(torch.int32) & 0x7FFFFFFF  # bits of -logits, in the same order
+
+    def mass_above(bits: Tensor) -> Tensor:
+        return weights.where(below_zero < bits, 0.0).sum(dim=1, keepdim=True)
+
+    # The edge is the lowest logit that more likely tokens leave room for.
+    low = torch.zeros_like(wanted, dtype=torch.int32)
+    high = torch.full_like(low, _LEAST)
+    for _ in range(_LEAST.bit_length()):
+        middle = low + (high - low + 1) // 2
+        room = mass_above(middle) < wanted
+        low, high = middle.where(room, low), high.where(room, middle - 1)
+    # ``low`` may lie between two logits: the edge is the nearest one that is not less likely.
+    bits = below_zero.where(below_zero <= low, -1).amax(dim=1, keepdim=True)
+    edge = -bits.view(torch.float32)
+    weight = edge.double().exp()
+    ties = ((wanted - mass_above(bits)) / weight).ceil().clamp(min=1)
+    return edge, ties
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

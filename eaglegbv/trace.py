@@ -213,6 +213,7 @@ def _events(record: StepRecord, start: float, trees: list[Event]) -> list[Event]
         "committed": record.committed,
         "plans": dict(record.plans),
         "reasons": dict(record.reasons),
+        **({"why": record.why} if record.why else {}),
         "kv slots": record.kv_used,
     }
     if trees:

@@ -22,7 +22,7 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
     Fault,
-    NodeFigures,
+    NodeStats,
     Rule,
     Verdict,
     Verifier,
@@ -36,7 +36,6 @@ from eaglegbv.verifiers.registry import (
     make_verifier,
 )
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
@@ -84,8 +83,8 @@ def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, T
         own = slice(row, row + count)
         prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
         in_prompt[own].index_fill_(1, prompt, value=True)
-        seen = torch.tensor(request.token_ids, dtype=torch.int64)
-        generated[own] = send(torch.bincount(seen, minlength=vocab), device)
+        seen = upload(request.token_ids, dtype=torch.int64, device=device).expand(count, -1)
+        generated[own].scatter_add_(1, seen, torch.ones_like(seen))
         # The root is the last of the request's own tokens, so it is counted among those.
         drafted = ancestors[b, :count, 1:count].to(torch.int64)
         tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
@@ -120,7 +119,7 @@ class Settlement:
     verdict: Verdict
     debts: list[tuple[Debt, ...]]
     faults: Tensor
-    figures: Callable[[], NodeFigures]
+    figures: Callable[[], NodeStats]
 
 
 def recall_slots(plan: Plan) -> int:
@@ -155,11 +154,11 @@ def settle(
         device = tree.token_ids.device
         dists = ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
         layers = _layers(requests, device=device)
-        result = verifier.verify(tree, target, uniforms, Debts(layers, dists))
+        result = verifier.verify(tree, target, uniforms, layers, dists)
     finally:
         allocator.release(borrowed)
     debts = _owed(requests, result.layers, drafter)
-    return Settlement(result.verdict, debts, dists.faults, result.figures)
+    return Settlement(result, debts, dists.faults, result.node_stats)
 
 
 @dataclass(slots=True)
@@ -387,7 +386,7 @@ class Verification:
         verdict, faults = self._checked(verifier, group.tree.draft_sampling).verify(
             group.tree, dist, uniforms
         )
-        figures = partial(verifier.figures, group.tree, dist, uniforms)
+        figures = partial(verifier.node_stats, group.tree, dist, uniforms)
         evidence = self._evidence(group, verifier, dist, figures)
         return Judgement(verdict, faults, [() for _ in group.requests], evidence)
 
@@ -401,7 +400,7 @@ class Verification:
         return Judgement(settled.verdict, faults | settled.faults, settled.debts, evidence)
 
     def _evidence(
-        self, group: Group, rule: Rule, dist: TargetProbs, figures: Callable[[], NodeFigures]
+        self, group: Group, rule: Rule, dist: TargetProbs, figures: Callable[[], NodeStats]
     ) -> Evidence | None:
         """Return what is to be kept of a verification until its trees are recorded, if they are."""
         if not self.keeps_evidence:

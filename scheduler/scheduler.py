@@ -15,11 +15,12 @@ Requests are served in order of precedence: by priority, a lower number first, t
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import BLOCK, Block, PrefixCache, idle_slots
 
@@ -67,6 +68,25 @@ class StepBatch:
     def requests(self) -> list[Request]:
         """All requests that take part."""
         return [*self.decoding, *(portion.request for portion in self.reading)]
+
+    def share_seconds(self, seconds: Mapping[Phase, float], rows: int) -> None:
+        """Share a step's time by phase among the requests that took part.
+
+        The time of a forward is shared by its ``rows``: those of tokens that requests prefill count
+        for these requests, the others for the decoding ones. For a request that still prefills, all
+        time counts as prefill.
+        """
+        prefilled = sum(portion.count for portion in self.reading)
+        share = len(self.reading) / max(1, len(self.requests))
+        shares = {Phase.FORWARD: prefilled / rows, Phase.VERIFY: share, Phase.COMMIT: share}
+        prefill = {phase: seconds.get(phase, 0.0) * part for phase, part in shares.items()}
+        total = seconds.get(Phase.PREFILL, 0.0) + sum(prefill.values())
+        for portion in self.reading:
+            portion.request.metrics.add_seconds(Phase.PREFILL, total * portion.count / prefilled)
+        for phase in (Phase.DRAFT, *shares):
+            own = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
+            for request in self.decoding:
+                request.metrics.add_seconds(phase, own / len(self.decoding))
 
 
 class Scheduler:

@@ -7,59 +7,27 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from support.simulated_engine import Simulation, World
 
 from eaglegbv import LLM, SamplingParams
 from eaglegbv import calibration as cost_cache
-from eaglegbv.calibration import CostCache, calibrate, shape_of
-from eaglegbv.config import AUTO, AutoPlan, EngineConfig, Plan
+from eaglegbv.calibration import CostCache, calibrate, shape_of, was_disturbed
+from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.request import PlanReason
-from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape
-from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler.planner import KnownCosts, Measured, Planner, StepCosts, StepShape
 from eaglegbv.utils import CACHE_FOLDER
 
-SHAPES = [StepShape(r, 100 * r, r if k else 0, k, d) for r in (1, 4) for k, d in ((0, 0), (2, 3))]
+STEPS = tuple(Measured(StepShape.of([plan], 1, 100), 0.01) for plan in (PLAIN, Plan()))
+LIMITS, SIZES = AutoPlan(max_paths=2, max_depth=2), EngineConfig(kv_slots=4096, max_batch=1)
 
 
-def some_costs() -> StepCosts:
-    costs = StepCosts()
-    for _ in range(5):
-        for n, shape in enumerate(SHAPES):
-            costs.observe(shape, 0.01 * (n + 1))
-    return costs
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def known_of(world: World) -> KnownCosts:
-    costs = StepCosts()
-    for _ in range(4):
-        for paths, depth in ((0, 0), (1, 1), (3, 4), (2, 6), (1, 3)):
-            base, (once, request, level, node) = world.step[0], world.draft
-            drafts = once + request + level * depth + node * paths * depth if paths else 0.0
-            shape = StepShape(1, 100, 1 if paths else 0, paths, depth)
-            costs.observe(shape, (base + drafts) / 1000)
-    return KnownCosts(greedy=costs.table(), sampled=costs.table())
-
-
-def test_a_table_says_what_the_costs_say() -> None:
-    costs = some_costs()
-    again = StepCosts.of_table(costs.table())
-    assert again.steps == costs.steps
-    costs._pace = 0.0
-    for shape in [*SHAPES, StepShape(2, 300, 2, 3, 5), StepShape(2, 300, 0, 0, 0)]:
-        assert again.seconds(shape) == pytest.approx(costs.seconds(shape), rel=0.02)
-    assert again.table() == costs.table()
-
-
-def test_known_costs_need_no_lessons() -> None:
-    world = World()
-    taught = Simulation(world, planner=Planner(known_of(world)))
-    taught.run(1, 20)
-    assert taught.share(lambda plan, reason: reason is PlanReason.LEARNING, 20) == 0
-    untaught = Simulation(world)
-    untaught.run(1, 20)
-    assert untaught.share(lambda plan, reason: reason is PlanReason.LEARNING, 20) > 0.4
-    assert taught.run(1, 200) > 0.9 * taught.best(1)
+def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CostCache:
+    return CostCache.of(*facts, device=torch.device("cpu"), dtype=dtype)
 
 
 def drafting() -> LLM:
@@ -70,56 +38,86 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
     pair = drafting().pair
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
-    assert {(c.size, c.paths) for c in one.sampled.cells} == {(0, 0)}
-    assert not one.sampled.knows_drafts
-    few = calibrate(pair, AutoPlan(max_paths=2, max_depth=2), EngineConfig(max_batch=1))
+    assert {step.shape.cell for step in one.sampled} == {(0, 0, 0)}
+    few = calibrate(pair, LIMITS, EngineConfig(max_batch=1))
     assert pair.target.allocator.num_free == free
     assert pair.target.allocator.num_kept == 0
-    for table in (few.greedy, few.sampled):
-        # Of long texts too, by plans that draft and by none.
-        assert {cell.paths for cell in table.cells if cell.row[2] > 0.4} == {0, 2}
-        cells = {(c.size, c.paths, c.depth) for c in table.cells}
-        assert (0, 0, 0) in cells
-        assert any(paths == 2 for _, paths, _ in cells)
-        assert table.knows_drafts
+    for steps in (few.greedy, few.sampled):
+        cells = {step.shape.cell for step in steps}
         assert {size for size, _, _ in cells} == {0}
-        assert all(seconds >= 0 for seconds in table.dist)
-    costs = StepCosts.of_table(few.sampled)
-    assert all(costs.seconds(shape) > 0 for shape in SHAPES)
+        assert {paths for _, paths, _ in cells} == {0, 1, 2}
+        # Of long texts too, by plans that draft and by none.
+        assert {step.shape.paths for step in steps if step.shape.context > 500} == {0, 2}
+        costs = StepCosts(steps)
+        assert (costs.seconds([step.shape for step in (*steps, *STEPS)]) > 0).all()
 
 
-def test_costs_are_measured_once_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    limits = AutoPlan(max_paths=2, max_depth=2)
-    sizes = EngineConfig(kv_slots=4096, max_batch=1)
-    first = LLM(plan=limits, engine=sizes)
-    [kept] = (tmp_path / "cache").iterdir()
+def test_costs_are_measured_once_and_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = LLM(plan=LIMITS, engine=SIZES)
+    [kept] = folder.iterdir()
     written = kept.read_bytes()
     answer = first.generate("Hello", SamplingParams(max_tokens=6, ignore_eos=True))
     assert len(answer.token_ids) == 6
-    LLM(plan=limits, engine=sizes)
+    LLM(plan=LIMITS, engine=SIZES)
     assert kept.read_bytes() == written
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]
-    short = msgspec.json.decode(written)
-    short["sampled"]["draft_sampling"].pop()
-    for damaged in (b"{", written[:-20], msgspec.json.encode(short)):
+    assert [path.name for path in folder.iterdir()] == [kept.name]
+    wrong = msgspec.json.decode(written)
+    wrong["sampled"][0][1] = -1.0
+    for damaged in (b"{", written[:-20], msgspec.json.encode(wrong)):
         kept.write_bytes(damaged)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            LLM(plan=limits, engine=sizes)
+            LLM(plan=LIMITS, engine=SIZES)
         assert "measured again" in caplog.text
         assert kept.stat().st_size > 100
 
 
-def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_kept_costs_that_the_first_steps_refute_are_replaced(folder: Path) -> None:
+    LLM(plan=LIMITS, engine=SIZES)
+    [kept] = folder.iterdir()
+    known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
+    wrong = tuple(Measured(step.shape, min(3600.0, 1e3 * step.seconds)) for step in known.sampled)
+    kept.write_bytes(msgspec.json.encode(KnownCosts(greedy=known.greedy, sampled=wrong)))
+    llm = LLM(plan=LIMITS, engine=SIZES)
+    params = SamplingParams(max_tokens=150, ignore_eos=True, seed=1)
+    for _ in range(2):
+        llm.generate("Hello", params)
+    again = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
+    assert again.greedy == StepCosts(known.greedy).known
+    assert max(step.seconds for step in again.sampled) < min(step.seconds for step in wrong)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "share", "disturbed"),
+    [
+        ([[1.0, 1.1], [2.0, 2.1], [3.0, 9.0]], 0.95, False),  # a single step was held up
+        ([[1.0, 1.4], [2.0, 1.5], [3.0, 3.1]], 0.95, True),
+        ([[1.0, 1.0]], 0.6, True),
+        ([], 1.0, False),
+    ],
+)
+def test_a_machine_that_was_busy_is_noticed(repeats, share: float, disturbed: bool) -> None:
+    assert was_disturbed(repeats, share) == disturbed
+
+
+@pytest.mark.parametrize("answers", [(True, False), (True, True)])
+def test_a_disturbed_calibration_says_so_and_measures_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: tuple[bool, ...]
 ) -> None:
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
+    left = list(answers)
+    monkeypatch.setattr(cost_cache, "was_disturbed", lambda *_: left.pop(0))
+    with caplog.at_level(logging.WARNING):
+        calibrate(drafting().pair, LIMITS, EngineConfig(max_batch=1), seconds=0.0)
+    assert left == []
+    assert "busy" in caplog.text
+    assert "measured once more" in caplog.text
+    assert ("the first steps will check them" in caplog.text) == answers[1]
+
+
+def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(folder: Path) -> None:
+    drafting()
     LLM(engine=EngineConfig(kv_slots=4096, calibrate=False))
-    assert not (tmp_path / "cache").exists()
+    assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told(
@@ -127,46 +125,27 @@ def test_a_folder_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "file"))
-    cache = CostCache.of("a", device=torch.device("cpu"), dtype=torch.float32)
-    table = some_costs().table()
     with caplog.at_level(logging.WARNING):
-        cache.write(KnownCosts(greedy=table, sampled=table))
-        assert cache.read() is None
+        cache_of("a").write(KnownCosts(greedy=STEPS, sampled=STEPS))
+        assert cache_of("a").read() is None
     assert "not kept" in caplog.text
 
 
-def test_other_settings_have_other_files() -> None:
-    cpu, usual = torch.device("cpu"), torch.float32
-    files = {
-        CostCache.of("a", "b", device=cpu, dtype=usual).path,
-        CostCache.of("a", "c", device=cpu, dtype=usual).path,
-        CostCache.of("a", "b", device=cpu, dtype=torch.bfloat16).path,
-    }
-    assert len(files) == 3
-    assert CostCache.of("a", "b", device=cpu, dtype=usual).path in files
-
-
-def test_machines_that_share_a_folder_measure_for_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The home folder of a cluster: as many threads, and other processors."""
-    files = set()
-    for processor in ("fast", "slow", "slow"):
-        monkeypatch.setattr(cost_cache, "processor_name", lambda name=processor: name)
-        cache = CostCache.of("a", device=torch.device("cpu"), dtype=torch.float32)
-        files.add(cache.path)
-    assert len(files) == 2
+def test_other_settings_and_processors_have_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = (cache_of("a", "b"), cache_of("a", "c"), cache_of("a", "b", dtype=torch.bfloat16))
+    assert len({cache.path for cache in caches}) == 3
+    assert cache_of("a", "b") == caches[0]
+    # The home folder of a cluster: as many threads, and other processors.
+    monkeypatch.setattr(cost_cache, "processor_name", lambda: "another")
+    assert cache_of("a", "b") != caches[0]
 
 
 def test_what_has_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = drafting().pair
     monkeypatch.setattr(pair.target, "max_context", 30)
     nothing = calibrate(pair, AUTO, EngineConfig())
-    assert (nothing.greedy.steps, nothing.sampled.steps) == (0, 0)
-    # Where nothing was learned the first steps teach.
-    untaught = Simulation(World(), planner=Planner(nothing))
-    assert untaught.run(1, 100) > 0
-    assert untaught.share(lambda plan, reason: reason is PlanReason.LEARNING, 100) > 0
+    assert nothing == KnownCosts()
+    assert Planner(nothing).known == nothing
 
 
 def test_plans_that_cannot_run_are_refused_before_anything_is_measured() -> None:

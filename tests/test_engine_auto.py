@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import GTest, g_test, joint_probs
-from support.simulated_engine import Simulation, World, make_request
 from support.tiny_engine import TinyEngine, tiny_engine
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
@@ -26,7 +25,6 @@ from eaglegbv.request import PlanReason, Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import Planner
-from eaglegbv.scheduler.reading_cost import ReadingCost
 from eaglegbv.tree import DraftTree
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -256,16 +254,16 @@ def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
     assert [r.number for r in records] == list(range(len(records)))
     assert records[0].prefilling == 1
     assert records[-1].kv_slots == 16_384
+    assert "was never timed" in records[1].why
 
 
 def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
     # Long enough to be running still, however many tokens a step commits.
     engine.add(PROMPT, SamplingParams(max_tokens=100, seed=1, ignore_eos=True), AUTO)
-    assert engine.explain_plans() == []
-    for _ in range(12):
+    assert engine.explain_plans() == "no request leaves its plan to the engine"
+    for _ in range(16):
         engine.step()
-    best, *_, worst = engine.explain_plans()
-    assert best.rate > worst.rate > 0
+    assert engine.explain_plans().startswith("tokens/s expected at batch 1: ")
 
 
 @pytest.mark.parametrize(("cached", "worth", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
@@ -441,68 +439,6 @@ def test_joint_distribution_where_drafters_begin_anew_behind_what_they_missed(
     assert result.p_value > LEVEL, result
     assert len(forgotten) == SAMPLES
     assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
-
-
-def test_prompts_are_worth_reading_until_plain_decoding_was_better() -> None:
-    world = World(chance=lambda place, depth: 0.05, draft=(8.0, 1.0, 2.0, 0.4))
-    simulation = Simulation(world)
-    auto, fixed = (make_request(-1, plan, 1.0) for plan in (AUTO, None))
-    fixed.drafted = True
-    assert simulation.planner.worth_reading(auto, rows=20, batch=2)
-    simulation.run(2, 200)
-    assert not simulation.planner.worth_reading(auto, rows=20, batch=2)
-    assert simulation.planner.worth_reading(fixed, rows=20, batch=2)
-    assert simulation.planner.worth_reading(make_request(-2, AUTO, 0.0), rows=20, batch=2)
-
-
-def test_what_is_expected_of_a_batch_is_what_was_best_in_batches_of_its_size() -> None:
-    # A request that drafts costs more than it gains, but in small batches the step's own cost hides
-    # that.
-    world = World(step=(20.0, 0.5), draft=(0.5, 3.0, 0.2, 1.5), chance=lambda place, depth: 0.6)
-    simulation = Simulation(world)
-    planner, auto = simulation.planner, make_request(-1, AUTO, 1.0)
-    for batch in (1, 16):
-        simulation.run(batch, 150)
-    worth = {n: planner.worth_reading(auto, rows=20, batch=n) for n in (1, 2, 9, 16, 64)}
-    assert worth == {1: True, 2: True, 9: False, 16: False, 64: False}
-    simulation.run(1, 20)
-    assert not planner.worth_reading(auto, rows=20, batch=16)
-
-
-def test_a_long_prompt_is_worth_reading_for_a_long_answer() -> None:
-    # A step of 10 ms is spared for every token drafted, less what it takes to draft.
-    world = World(step=(10.0, 0.0), chance=lambda place, depth: 0.8, reading=0.1)
-    simulation = Simulation(world)
-    planner = simulation.planner
-    simulation.run(4, 150)
-
-    def most(answer: int, batch: int = 4) -> int:
-        """The longest prompt that is read, to a tenth."""
-        request = make_request(-1, AUTO, 1.0)
-        request.max_tokens = len(request.token_ids) + answer
-        worth = [planner.worth_reading(request, rows=10 * n, batch=batch) for n in range(1000)]
-        assert worth == sorted(worth, reverse=True)
-        return 10 * sum(worth)
-
-    fast = simulation.best(4) / 4
-    saved = 64 * (1 / (simulation.rate(4, PLAIN) / 4) - 1 / fast)
-    assert most(64) == pytest.approx(saved / 10 / (4 * 0.1e-3), rel=0.3)
-    assert most(128) == pytest.approx(2 * most(64), rel=0.1)
-    assert most(64, batch=8) < most(64) < most(64, batch=2)
-    assert most(100_000) == most(256)
-
-
-def test_a_hiccup_while_one_prompt_is_read_does_not_set_the_price() -> None:
-    reading = ReadingCost()
-    reading.observe(100, 10.0)
-    assert reading.seconds == 0.0  # nothing is known by one
-    reading.observe(100, 0.01)
-    assert reading.seconds == pytest.approx(1e-4)
-    reading.observe(100, 5.0)
-    assert reading.seconds == pytest.approx(1e-4)
-    for _ in range(5):
-        reading.observe(100, 0.02)
-    assert reading.seconds == pytest.approx(2e-4)
 
 
 def test_a_long_prompt_is_skipped_whole_once_its_beginning_was(

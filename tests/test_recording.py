@@ -187,7 +187,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
             drafts = sum(tree.multiplicity[c] for c in children)
             several += drafts > 1
             p, q = run.p(before).tolist(), run.q(before).tolist()
-            dist = exact_transport(tuple(p), tuple(q), drafts).dist
+            dist = exact_transport(tuple(p), tuple(q), drafts).probs
             for child in children:
                 assert b[child] == pytest.approx(dist[tree.token_ids[child]], rel=1e-4, abs=1e-9)
             token = tree.token_ids[node]
@@ -251,7 +251,7 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
     def refuse(*arguments: object) -> None:
         raise AssertionError("figures were asked for")
 
-    monkeypatch.setattr(OtbvVerifier, "figures", refuse)
+    monkeypatch.setattr(OtbvVerifier, "node_stats", refuse)
     monkeypatch.setattr("eaglegbv.outcomes.tree_records", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.pretend_device import PretendDevice
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -323,3 +324,50 @@ def test_settings_of_the_same_requests_are_made_once() -> None:
     params = SamplingParams(temperature=0.7, top_k=5)
     assert WarpSettings.of([params], [3]) is WarpSettings.of([params], [3])
     assert WarpSettings.of([params], [4]).temperature.shape == (4,)
+
+
+def sorted_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Top-p by its definition: in order of logits, then of indices, until the mass is reached."""
+    values, order = logits.sort(dim=1, descending=True, stable=True)
+    probs = values.double().softmax(dim=1)
+    drop = (probs.cumsum(dim=1) - probs >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("change", ["none", "ties", "excluded"])
+def test_top_p_of_a_large_vocabulary_keeps_what_sorting_every_row_would(
+    where: str, scale: float, change: str
+):
+    """Among the largest, by sorting a row after all, or by a search that waits for nothing."""
+    generator = torch.Generator().manual_seed(7)
+    tokens, top_p = 9000, (0.1, 0.5, 0.9, 0.999, 1.0)
+    logits = torch.randn((5, tokens), generator=generator) * scale
+    if change == "ties":
+        logits = (2 * logits / scale).round() / 2
+    if change == "excluded":
+        logits[:, torch.randperm(tokens, generator=generator)[: tokens // 2]] = -torch.inf
+    params = [SamplingParams(top_p=p) for p in top_p]
+    expected = sorted_top_p(
+        logits - logits.amax(dim=1, keepdim=True), torch.tensor(top_p, dtype=torch.float64)
+    )
+    if where == "host":
+        found = warp(logits, WarpSettings.of(params, [1] * 5))
+    else:
+        with PretendDevice() as device:
+            settings = WarpSettings.of(params, [1] * 5, device="cuda")
+            away = logits.to("cuda")
+            device.blocking.clear()
+            found = warp(away, settings)
+            assert (device.reads, device.blocking) == ([], [])
+            found = found.to("cpu")
+    assert torch.equal(found, expected)
+
+
+def test_a_large_row_with_a_nan_stays_broken():
+    logits = torch.zeros((2, 9000))
+    logits[1, 5] = torch.nan
+    found = warp(logits, WarpSettings.of([SamplingParams(top_p=0.5)], [2]))
+    assert found.isnan().all(dim=1).tolist() == [False, True]

@@ -26,7 +26,7 @@ def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -
 
     checkpoint = _open_head(drafter)
     fitted = None if target is None else fit(checkpoint, load_config(_target_named(target)))
-    typer.echo(inspect_head(checkpoint, fitted).text())
+    typer.echo(inspect_head(checkpoint, fitted))
 
 
 def export(

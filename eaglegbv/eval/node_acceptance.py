@@ -129,7 +129,7 @@ def _rejection_wor(
 def k_seq_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     """K-SEQ (SpecTr): 1 - (1 - beta)^n, all of p that its drafts serve."""
     n = torch.full((1, nodes.count), drafts)
-    served = k_seq(nodes.target.unsqueeze(0), nodes.draft.unsqueeze(0), n).served
+    _, served = k_seq(nodes.target.unsqueeze(0), nodes.draft.unsqueeze(0), n)
     return served.sum(dim=2)[0]
 
 

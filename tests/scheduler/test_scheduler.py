@@ -8,12 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
-from eaglegbv.scheduler.scheduler import GROWTH, Scheduler, StepBatch
+from eaglegbv.scheduler.scheduler import GROWTH, PrefillChunk, Scheduler, StepBatch
 
 
 class Pool:
@@ -284,6 +285,46 @@ def test_texts_in_the_cache_need_no_room_of_their_own():
     assert second.shared == 48
     assert second.metrics.cached_tokens == 48
     assert second.slots[:48].tolist() == first.slots[:48].tolist()
+
+
+SECONDS = {
+    Phase.DRAFT: 0.1,
+    Phase.FORWARD: 1.0,
+    Phase.VERIFY: 0.2,
+    Phase.COMMIT: 0.4,
+    Phase.PREFILL: 0.3,
+}
+
+
+def test_a_mixed_forward_is_prefill_for_those_who_read_and_forward_for_those_who_decode():
+    first, second = request(0), request(1)
+    chunks = [PrefillChunk(request(2), 60), PrefillChunk(request(3), 20)]
+    # 80 rows are read, 20 are those of two trees.
+    StepBatch([first, second], chunks).share_seconds(SECONDS, 100)
+    for r in (first, second):
+        assert r.metrics.seconds == pytest.approx(
+            {Phase.DRAFT: 0.05, Phase.FORWARD: 0.1, Phase.VERIFY: 0.05, Phase.COMMIT: 0.1}
+        )
+    # The forward's 0.8, half of what is common, and the drafter's part, by tokens.
+    for chunk, share in zip(chunks, (0.75, 0.25), strict=True):
+        metrics = chunk.request.metrics
+        assert metrics.seconds == pytest.approx({Phase.PREFILL: (0.8 + 0.3 + 0.3) * share})
+        assert metrics.decode_seconds == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_time_without_prompts_is_shared_equally_and_time_of_prompts_alone_by_tokens(count):
+    decoding = [request(n) for n in range(count)]
+    seconds = {phase: s for phase, s in SECONDS.items() if phase is not Phase.PREFILL}
+    StepBatch(decoding, []).share_seconds(seconds, 26)
+    for r in decoding:
+        assert r.metrics.seconds == pytest.approx({p: s / count for p, s in seconds.items()})
+    chunks = [PrefillChunk(request(n), 10 + 20 * n) for n in range(count)]
+    rows = sum(chunk.count for chunk in chunks)
+    StepBatch([], chunks).share_seconds({Phase.PREFILL: 1.0, Phase.VERIFY: 0.2}, rows)
+    for chunk in chunks:
+        expected = {Phase.PREFILL: 1.2 * chunk.count / rows}
+        assert chunk.request.metrics.seconds == pytest.approx(expected)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

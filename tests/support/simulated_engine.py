@@ -1,8 +1,7 @@
-"""An engine without models: steps take the time and drafts get as far as stated distributions say."""
+"""An engine without models: steps take the time and drafts get as far as a stated world says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +10,11 @@ from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler.planner import KnownCosts, Measured, Planner, StepShape
+
+
+def constant(value: float) -> Callable[[int, int], float]:
+    return lambda place, depth: value
 
 
 @dataclass(slots=True)
@@ -24,46 +27,67 @@ class World:
         chance: Chance of a single draft, by place in the batch and depth from 0.
         noise: Standard deviation of the logarithm of a step's time.
         reading: Milliseconds that a drafter takes for a position that it missed.
+        looks: Milliseconds of a node's look at 1024 tokens of its request's context.
         matched: How much of a text's end a lookup finds, by place in the batch and step.
         looked_up: Chance of a token looked up.
     """
 
     step: tuple[float, float] = (4.0, 0.5)
     draft: tuple[float, float, float, float] = (1.0, 0.2, 0.5, 0.05)
-    chance: Callable[[int, int], float] = field(default=lambda place, depth: 0.6)
+    chance: Callable[[int, int], float] = field(default_factory=lambda: constant(0.6))
     noise: float = 0.05
     reading: float = 0.0
-    matched: Callable[[int, int], int] = field(default=lambda place, step: 0)
+    looks: float = 0.0
+    matched: Callable[[int, int], int] = field(default_factory=lambda: lambda place, step: 0)
     looked_up: float = 0.0
 
     def seconds(self, requests: list[Request], behind: Mapping[int, int] | None = None) -> float:
         """Return the time of a step; ``behind`` has the positions that drafters missed."""
-        base, each = self.step
-        time = base + each * (len(requests) - 1)
-        drafting = [r for r in requests if r.plan.asks_drafter]
+        time = self.step[0] + self.step[1] * (len(requests) - 1)
         once, request, level, node = self.draft
         time += node * sum(r.plan.depth for r in requests if r.plan.source is Source.LOOKUP)
+        drafting = [r for r in requests if r.plan.asks_drafter]
         if drafting:
             plan = drafting[0].plan
-            nodes = plan.paths * plan.depth * len(drafting)
-            time += once + request * len(drafting) + level * plan.depth + node * nodes
-            time += self.reading * sum((behind or {}).get(r.number, 0) for r in drafting)
+            time += once + request * len(drafting) + level * plan.depth
+            for r in drafting:
+                looks = self.looks * r.context / 1024
+                time += plan.paths * plan.depth * (node + looks)
+                time += self.reading * (behind or {}).get(r.number, 0)
         return time / 1000
-
-    def hazard(self, place: int, paths: int, depth: int) -> float:
-        drafts = 1 + (paths - 1) * 0.5**depth
-        return 1 - (1 - self.chance(place, depth)) ** drafts
 
     def next(self, place: int, plan: Plan, depth: int) -> float:
         """Return the chance that a path goes on at a depth, from 0."""
-        drafted = plan.source is Source.DRAFTER
-        return self.hazard(place, plan.paths, depth) if drafted else self.looked_up
+        if plan.source is Source.LOOKUP:
+            return self.looked_up
+        return 1 - (1 - self.chance(place, depth)) ** (1 + (plan.paths - 1) * 0.5**depth)
 
     def expected(self, place: int, plan: Plan) -> float:
-        if not plan.speculative:
-            return 1.0
-        hazards = [self.hazard(place, plan.paths, d) for d in range(plan.depth)]
-        return 1 + float(np.cumprod(hazards).sum())
+        depths = range(plan.depth if plan.speculative else 0)
+        return 1 + float(np.cumprod([self.next(place, plan, d) for d in depths]).sum())
+
+    def rate(self, batch: int, plan: Plan, *, context: int = 100) -> float:
+        """Return the tokens per second of a fixed plan."""
+        requests = [make_request(n, AUTO, 1.0, context=context) for n in range(batch)]
+        for request in requests:
+            request.plan = plan
+        return sum(self.expected(n, plan) for n in range(batch)) / self.seconds(requests)
+
+    def best(self, batch: int, *, context: int = 100) -> float:
+        """Return the tokens per second of the best fixed plan."""
+        return max(self.rate(batch, plan, context=context) for plan in (PLAIN, *AUTO.candidates))
+
+    def recorded(self, *, drafts: float = 1.0, plain: float = 1.0) -> KnownCosts:
+        """Return costs as a calibration finds them, times these factors."""
+        steps = []
+        for batch in (1, 4, 16):
+            requests = [make_request(n, AUTO, 1.0) for n in range(batch)]
+            for plan in (PLAIN, *AUTO.candidates[::3]):
+                for request in requests:
+                    request.plan = plan
+                seconds = self.seconds(requests) * (drafts if plan.speculative else plain)
+                steps.append(Measured(StepShape.of([plan], batch, 100 * batch), seconds))
+        return KnownCosts(greedy=tuple(steps), sampled=tuple(steps))
 
 
 @dataclass(slots=True)
@@ -89,14 +113,17 @@ class Simulation:
         *,
         auto: AutoPlan = AUTO,
         temperature: float = 1.0,
-        prompt: int = 0,
+        missed: int = 0,
+        context: int = 100,
     ) -> float:
         """Run a batch for some steps, and return its tokens per second.
 
-        Drafters have missed ``prompt`` positions at first, and then what is decoded plainly.
+        Drafters have missed ``missed`` positions at first, and then what is decoded plainly.
         """
-        requests = [make_request(self.added + n, auto, temperature) for n in range(batch)]
-        behind = {request.number: prompt for request in requests}
+        requests = [
+            make_request(self.added + n, auto, temperature, context=context) for n in range(batch)
+        ]
+        behind = {request.number: missed for request in requests}
         for _ in range(2):  # of other prompts
             self.planner.observe_reading(100, 100 * self.world.reading / 1000)
         self.added += batch
@@ -110,8 +137,7 @@ class Simulation:
             )
             self.log.append([(r.plan, r.plan_reason) for r in requests])
             for place, request in enumerate(requests):
-                chance = partial(self.world.next, place, request.plan)
-                tokens += 1 + verify(request, self.planner, chance, self.generator)
+                tokens += 1 + self._verify(place, request)
             noise = np.exp(self.world.noise * self.generator.normal())
             seconds = self.world.seconds(requests, behind)
             time += seconds
@@ -121,43 +147,20 @@ class Simulation:
                 behind[request.number] = 0 if drafts else behind[request.number] + 1
         return tokens / time
 
-    def best(self, batch: int, *, auto: AutoPlan = AUTO) -> float:
-        """Return the tokens per second of the best fixed plan."""
-        return max(self.rate(batch, plan) for plan in (PLAIN, *auto.candidates))
-
-    def rate(self, batch: int, plan: Plan) -> float:
-        """Return the tokens per second of a fixed plan."""
-        requests = [make_request(n, AUTO, 1.0) for n in range(batch)]
-        for request in requests:
-            request.plan = plan
-        tokens = sum(self.world.expected(n, plan) for n in range(batch))
-        return tokens / self.world.seconds(requests)
+    def _verify(self, place: int, request: Request) -> int:
+        """Return how many drafts of a request are accepted, and tell the planner."""
+        accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
+        draws = self.generator.random(depth)
+        while accepted < depth and draws[accepted] < self.world.next(place, request.plan, accepted):
+            accepted += 1
+        request.step += 1
+        self.planner.observe_request(request, offered=depth, accepted=accepted)
+        return accepted
 
     def share(self, of: Callable[[Plan, PlanReason], bool], last: int) -> float:
         """Return the share of plans, of the last steps, of which ``of`` is true."""
         chosen = [of(*entry) for step in self.log[-last:] for entry in step]
         return sum(chosen) / len(chosen)
-
-
-def verify(
-    request: Request,
-    planner: Planner,
-    chance: Callable[[int], float],
-    generator: np.random.Generator,
-) -> int:
-    """Return how many drafts of a request are accepted, and tell the planner.
-
-    Args:
-        request: Its plan says how many there are.
-        planner: Learns from it.
-        chance: That a path goes on at a depth, from 0.
-        generator: Decides.
-    """
-    accepted, depth = 0, request.plan.depth if request.plan.speculative else 0
-    while accepted < depth and generator.random() < chance(accepted):
-        accepted += 1
-    planner.observe_request(request, offered=depth, accepted=accepted)
-    return accepted
 
 
 def make_request(

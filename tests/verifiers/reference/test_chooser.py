@@ -3,12 +3,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from support.tables import GeneratorChooser
 
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import (
-    GeneratorChooser,
     UniformChooser,
     accepts,
     exact_probs,

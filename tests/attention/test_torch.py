@@ -8,7 +8,7 @@ import torch
 from support.ragged_batches import tree_segment
 from torch import Tensor
 
-from eaglegbv.attention.base import PackedBatch, Segment, pack
+from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, offsets_of, pack
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
@@ -133,17 +133,7 @@ def filled_pool() -> KVPool:
 
 def attend(attention: TorchPagedAttention, batch: PackedBatch, extras: Extras) -> Tensor:
     q, k, v = tensors(batch.rows)
-    return attention.attend(
-        0,
-        q,
-        k,
-        v,
-        batch,
-        scale=SCALE,
-        window=extras.window,
-        softcap=extras.softcap,
-        sinks=extras.sinks,
-    )
+    return attention.attend(AttentionCall(0, SCALE, **vars(extras)), q, k, v, batch)
 
 
 @pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
@@ -249,3 +239,15 @@ def test_bad_segments() -> None:
         Segment(one, one, one, two, one)
     with pytest.raises(InvalidArgument, match="visible"):
         Segment(one, one, one, one, one, torch.ones((1, 2), dtype=torch.bool))
+
+
+def test_a_window_that_no_text_is_longer_than_is_none() -> None:
+    batch = pack([prompt(SEQUENTIAL, 3, 1), prompt(SEQUENTIAL, 5, 2)])
+    found = [batch.effective_window(window) for window in (None, 1, 6, 7, 8)]
+    assert found == [None, 1, 6, None, None]
+
+
+def test_offsets_are_where_parts_begin_and_the_last_ends() -> None:
+    assert offsets_of([3, 0, 2]) == (0, 3, 3, 5)
+    assert offsets_of([]) == (0,)
+    assert pack([prompt(SEQUENTIAL, 3, 1), prompt(SEQUENTIAL, 5, 2)]).offsets == (0, 1, 3)

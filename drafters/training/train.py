@@ -1,24 +1,35 @@
-"""The training loop shared by the target and the heads: optimise, log, checkpoint, resume."""
+"""The training loop of the target and the heads: optimise, log, checkpoint, resume, report."""
 
 import json
 import math
+import pickle
+import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+import tokenizers
 import torch
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import replacing, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 _SECONDS_BETWEEN_LINES = 20.0
+_LOG_EVERY = 10
+"""Steps between two lines of the log."""
+_WARM_UP = 0.05
+"""Fraction of the budget in which the learning rate rises linearly."""
+_LARGEST_GRADIENT = 1.0
+"""Norm to which a step's gradient is clipped."""
 _SEED_STRIDE = 1_000_003
 """A prime beyond the number of steps of any run."""
 
@@ -36,11 +47,8 @@ class Schedule:
         minutes: Minutes of training and evaluation at most, over all resumed parts; None is no
             limit.
         learning_rate: Peak learning rate of AdamW.
-        warm_up: Fraction of the budget in which the rate rises linearly.
         final_rate: Fraction of the peak the cosine ends at.
         weight_decay: AdamW's decay, of matrices only.
-        clip: Largest norm of the gradient.
-        log_every: Steps between two lines of the log.
         evaluate_every: Steps between two evaluations.
         checkpoint_every: Steps between two checkpoints.
         seed: Seed of everything random.
@@ -50,25 +58,19 @@ class Schedule:
     steps: int
     minutes: float | None = None
     learning_rate: float = 1.5e-3
-    warm_up: float = 0.05
     final_rate: float = 0.01
     weight_decay: float = 0.1
-    clip: float = 1.0
-    log_every: int = 10
     evaluate_every: int = 250
     checkpoint_every: int = 250
     seed: int = 0
     bf16: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_every", "checkpoint_every"):
+        for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
-
-        if not 0 <= self.warm_up <= 1:
-            raise InvalidArgument("warm_up", self.warm_up, "a fraction, from 0 to 1")
 
     def step_seed(self, step: int) -> int:
         """Return the seed of what step number ``step`` draws.
@@ -89,7 +91,7 @@ class Schedule:
 
     def rate(self, progress: float) -> float:
         """Return the learning rate at a fraction of the budget."""
-        rising = 1.0 if progress >= self.warm_up else progress / self.warm_up
+        rising = min(1.0, progress / _WARM_UP)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * rising * (self.final_rate + (1 - self.final_rate) * cosine)
 
@@ -154,8 +156,7 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     generator state to lose.
 
     Raises:
-        InvalidArgument: The checkpoint belongs to another run.
-        FloatingPointError: The loss is not finite.
+        InvalidArgument: The checkpoint belongs to another run, or the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / CHECKPOINT, folder / LOG
@@ -173,8 +174,13 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
             bar.update()
-            if progress.step % schedule.log_every == 0:
-                journal.write_loss(progress, loss.item(), schedule.progress(progress))
+            if progress.step % _LOG_EVERY == 0:
+                if not math.isfinite(value := loss.item()):
+                    expected = (
+                        f"a rate at which the loss is finite: step {progress.step} has {value}"
+                    )
+                    raise InvalidArgument("learning_rate", schedule.learning_rate, expected)
+                journal.write_loss(progress, value, schedule.progress(progress))
             if progress.step % schedule.evaluate_every == 0:
                 journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
             progress.seconds += time.monotonic() - began
@@ -214,7 +220,7 @@ def _step(
     with _autocast(task, schedule):
         loss = task.loss(step, spent)
     loss.backward()
-    nn.utils.clip_grad_norm_(task.module.parameters(), schedule.clip)
+    nn.utils.clip_grad_norm_(task.module.parameters(), _LARGEST_GRADIENT)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
@@ -246,13 +252,8 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
 class _Journal:
     """The output of a run: a progress bar, or lines where there is no terminal; and the log.
 
-    Attributes:
-        lines: The log, of JSON lines.
-        bar: The progress bar.
-        tokens_per_step: Tokens of a step.
-        first: The step at which this part of the run began.
-        began: When it did.
-        shown: When a line of progress was last printed.
+    ``first`` is the step at which this part of the run began, and ``shown`` when a line of progress
+    was last printed.
     """
 
     lines: TextIO
@@ -263,18 +264,6 @@ class _Journal:
     shown: float = 0.0
 
     def write_loss(self, progress: Progress, loss: float, spent: float) -> None:
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"loss {loss} at step {progress.step}")
-        self._show(progress, loss, spent)
-        entry = {
-            "step": progress.step,
-            "tokens": progress.step * self.tokens_per_step,
-            "seconds": round(progress.seconds, 1),
-            "loss": loss,
-        }
-        self._write(entry)
-
-    def _show(self, progress: Progress, loss: float, spent: float) -> None:
         now = time.monotonic()
         speed = self.tokens_per_step * (progress.step - self.first) / (now - self.began)
         facts = f"loss {loss:.3f}, {speed:,.0f} tokens/s"
@@ -285,6 +274,8 @@ class _Journal:
             left = progress.seconds * (1 - spent) / spent / 60
             where = f"step {progress.step:,} of about {self.bar.total:,}"
             tqdm.write(f"{where}, {facts}, {left:.0f} min left", file=sys.stderr)
+        tokens, seconds = progress.step * self.tokens_per_step, round(progress.seconds, 1)
+        self._write({"step": progress.step, "tokens": tokens, "seconds": seconds, "loss": loss})
 
     def write_evaluation(self, step: int, found: Evaluation) -> None:
         self._write({"step": step, "held_out": dict(found.values), "score": found.score})
@@ -322,10 +313,89 @@ def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progre
 
 
 def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
-    saved = torch.load(path, map_location="cpu", weights_only=True)
     identity = json.dumps(task.identity, sort_keys=True)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        expected = f"a readable checkpoint ({type(error).__name__})"
+        raise InvalidArgument("resume", str(path), expected) from error
     if saved["identity"] != identity:
         raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
     task.module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
     return Progress(**{each.name: saved[each.name] for each in fields(Progress)})
+
+
+# What a run reports.
+
+
+def write_report(
+    folder: Path,
+    task: Task,
+    progress: Progress,
+    final: Evaluation,
+    *,
+    title: str,
+    command: str,
+    data: Sequence[Path],
+    corpus: Corpus,
+    device: torch.device,
+) -> str:
+    """Write ``training_report.json``, and ``TRAINING.md``, which is returned.
+
+    Args:
+        folder: Folder to write into.
+        task: What was trained.
+        progress: Where the run ended.
+        final: The last evaluation, of the weights as saved.
+        title: What was trained, in words.
+        command: Command line that was run.
+        data: Files and folders of the data.
+        corpus: What was trained on.
+        device: Device trained on.
+
+    Returns:
+        A section of a model card, in Markdown.
+    """
+    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    report = {
+        "title": title,
+        "command": command,
+        "config": {**task.identity, "data": [str(path) for path in data]},
+        "parameters": sum(p.numel() for p in task.module.parameters()),
+        "data": corpus.token_counts(),  # before weighting
+        "steps": progress.step,
+        "best_step": progress.best_step,
+        "tokens": progress.step * task.tokens_per_step,
+        "seconds": round(progress.seconds, 1),
+        "held_out": dict(final.values),
+        "device": name,
+        "versions": {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+    }
+    write_whole(
+        folder / "training_report.json", f"{json.dumps(report, indent=2, default=str)}\n".encode()
+    )
+    card = _card(report)
+    write_whole(folder / "TRAINING.md", card.encode())
+    return card
+
+
+def _card(report: Mapping[str, Any]) -> str:
+    held_out = "\n".join(f"| {name} | {value:.3f} |" for name, value in report["held_out"].items())
+    data = "\n".join(f"| {name} | {count:,} |" for name, count in report["data"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return (
+        f"## Training of the {report['title']}\n\n"
+        f"{report['parameters']:,} weights; {report['tokens']:,} tokens in {report['steps']:,} "
+        f"steps (weights of step {report['best_step']:,} kept), {report['seconds']:,.0f} s on "
+        f"{report['device']}; {versions}.\n\n```\n{report['command']}\n```\n\n"
+        f"| source | tokens |\n| --- | ---: |\n{data}\n\n"
+        f"| held out | value |\n| --- | ---: |\n{held_out}\n"
+    )
