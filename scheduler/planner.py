@@ -125,7 +125,7 @@ class _Times:
         return self.offset + logs[(len(logs) - 1) // 2]
 
     def weight(self, now: int) -> float:
-        return 0.5 ** ((now - self.samples[-1][0]) / _STALE)
+        return float(0.5 ** ((now - self.samples[-1][0]) / _STALE))
 
 
 class StepCosts:
@@ -418,7 +418,7 @@ class _Choice(NamedTuple):
     reason: PlanReason
     why: str
     scores: Scores | None = None
-    index: int = 0
+    place: int = 0
 
 
 class _Book:
@@ -448,7 +448,7 @@ class _Book:
             self.ran[shape.cell] += 1
             self.latest[shape.cell] = self.step
         if choice.scores is not None:
-            own = _BUDGET * float(choice.scores.seconds[choice.index])
+            own = _BUDGET * float(choice.scores.seconds[choice.place])
             self.credit = min(self.credit + own, max(self.credit, own * _SAVED_STEPS))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
@@ -681,12 +681,12 @@ class Planner:
         if best.reason is not PlanReason.BEST or scores is None or not due:
             return []
         rates, seconds = scores.rates, scores.seconds
-        loss = scores.late + _ALIKE * (seconds - scores.tokens / rates[best.index])
+        loss = scores.late + _ALIKE * (seconds - scores.tokens / rates[best.place])
         cells = [StepShape.of([plan], scores.batch, 0).cell for plan in scores.plans]
         age = np.array([book.step - book.latest.get(cell, 0) for cell in cells])
         worth = rates * (1 + age / _RETRY)
-        worth[loss > _BUDGET * _SAVED_STEPS * seconds[best.index]] = 0
-        worth[best.index] = 0
+        worth[loss > _BUDGET * _SAVED_STEPS * seconds[best.place]] = 0
+        worth[best.place] = 0
         n = int(worth.argmax())
         if not worth[n] or loss[n] > book.credit:
             return []
@@ -711,8 +711,8 @@ class Planner:
         plans, scores = [choice.plan] * len(members), choice.scores
         if choice.reason is not PlanReason.BEST or scores is None:
             return plans
-        rate = scores.tokens[choice.index] / scores.seconds[choice.index]
-        share = (scores.seconds[choice.index] - scores.seconds[0]) / scores.batch
+        rate = scores.tokens[choice.place] / scores.seconds[choice.place]
+        share = (scores.seconds[choice.place] - scores.seconds[0]) / scores.batch
         node = book.costs.node_seconds(_context(members, 1))
         depths = np.array([plan.depth for plan in auto.lookups])
         for n, request in enumerate(members):
@@ -721,7 +721,7 @@ class Planner:
                 RequestMemory.of(request).matched = count
                 tokens = self._tokens(request, auto.lookups)
                 worth = tokens - rate * node * depths
-                if worth.max() > scores.each[n, choice.index] - rate * share:
+                if worth.max() > scores.each[n, choice.place] - rate * share:
                     plans[n] = auto.lookups[int(worth.argmax())]
         return plans
 
