@@ -2,40 +2,28 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
+from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tree_growth import DraftProbs
+from eaglegbv.drafters.tree_growth import (
+    GROWN_SAMPLINGS,
+    DraftProbs,
+    NewRows,
+    ProbsSettings,
+    draft_trees,
+)
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 StateKind = TypeVar("StateKind", bound=DraftState)
 SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
-
-
-def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
-    """Return a drafter's memory of a request; ``begin`` makes it where there is none."""
-    state = request.draft_states.get(kind)
-    if not isinstance(state, kind):
-        request.draft_states[kind] = state = begin()
-    return state
-
-
-def own_snapshots(
-    snapshots: Sequence[DraftSnapshot], kind: type[SnapshotKind]
-) -> list[SnapshotKind]:
-    """Return ``snapshots``, checked to be of a drafter's own kind.
-
-    Raises:
-        TypeError: One belongs to another drafter.
-    """
-    own = [snapshot for snapshot in snapshots if isinstance(snapshot, kind)]
-    if len(own) < len(snapshots):
-        raise TypeError("a snapshot belongs to another drafter")
-    return own
 
 
 class Drafter(ABC):
@@ -43,7 +31,8 @@ class Drafter(ABC):
 
     For each request, ``observe`` is called after parts of its prompt and after every commit,
     ``draft`` once per decoding step, and ``forget`` at its end. Between a commit and the next draft
-    the accepted tokens are run again on the target's true features.
+    the accepted tokens are run again on the target's true features. What a drafter does not define
+    does nothing: that serves one which reads tokens alone.
 
     A request may be pre-empted: it is forgotten, and later observed again from the start of its
     text, in other slots. Texts that begin alike may share slots: when a drafter first meets a
@@ -66,16 +55,14 @@ class Drafter(ABC):
         """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
         return {}
 
-    @abstractmethod
-    def observe(self, request: Request, features: Tensor) -> None:
+    def observe(self, request: Request, features: Tensor) -> None:  # noqa: B027
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.
 
         They belong to the last ``tokens`` positions of ``request.slots``. It is not called where
         the target has no features; the drafter then reads tokens alone.
         """
 
-    @abstractmethod
-    def catch_up(self, requests: Sequence[Request]) -> None:
+    def catch_up(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Run what was observed but not yet run; ``draft`` does so too."""
 
     @abstractmethod
@@ -88,8 +75,8 @@ class Drafter(ABC):
     ) -> DraftTree:
         """Propose one tree per request.
 
-        The tokens are drawn from exactly the distributions the tree carries, with the numbers of each
-        request's own stream at its own step.
+        The tokens are drawn from exactly the distributions the tree carries, with the numbers of
+        each request's own stream at its own step.
 
         Args:
             requests: Requests with at least one committed token each.
@@ -98,9 +85,13 @@ class Drafter(ABC):
             tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots it may overwrite.
         """
 
-    @abstractmethod
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:  # noqa: B027
         """Drop all memory of a request that ended or is pre-empted."""
+
+    def record(  # noqa: B027
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """Record now what drafts of up to ``requests`` requests with such settings would."""
 
     def shareable(self, request: Request) -> int:  # noqa: ARG002
         """Return how many leading positions have final rows in the drafter's pool.
@@ -122,16 +113,60 @@ class Drafter(ABC):
         Those are copied so that they do not keep their batch alive. If positions were lost, a
         drafter that :attr:`skips` restarts there as if the text began there, and sets
         ``request.skipped``. Its drafts may be worse but stay lossless, and are ready sooner. Not
-        for verifiers that recall distributions.
+        for verifiers that replay drafts.
         """
 
 
-class Recaller(ABC):
-    """Recalls the distributions from which an earlier step would have drawn after other tokens.
+class TextDrafter(Drafter):
+    """A drafter whose logits are a function of the text, and that keeps nothing."""
 
-    Rules that keep state over steps need the distributions of the *very step* that a debt comes from. Those
-    are not the current ones: by now the drafter knows true features where that step continued from
-    its own output, and its draft temperature may have changed.
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+    order: int | None = None
+    """Number of a text's last tokens that :meth:`logits` is given; None for all."""
+
+    @abstractmethod
+    def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return ``[texts, vocab]``, the logits of the token after each text."""
+
+    def shareable(self, request: Request) -> int:
+        """Return all positions: there are no rows."""
+        return request.context
+
+    def draft(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],  # noqa: ARG002  there are no keys to store
+    ) -> DraftTree:
+        """Propose one tree per request; see :meth:`Drafter.draft`."""
+        texts = [self.last_tokens(request) for request in requests]
+
+        def follow(rows: NewRows) -> Tensor:
+            nonlocal texts
+            pairs = zip(rows.parents.tolist(), rows.token_ids.tolist(), strict=True)
+            texts = [self._last((*texts[parent], token)) for parent, token in pairs]
+            return self.logits(texts)
+
+        logits = self.logits(texts)
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        return draft_trees(requests, plan, draft_sampling, ids, logits, follow)
+
+    def last_tokens(self, request: Request) -> tuple[int, ...]:
+        """Return what :meth:`logits` is given of a request's text."""
+        first = 0 if self.order is None else max(0, request.length - self.order)
+        return tuple(request.tokens_from(first))
+
+    def _last(self, text: tuple[int, ...]) -> tuple[int, ...]:
+        return text if self.order is None else text[-self.order :]
+
+
+class DraftReplay(ABC):
+    """Replays the distributions from which an earlier step would have drawn after other tokens.
+
+    Rules that keep state over steps need the distributions of the *very step* that a debt comes
+    from. Those are not the current ones: by now the drafter knows true features where that step
+    continued from its own output, and its draft temperature may have changed.
     """
 
     @abstractmethod
@@ -168,5 +203,54 @@ class Recaller(ABC):
         """
 
 
-class RecallingDrafter(Drafter, Recaller):
+class ReplayingDrafter(Drafter, DraftReplay):
     """A drafter that can say what its earlier steps would have drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot(DraftSnapshot):
+    """A step of a drafter with KV rows: its root, and the tokens appended since.
+
+    Attributes:
+        context: Positions whose rows are in the request's own slots.
+        rows: ``[tokens]`` int64, KV slots of the rows appended since.
+        settings: The step's draft settings.
+    """
+
+    context: int
+    rows: Tensor
+    settings: ProbsSettings
+
+
+def next_rows(
+    requests: Sequence[Request], snapshots: Sequence[RowSnapshot], tokens: Tensor, slots: Tensor
+) -> list[Segment]:
+    """Return segments that append one token each, for :meth:`DraftReplay.advance`."""
+    return [
+        Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
+        for request, s, token, slot in zip(
+            requests, snapshots, tokens.split(1), slots.split(1), strict=True
+        )
+    ]
+
+
+def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
+    """Return a drafter's memory of a request; ``begin`` makes it where there is none."""
+    state = request.draft_states.get(kind)
+    if not isinstance(state, kind):
+        request.draft_states[kind] = state = begin()
+    return state
+
+
+def own_snapshots(
+    snapshots: Sequence[DraftSnapshot], kind: type[SnapshotKind]
+) -> list[SnapshotKind]:
+    """Return ``snapshots``, checked to be of a drafter's own kind.
+
+    Raises:
+        TypeError: One belongs to another drafter.
+    """
+    own = [snapshot for snapshot in snapshots if isinstance(snapshot, kind)]
+    if len(own) < len(snapshots):
+        raise TypeError("a snapshot belongs to another drafter")
+    return own

@@ -6,12 +6,10 @@ that are known to be unneeded: a head that loads only in part silently drafts no
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,18 +32,16 @@ from eaglegbv.drafters.formats.read import (
     FORMATS,
     LAYER_IDS,
     VARIANTS,
-    Contents,
     FeatureLayers,
     FormatName,
-    Section,
-    StoredLayers,
+    Settings,
     detect_format,
     find_format,
     read_json,
     read_settings,
     read_weights,
 )
-from eaglegbv.drafters.formats.write import write_head
+from eaglegbv.drafters.formats.write import Contents, check_holds, write_head
 from eaglegbv.drafters.tabular import TABULAR
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 
@@ -58,32 +54,20 @@ _ROUNDING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Settings):
     """A head as stored in a folder, checked against its own configuration.
 
     Attributes:
         folder: The folder.
         files: Its files with weights.
         format: Its format.
-        architectures: The ``architectures`` of config.json, for reports.
-        config: The head's configuration; see :class:`Settings` for its layer numbers.
-        layers: EAGLE-3: the layer ids of the file.
         named: The tensors.
-        passed_on: Keys of config.json that only other engines use.
-        verifier: Name of the target, where config.json names one.
-        remarks: What was assumed, and what other engines would do otherwise.
     """
 
     folder: Path
     files: tuple[str, ...]
     format: FormatName
-    architectures: tuple[str, ...]
-    config: EagleHeadConfig
-    layers: StoredLayers | None
     named: NamedTensors
-    passed_on: Mapping[str, Any]
-    verifier: str | None
-    remarks: tuple[Remark, ...]
 
     @property
     def draft_to_target(self) -> Tensor | None:
@@ -127,20 +111,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if weights.ignored:
         text = f"{', '.join(weights.ignored)} not read, as {weights.files[0]} is there"
         remarks.append(Remark(RemarkKind.NOTE, text))
-    named = _without_idle_bias(settings.config, named)
-    _check_tensors(settings.config, named)
-    remarks += _check_vocabulary(settings.config, named)
+    named, more = _checked(settings.config, named)
+    known = {each.name: getattr(settings, each.name) for each in fields(settings)}
     return Checkpoint(
+        **known | {"remarks": (*remarks, *more)},
         folder=folder,
         files=weights.files,
         format=kind.name,
-        architectures=Section(stored).texts("architectures"),
-        config=settings.config,
-        layers=settings.layers,
         named=named,
-        passed_on=settings.passed_on,
-        verifier=settings.verifier,
-        remarks=tuple(remarks),
     )
 
 
@@ -156,10 +134,11 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
     _expect("target_hidden_size", config.target_hidden_size, target.hidden_size)
     remarks = list(checkpoint.remarks)
     limit = checkpoint.passed_on.get("max_position_embeddings")
-    if isinstance(limit, int) and limit < target.max_position_embeddings:
+    context = getattr(target, "max_position_embeddings", None)
+    if isinstance(limit, int) and isinstance(context, int) and limit < context:
         text = (
-            f"max_position_embeddings is {limit}, the target's {target.max_position_embeddings}; "
-            "SGLang starts only with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+            f"max_position_embeddings is {limit}, the target's {context}; SGLang starts only with "
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
         )
         remarks.append(Remark(RemarkKind.WARNING, text))
     if checkpoint.layers is None:
@@ -246,20 +225,19 @@ def _blank(
     return Eagle3Head(config, embedding, draft_to_target)
 
 
-def _without_idle_bias(config: EagleHeadConfig, named: NamedTensors) -> NamedTensors:
-    """Drop a bias of zeros, which EAGLE-1 heads without a bias carry for SGLang."""
-    bias = named.tensors.get(FC_BIAS)
-    if bias is None or config.fc_bias or config.arch is Arch.EAGLE3 or bool(bias.any()):
-        return named
-    return named.without(FC_BIAS, "zeros, and config.json says there is none")
+def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors, list[Remark]]:
+    """Return exactly the tensors of a head of this configuration, and what was assumed of them.
 
-
-def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:
-    """Raise unless the tensors are exactly those of a head of this configuration."""
+    Raises:
+        DrafterMismatch: One is missing, unknown, or of a wrong shape or type.
+    """
+    bias, eagle1 = named.tensors.get(FC_BIAS), config.arch is Arch.EAGLE1
+    if bias is not None and eagle1 and not config.fc_bias and not bool(bias.any()):
+        # SGLang wants one in every EAGLE-1 head.
+        named = named.without(FC_BIAS, "zeros, and config.json says there is none")
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
-        head = _blank(config, table, table, None)
-    expected = head.state_dict()
+        expected = _blank(config, table, table, None).state_dict()
     for name, tensor in expected.items():
         _check(named, name, tuple(tensor.shape))
     if config.hidden_size != config.target_hidden_size or EMBEDDING in named.tensors:
@@ -268,25 +246,36 @@ def _check_tensors(config: EagleHeadConfig, named: NamedTensors) -> None:
         if name not in expected and name not in (EMBEDDING, OFFSETS, MEMBERS):
             wanted = f"no such tensor in an {config.arch} head with this config.json"
             raise DrafterMismatch(named.shown(name), list(tensor.shape), wanted)
+    return _with_vocabulary(config, named)
 
 
-def _check_vocabulary(config: EagleHeadConfig, named: NamedTensors) -> list[Remark]:
-    """Raise unless the draft vocabulary's tensors fit the target's vocabulary and each other."""
+def _with_vocabulary(
+    config: EagleHeadConfig, named: NamedTensors
+) -> tuple[NamedTensors, list[Remark]]:
+    """Check the draft vocabulary's tensors; t2d follows from d2t where it is missing."""
     size, full = config.draft_vocab_size, config.draft_vocab_size == config.vocab_size
     if full and OFFSETS not in named.tensors and MEMBERS not in named.tensors:
-        return []
+        return named, []
     offsets = _check(named, OFFSETS, (size,), torch.int64)
-    members = _check(named, MEMBERS, (config.vocab_size,), torch.bool)
     ids = offsets + torch.arange(size)
     if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) < size:
         expected = f"offsets to different target ids in [0, {config.vocab_size})"
         raise DrafterMismatch(OFFSETS, [int(ids.min()), int(ids.max())], expected)
-    if not torch.equal(members.nonzero().squeeze(1), ids.sort().values):
-        raise DrafterMismatch(MEMBERS, int(members.sum()), f"the {size} target ids of d2t")
+    members = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    remarks = []
+    if MEMBERS not in named.tensors:  # NVIDIA's ModelOpt writes none
+        named = named.with_tensor(MEMBERS, members)
+        text = (
+            f"{MEMBERS} follows from {OFFSETS}, as it is not there; the EAGLE repository needs it"
+        )
+        remarks.append(Remark(RemarkKind.NOTE, text))
+    if not torch.equal(_check(named, MEMBERS, (config.vocab_size,), torch.bool), members):
+        found = int(named.tensors[MEMBERS].sum())
+        raise DrafterMismatch(MEMBERS, found, f"the {size} target ids of d2t")
     if full and bool(offsets.any()):
         text = "d2t reorders a full vocabulary; left aside, as EAGLE does and SGLang does not"
-        return [Remark(RemarkKind.ASSUMED, text)]
-    return []
+        remarks.append(Remark(RemarkKind.ASSUMED, text))
+    return named, remarks
 
 
 def _check(
@@ -385,7 +374,7 @@ def kind_of(folder: Path) -> Kind:
     return Kind.EAGLE if _is_head(read_weights(folder).tensors) else Kind.LANGUAGE_MODEL
 
 
-def _is_head(names: Collection[str]) -> bool:
+def _is_head(names: Iterable[str]) -> bool:
     """Return whether ``names`` are a head's.
 
     Only a head fuses features, maps vocabularies, or names its layer without ``model.``.
@@ -399,6 +388,10 @@ def _is_head(names: Collection[str]) -> bool:
 # What a head's files say, what was assumed, and where engines would disagree about them.
 
 
+_KINDS = {
+    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
+    Arch.EAGLE3: "EAGLE-3",
+}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
     RemarkKind.ASSUMED: "Assumed, as the files leave it open",
@@ -406,121 +399,70 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """A report on a head.
-
-    Attributes:
-        facts: What was detected, by label.
-        remarks: What was assumed, and what other engines would do otherwise.
-    """
-
-    facts: dict[str, str]
-    remarks: tuple[Remark, ...]
-
-    def text(self) -> str:
-        """Return the report as lines."""
-        width = max(map(len, self.facts)) + 2
-        lines = [f"{label:<{width}}{fact}" for label, fact in self.facts.items()]
-        for kind, words in _WORDS.items():
-            own = [f"  - {remark.text}" for remark in self.remarks if remark.kind is kind]
-            lines += ["", f"{words}:", *own] if own else []
-        return "\n".join(lines)
-
-
-def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> Inspection:
-    """Report on a checkpoint; ``fitted`` is None where no target is known."""
-    config = checkpoint.config
-    layers, remarks = _layers_alone(checkpoint), checkpoint.remarks
+def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
+    """Return a report on a checkpoint as lines; ``fitted`` is None where no target is known."""
+    remarks = checkpoint.remarks
+    layers = None if checkpoint.layers is None else checkpoint.layers.resolve(None)
     if fitted is not None:
         layers, remarks = fitted.layers, fitted.remarks
     elif layers is not None:
         remarks = (*remarks, *layers.remarks())
+    facts = _facts(checkpoint, layers)
+    facts["target"] = "not given: sizes and layers were not checked" if fitted is None else "fits"
+    width = max(map(len, facts)) + 2
+    lines = [f"{label:<{width}}{fact}" for label, fact in facts.items()]
+    for kind, words in _WORDS.items():
+        own = [f"  - {remark.text}" for remark in remarks if remark.kind is kind]
+        lines += ["", f"{words}:", *own] if own else []
+    return "\n".join(lines)
+
+
+def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, str]:
+    """Return what was detected, by label."""
+    config, named = checkpoint.config, checkpoint.named
+    variants = sorted(name for name in VARIANTS if getattr(config, name))
+    weights = [t for name, t in named.tensors.items() if name not in (OFFSETS, MEMBERS)]
+    dtypes = _list(sorted({dtype_name(t.dtype) for t in weights}))
+    rope = dict(config.rope_parameters)
+    kind, theta = rope.pop("rope_type"), rope.pop("rope_theta")
+    width = f"width {config.hidden_size}"
+    if config.hidden_size != config.target_hidden_size:
+        width += f" (target {config.target_hidden_size})"
+    heads = f"{config.num_heads} query heads and {config.num_kv_heads} key heads"
+    embedding = "the target's"
+    if EMBEDDING in named.tensors:
+        embedding = "in the file; shared with the target where it is the same"
+    vocabulary = f"{config.vocab_size}, all of which can be drafted"
+    if config.draft_vocab_size < config.vocab_size:
+        share = config.draft_vocab_size / config.vocab_size
+        vocabulary = (
+            f"{config.draft_vocab_size} of {config.vocab_size} can be drafted ({share:.0%})"
+        )
+    captures = "the final hidden state, after the last norm"
+    if layers is not None:
+        captures = f"the inputs of layers {_list(map(str, layers.inputs))} ({layers.reason})"
+    elif checkpoint.layers is not None:
+        captures = "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
     facts = {
         "drafter": f"{checkpoint.folder} ({', '.join(checkpoint.files)})",
         "head": _KINDS[config.arch],
         "format": f"{checkpoint.format}; architectures: {_list(checkpoint.architectures)}",
-        "tensors": _tensors(checkpoint),
-        "layer": _layer(config),
-        "biases": _list(_variants(config, "bias")),
-        "norms": _list(_variants(config, "norm")),
-        "rope": _rope(config),
-        "vocabulary": _vocabulary(config),
-        "embedding": _inspection_embedding(checkpoint),
-        "captures": _captures(checkpoint, layers),
+        "tensors": f"{len(named.tensors)}, {sum(t.numel() for t in weights):,} weights, {dtypes}",
+        "layer": f"{width}, feed-forward {config.intermediate_size}, {heads} of {config.head_dim}",
+        "biases": _list(name for name in variants if "bias" in name),
+        "norms": _list(name for name in variants if "norm" in name),
+        "rope": _list([kind, f"theta {theta:g}", *(f"{k} {v}" for k, v in sorted(rope.items()))]),
+        "vocabulary": vocabulary,
+        "embedding": embedding,
+        "captures": captures,
+        "made for": checkpoint.verifier or "",
+        "left aside": ", ".join(f"{name} ({why})" for name, why in named.left_aside.items()),
     }
-    if checkpoint.verifier is not None:
-        facts["made for"] = checkpoint.verifier
-    left = [f"{name} ({why})" for name, why in checkpoint.named.left_aside.items()]
-    if left:
-        facts["left aside"] = _list(left)
-    facts["target"] = "not given: sizes and layers were not checked" if fitted is None else "fits"
-    return Inspection(facts, remarks)
+    return {label: fact for label, fact in facts.items() if fact}
 
 
-_KINDS = {
-    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
-    Arch.EAGLE3: "EAGLE-3",
-}
-
-
-def _list(words: object) -> str:
-    return ", ".join(words) or "none" if isinstance(words, list | tuple) else str(words)
-
-
-def _variants(config: EagleHeadConfig, part: str) -> list[str]:
-    return sorted(name for name in VARIANTS if part in name and getattr(config, name))
-
-
-def _tensors(checkpoint: Checkpoint) -> str:
-    maps = (OFFSETS, MEMBERS)
-    weights = [t for name, t in checkpoint.named.tensors.items() if name not in maps]
-    dtypes = Counter(dtype_name(t.dtype) for t in weights)
-    own = sum(t.numel() for t in weights)
-    return f"{len(checkpoint.named.tensors)}, {own:,} weights, {_list(sorted(dtypes))}"
-
-
-def _layer(config: EagleHeadConfig) -> str:
-    width = str(config.hidden_size)
-    if config.hidden_size != config.target_hidden_size:
-        width += f" (target {config.target_hidden_size})"
-    return (
-        f"width {width}, feed-forward {config.intermediate_size}, {config.num_heads} query heads "
-        f"and {config.num_kv_heads} key heads of {config.head_dim}"
-    )
-
-
-def _rope(config: EagleHeadConfig) -> str:
-    settings = dict(config.rope_parameters)
-    kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
-    rest = "".join(f", {key} {value}" for key, value in sorted(settings.items()))
-    return f"{kind}, theta {theta:g}{rest}"
-
-
-def _vocabulary(config: EagleHeadConfig) -> str:
-    if config.draft_vocab_size == config.vocab_size:
-        return f"{config.vocab_size}, all of which can be drafted"
-    share = config.draft_vocab_size / config.vocab_size
-    return f"{config.draft_vocab_size} of {config.vocab_size} can be drafted ({share:.0%})"
-
-
-def _inspection_embedding(checkpoint: Checkpoint) -> str:
-    if EMBEDDING in checkpoint.named.tensors:
-        return "in the file; shared with the target where it is the same"
-    return "the target's"
-
-
-def _layers_alone(checkpoint: Checkpoint) -> FeatureLayers | None:
-    """Return the layers that the file alone determines."""
-    return None if checkpoint.layers is None else checkpoint.layers.resolve(None)
-
-
-def _captures(checkpoint: Checkpoint, layers: FeatureLayers | None) -> str:
-    if checkpoint.layers is None:
-        return "the final hidden state, after the last norm"
-    if layers is None:
-        return "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
-    return f"the inputs of layers {_list([str(i) for i in layers.inputs])} ({layers.reason})"
+def _list(words: Iterable[str]) -> str:
+    return ", ".join(words) or "none"
 
 
 # Exporting a head for other engines.
@@ -566,28 +508,23 @@ def export_head(
     kind = find_format(format_name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
-    kind.check_holds(checkpoint.config)
+    check_holds(kind, checkpoint.config)
     tensors = dict(checkpoint.named.tensors)
-    if kind.carries_embedding and EMBEDDING not in tensors:
+    if kind.nested and EMBEDDING not in tensors:
         if target is None:
             expected = f"the target's, which {kind.name} heads carry; name the target"
             raise DrafterMismatch(EMBEDDING, None, expected)
         tensors[EMBEDDING] = target.read_embedding()
-    layers = _layers(checkpoint, target)
+    # A checkpoint that names no layers leaves them open.
+    layers = None
+    if checkpoint.layers is not None and checkpoint.layers.ids is not None:
+        layers = checkpoint.layers.resolve(None if target is None else target.num_layers)
     contents = Contents(
         config=checkpoint.config,
-        layers=layers,
+        layers=None if layers is None else layers.inputs,
         dtype=tensors["fc.weight"].dtype,
         passed_on=checkpoint.passed_on,
         verifier=checkpoint.verifier if target is None else target.name,
         verifier_architectures=() if target is None else target.architectures,
     )
     write_head(folder, kind, contents, tensors)
-
-
-def _layers(checkpoint: Checkpoint, target: ExportTarget | None) -> tuple[int, ...] | None:
-    """Return the layers to name in the file; None where the checkpoint leaves them open."""
-    if checkpoint.layers is None or checkpoint.layers.ids is None:
-        return None
-    resolved = checkpoint.layers.resolve(None if target is None else target.num_layers)
-    return None if resolved is None else resolved.inputs

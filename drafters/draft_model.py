@@ -22,16 +22,20 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
+from eaglegbv.drafters.base import (
+    ReplayingDrafter,
+    RowSnapshot,
+    next_rows,
+    own_snapshots,
+    own_state,
+)
 from eaglegbv.drafters.tree_growth import (
     GROWN_SAMPLINGS,
     DraftedRows,
     DraftProbs,
-    GrowingTree,
+    NewRows,
     ProbsSettings,
-    RowSnapshot,
     draft_trees,
-    next_rows,
     replayed_probs,
 )
 from eaglegbv.request import DraftSnapshot, DraftState, Request
@@ -83,7 +87,7 @@ class StandaloneSnapshot(RowSnapshot):
     logits: Tensor
 
 
-class StandaloneDrafter(RecallingDrafter):
+class StandaloneDrafter(ReplayingDrafter):
     """Drafts with a language model."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
@@ -99,9 +103,6 @@ class StandaloneDrafter(RecallingDrafter):
         """
         self.model = model
         self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
-
-    def observe(self, request: Request, features: Tensor) -> None:
-        """Do nothing: the request's tokens and slots are all that is needed."""
 
     def forget(self, request: Request) -> None:
         """Drop the request's memory; its KV slots are the engine's to free."""
@@ -144,21 +145,15 @@ class StandaloneDrafter(RecallingDrafter):
         for request, own in zip(requests, logits, strict=True):
             state = _state(request)
             state.context, state.logits = request.context, own
-        drafted = [
-            DraftedRows(slots, free[1:]) for slots, free in zip(known, tree_slots, strict=True)
-        ]
+        drafted = DraftedRows(known, [slots[1:] for slots in tree_slots])
 
-        def follow(
-            trees: Sequence[GrowingTree],
-            nodes: Sequence[Sequence[int]],
-            parents: list[int],  # noqa: ARG001  keys and values are all a row needs
-        ) -> Tensor:
-            return self._run(DraftedRows.segments(drafted, trees, nodes), None)
+        def follow(rows: NewRows) -> Tensor:
+            return self._run(drafted.segments(rows), None)
 
         return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
 
     def snapshot(self, request: Request) -> StandaloneSnapshot:
-        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`."""
+        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`."""
         state = _state(request)
         if state.logits is None:
             raise RuntimeError(f"request {request.number} has drafted no tree")
@@ -178,7 +173,7 @@ class StandaloneDrafter(RecallingDrafter):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row for each; see :meth:`RecallingDrafter.advance`."""
+        """Run one more row for each; see :meth:`DraftReplay.advance`."""
         own = own_snapshots(snapshots, StandaloneSnapshot)
         logits = self._run(next_rows(requests, own, tokens, slots), None)
         return [
@@ -187,7 +182,7 @@ class StandaloneDrafter(RecallingDrafter):
         ]
 
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
+        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, StandaloneSnapshot)
         logits = torch.stack([s.logits for s in own])
         return replayed_probs(logits, [s.settings for s in own], self._ids)

@@ -15,9 +15,8 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -27,24 +26,28 @@ from torch import Tensor
 from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
-from eaglegbv.devices import upload
-from eaglegbv.drafters.base import RecallingDrafter, own_snapshots, own_state
+from eaglegbv.devices import send
+from eaglegbv.drafters.base import (
+    ReplayingDrafter,
+    RowSnapshot,
+    next_rows,
+    own_snapshots,
+    own_state,
+)
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
-from eaglegbv.drafters.graph_drafting import CompiledHeadForward, DeviceDrafting
+from eaglegbv.drafters.graph_drafting import DeviceDrafting, Roots
 from eaglegbv.drafters.tree_growth import (
     GROWN_SAMPLINGS,
     DraftedRows,
     DraftProbs,
-    GrowingTree,
+    NewRows,
     ProbsSettings,
-    Roots,
-    RowSnapshot,
     draft_trees,
-    next_rows,
     replayed_probs,
 )
 from eaglegbv.fused_linears import Quantization, settled
 from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
@@ -82,7 +85,7 @@ class EagleSnapshot(RowSnapshot):
     hidden: Tensor
 
 
-class EagleDrafter(RecallingDrafter):
+class EagleDrafter(ReplayingDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
@@ -120,14 +123,13 @@ class EagleDrafter(RecallingDrafter):
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
-        make: Callable[..., HeadForward] = HeadForward
-        if compile_backend is not None:
-            make = partial(
-                CompiledHeadForward,
-                compile_backend=compile_backend,
-                recorded=recorder is not None,
-            )
-        self._forward = make(head, attention, quantization=self._quantization)
+        self._forward = HeadForward(
+            head,
+            attention,
+            quantization=self._quantization,
+            compile_backend=compile_backend,
+            recorded=recorder is not None,
+        )
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
@@ -148,6 +150,13 @@ class EagleDrafter(RecallingDrafter):
     def graph_counts(self) -> Mapping[str, int]:
         """See :meth:`Drafter.graph_counts`."""
         return {} if self._on_device is None else self._on_device.counts
+
+    def record(
+        self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
+    ) -> None:
+        """See :meth:`Drafter.record`."""
+        if self._on_device is not None:
+            self._on_device.record(requests, plan, draft_sampling, params)
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""
@@ -218,20 +227,14 @@ class EagleDrafter(RecallingDrafter):
             found = self._on_device.draft(requests, plan, draft_sampling, roots)
             if found is not None:
                 return found
-        drafted = [
-            DraftedRows(context, slots)
-            for context, slots in zip(roots.contexts, tree_slots, strict=True)
-        ]
+        drafted = DraftedRows(roots.contexts, tree_slots)
         hidden = roots.hidden
 
-        def follow(
-            trees: Sequence[GrowingTree], nodes: Sequence[Sequence[int]], parents: list[int]
-        ) -> Tensor:
+        def follow(rows: NewRows) -> Tensor:
             # The head reads its own output for a node's parent.
             nonlocal hidden
-            above = hidden.index_select(0, upload(parents, dtype=torch.int64, device=hidden.device))
-            segments = DraftedRows.segments(drafted, trees, nodes)
-            hidden, logits = self._forward.go_on(segments, above)
+            above = hidden.index_select(0, send(rows.parents, hidden.device))
+            hidden, logits = self._forward.go_on(drafted.segments(rows), above)
             return logits
 
         logits = self._forward.logits(hidden)
@@ -240,11 +243,11 @@ class EagleDrafter(RecallingDrafter):
         )
 
     def snapshot(self, request: Request) -> EagleSnapshot:
-        """Remember the last tree's root; see :meth:`RecallingDrafter.snapshot`.
+        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.
 
         Raises:
-            RuntimeError: The head skipped the text's beginning, and would find other distributions once
-                the text is read again.
+            RuntimeError: The head skipped the text's beginning, and would find other distributions
+                once the text is read again.
         """
         if request.skipped:
             raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")
@@ -264,7 +267,7 @@ class EagleDrafter(RecallingDrafter):
         tokens: Tensor,
         slots: Tensor,
     ) -> list[DraftSnapshot]:
-        """Run one more row of the head for each; see :meth:`RecallingDrafter.advance`."""
+        """Run one more row of the head for each; see :meth:`DraftReplay.advance`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         segments = next_rows(requests, own, tokens, slots)
         hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
@@ -275,7 +278,7 @@ class EagleDrafter(RecallingDrafter):
 
     @torch.inference_mode()
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
+        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, EagleSnapshot)
         logits = self.head.logits(torch.stack([s.hidden for s in own]))
         return replayed_probs(logits, [s.settings for s in own], self.head.draft_to_target)

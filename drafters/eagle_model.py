@@ -1,7 +1,13 @@
-"""Sizes and settings of an EAGLE head, and which published head it is."""
+"""EAGLE heads: one decoder layer that continues a target's features.
+
+One definition serves training and inference: attention is passed in as a function, so the layer
+knows neither masks nor caches. Tensor names and the forward follow the published checkpoints of
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -13,10 +19,24 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eaglegbv.attention.base import PagedAttention, Segment, pack
-from eaglegbv.attention.opaque import PagedCall
+from eaglegbv.attention.base import (
+    AttentionCall,
+    PackedBatch,
+    PagedAttention,
+    Segment,
+    attend_opaque,
+    attending,
+    pack,
+)
+from eaglegbv.compiling import (
+    can_generate,
+    check_backend,
+    compile_graph,
+    generating_products,
+    making_graphs,
+)
 from eaglegbv.errors import DrafterMismatch, one_of
-from eaglegbv.fused_linears import PackedProduct, Product, Quantization, prepare, product_of
+from eaglegbv.fused_linears import PackedProduct, Product, Quantization, in_use, prepare, product_of
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -84,30 +104,26 @@ class EagleHeadConfig:
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
         if rope_type not in _FIXED_ROPE_TYPES:
-            raise DrafterMismatch(
-                "rope_type", rope_type, one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
-            )
+            expected = one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
+            raise DrafterMismatch("rope_type", rope_type, expected)
         rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
         if rotated != 1.0:
             raise DrafterMismatch("partial_rotary_factor", rotated, "1.0, the whole head rotated")
         if self.num_heads % self.num_kv_heads:
             raise DrafterMismatch("num_kv_heads", self.num_kv_heads, f"to divide {self.num_heads}")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise DrafterMismatch(
-                "draft_vocab_size", self.draft_vocab_size, f"an integer in [1, {self.vocab_size}]"
-            )
+            expected = f"an integer in [1, {self.vocab_size}]"
+            raise DrafterMismatch("draft_vocab_size", self.draft_vocab_size, expected)
         if self.arch is Arch.EAGLE1:
             self._check_eagle1()
 
     def _check_eagle1(self) -> None:
-        if self.hidden_size != self.target_hidden_size:
-            raise DrafterMismatch(
-                "hidden_size", self.hidden_size, f"the target's, {self.target_hidden_size}"
-            )
-        if self.draft_vocab_size != self.vocab_size:
-            raise DrafterMismatch(
-                "draft_vocab_size", self.draft_vocab_size, f"the target's, {self.vocab_size}"
-            )
+        for name, value, target in (
+            ("hidden_size", self.hidden_size, self.target_hidden_size),
+            ("draft_vocab_size", self.draft_vocab_size, self.vocab_size),
+        ):
+            if value != target:
+                raise DrafterMismatch(name, value, f"the target's, {target}")
         if self.feature_layers:
             raise DrafterMismatch("feature_layers", self.feature_layers, "none for an EAGLE-1 head")
         for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"):
@@ -205,38 +221,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+            for _ in "qk"
+        )
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Attend from ``x`` ``[..., input_size]``; return ``[..., hidden]``."""
-        q, k, v = self.heads(x)
-        out: Tensor = self.o_proj(attend(rotation(q), rotation(k), v).flatten(-2))
-        return out
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values ``[..., heads, head_dim]``, not rotated."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim))
             for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        return q, k, v
-
-
-class _NormedAttention(Attention):
-    """Attention whose queries and keys are normed head by head (Qwen3)."""
-
-    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
-        super().__init__(config, input_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return self.q_norm(q), self.k_norm(k), v
-
-
-def attention_of(config: EagleHeadConfig, input_size: int) -> Attention:
-    """Return the attention of a head of ``config`` that reads rows of ``input_size`` numbers."""
-    return (_NormedAttention if config.qk_norm else Attention)(config, input_size)
+        attended = attend(rotation(self.q_norm(q)), rotation(self.k_norm(k)), v)
+        out: Tensor = self.o_proj(attended.flatten(-2))
+        return out
 
 
 class NormEach(nn.ModuleList):
@@ -267,11 +265,7 @@ class FeedForward(nn.Module):
         return out
 
 
-# EAGLE heads: one decoder layer that continues a target's features.
-#
-# One definition serves training and inference: attention is passed in as a function, so the layer
-# knows neither masks nor caches. Tensor names and the forward follow the published checkpoints of
-# EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
+# The heads.
 
 
 class EagleHead(nn.Module, ABC):
@@ -378,7 +372,7 @@ class Eagle1Head(EagleHead):
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
             {
-                "self_attn": attention_of(config, size),
+                "self_attn": Attention(config, size),
                 "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
                 "mlp": FeedForward(config),
             }
@@ -436,7 +430,7 @@ class Eagle3Head(EagleHead):
             {
                 "input_layernorm": nn.RMSNorm(size, eps),
                 "hidden_norm": nn.RMSNorm(size, eps),
-                "self_attn": attention_of(config, 2 * size),
+                "self_attn": Attention(config, 2 * size),
                 "post_attention_layernorm": nn.RMSNorm(size, eps),
                 "mlp": FeedForward(config),
             }
@@ -488,26 +482,7 @@ class Rows(NamedTuple):
 
     Attributes:
         token_ids: ``[rows]`` int64.
-        positions: ``[rows]`` int64.
-        angles: The angles of positions 0, 1, ...
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    angles: Rotation
-
-    @property
-    def rotation(self) -> Rotation:
-        """The angles of the rows."""
-        return self.angles.at(self.positions)
-
-
-class LevelRows(NamedTuple):
-    """Rows of one level of a draft loop; angles are computed for all levels at once.
-
-    Attributes:
-        token_ids: ``[rows]`` int64.
-        rotation: The angles of the rows.
+        rotation: Their rotary angles.
     """
 
     token_ids: Tensor
@@ -520,7 +495,7 @@ Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
 """A forward of a head over rows, given its attention and the states that the rows continue."""
 
 
-def step_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Tensor:
+def step_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Tensor:
     """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
     embedded = functional.embedding(rows.token_ids, head.embedding)
     return head.step(embedded, hidden, rows.rotation, attend)
@@ -531,7 +506,7 @@ def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> 
     return step_rows(head, attend, rows, head.fuse(features))
 
 
-def go_on_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: Tensor) -> Drafted:
+def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Drafted:
     """Run rows on the head's own output ``[rows, hidden]``, with logits."""
     hidden = step_rows(head, attend, rows, hidden)
     return Drafted(hidden, head.logits(hidden))
@@ -540,13 +515,15 @@ def go_on_rows(head: EagleHead, attend: Attend, rows: Rows | LevelRows, hidden: 
 # Forwards of an EAGLE head over packed rows and a pool.
 
 
-_FIRST_ANGLES = 1023
-"""Positions whose angles are known from the start: 1023, because no model dimension equals it, and
-the compiler treats sizes that coincide while tracing as always equal."""
+_FIRST_ANGLES = 1024
+"""Positions whose angles are known from the start."""
 
 
 class HeadForward:
-    """A head over a one-layer pool.
+    """A head over a one-layer pool, whose forwards may be compiled at construction.
+
+    Compiled are those on true features, and those of drafts: of trees grown on the host, or of the
+    levels of a recorded loop. All others run uncompiled.
 
     Attributes:
         attention: Paged attention over the pool.
@@ -558,7 +535,8 @@ class HeadForward:
         attention: PagedAttention,
         *,
         quantization: Quantization,
-        generated: bool = False,
+        compile_backend: str | None = None,
+        recorded: bool = False,
     ) -> None:
         """Take a head on its final device and in its final dtype.
 
@@ -566,13 +544,31 @@ class HeadForward:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
             quantization: Quantization of its weights; not ``auto``.
-            generated: Whether its products will be generated instead of packed.
+            compile_backend: A backend of ``torch.compile``; None for no compilation.
+            recorded: Whether drafts come from a recorded loop over :meth:`level`.
+
+        Raises:
+            InvalidArgument: There is no such backend.
         """
-        self._products = head.prepare_products(quantization, generated=generated)
+        kind, backend = head.embedding, compile_backend
+        generates = can_generate(backend, dtype=kind.dtype, device=kind.device)
+        self._products = head.prepare_products(quantization, generated=generates)
         self._head = head
         self.attention = attention
-        self._scale = head.config.head_dim**-0.5
+        self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
         self._angles = self._angles_of(_FIRST_ANGLES)
+        self._recorded = recorded
+        self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
+        if backend is not None:
+            check_backend(backend)
+            attend = partial(attend_opaque, self._call)
+            self._graphs = {
+                forward: compile_graph(partial(forward, head, attend), backend)
+                for forward in (read_rows, go_on_rows)
+            }
+            self._graphs[EagleHead.logits] = compile_graph(head.logits, backend)
+            with making_graphs(), generating_products() if generates else nullcontext():
+                self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
@@ -584,33 +580,55 @@ class HeadForward:
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
-        return self._run(go_on_rows, segments, hidden)
+        return self._run(go_on_rows, segments, hidden, compiled=not self._recorded)
 
-    def level(self, rows: LevelRows, hidden: Tensor, attend: Attend) -> Drafted:
+    def level(self, rows: Rows, hidden: Tensor, attend: Attend) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""
-        return go_on_rows(self._head, attend, rows, hidden)
+        if not (self._recorded and self._graphs):
+            return go_on_rows(self._head, attend, rows, hidden)
+
+        def attend_rows(_call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v)
+
+        with in_use(self._products), attending(attend_rows):
+            found: Drafted = self._graphs[go_on_rows](rows, hidden)
+            return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
-        return self._head.logits(hidden)
+        if self._recorded or not self._graphs:
+            return self._head.logits(hidden)
+        with in_use(self._products):
+            found: Tensor = self._graphs[EagleHead.logits](hidden)
+            return found
 
-    def _run(self, forward: Forward[Result], segments: Sequence[Segment], above: Tensor) -> Result:
-        """Run a forward without a graph."""
+    def _run(
+        self,
+        forward: Forward[Result],
+        segments: Sequence[Segment],
+        above: Tensor,
+        *,
+        compiled: bool = True,
+    ) -> Result:
+        """Run a forward, by its graph if it has one."""
         batch = pack(segments, self._head.embedding.device)
-        attend = partial(PagedCall(self.attention, batch).attend, 0, scale=self._scale)
-        rows = self._rows(batch.token_ids, batch.positions, segments)
-        return forward(self._head, attend, rows, above)
+        attend = partial(self.attention.attend, batch=batch)
+        rows = self._rows(batch)
+        graph = self._graphs.get(forward) if compiled else None
+        if graph is None:
+            return forward(self._head, partial(attend, self._call), rows, above)
+        # Graphs are made for tensors of inference mode; these may have been made outside it.
+        rows = rows._replace(token_ids=rows.token_ids.clone())
+        with in_use(self._products), attending(attend):
+            found: Result = graph(rows, above)
+            return found
 
-    def _rows(self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Rows:
-        longest = max(segment.num_keys for segment in segments)
-        return Rows(token_ids, positions, self._rotations(longest))
-
-    def _rotations(self, count: int) -> Rotation:
-        """Return the angles of the first ``count`` positions or more: computed once, then kept."""
-        known = len(self._angles.cos)
-        if known < count:
-            self._angles = self._angles_of(max(count, 2 * known))
-        return self._angles
+    def _rows(self, batch: PackedBatch) -> Rows:
+        """Return the rows of a batch; angles are computed once, then kept."""
+        longest, known = max(s.num_keys for s in batch.segments), len(self._angles.cos)
+        if known < longest:
+            self._angles = self._angles_of(max(longest, 2 * known))
+        return Rows(batch.token_ids, self._angles.at(batch.positions))
 
     @torch.inference_mode()
     def _angles_of(self, count: int) -> Rotation:
@@ -618,3 +636,27 @@ class HeadForward:
         positions = torch.arange(count, device=embedding.device)
         angles: Rotation = self._head.rotary(positions, embedding.dtype)
         return angles
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Make the graphs for one row and for any number, from tensors of inference mode."""
+        config, like = self._head.config, self._head.embedding
+        for segments in _examples():
+            count = sum(segment.num_new for segment in segments)
+            hidden = like.new_zeros((count, config.hidden_size))
+            self.read(segments, like.new_zeros((count, config.feature_size)))
+            if self._recorded:
+                places = torch.zeros(count, dtype=torch.int64, device=like.device)
+                rows = Rows(places, self._head.rotary(places, like.dtype))
+                self.level(rows, hidden, lambda q, *_: torch.zeros_like(q))
+            else:
+                self.go_on(segments, hidden)
+                self.logits(hidden)
+
+
+def _examples() -> Iterator[list[Segment]]:
+    """Yield rows to make graphs from: one, and a few of two requests, fewer than their keys."""
+    context = torch.zeros(11, dtype=torch.int64)
+    for lengths in ((1,), (3, 1)):
+        new = torch.arange(sum(lengths)).split(lengths)
+        yield [Segment.causal(torch.zeros_like(own), context, own) for own in new]

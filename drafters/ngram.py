@@ -1,6 +1,6 @@
 """Prompt lookup: drafts are what followed earlier occurrences of the text's last few tokens.
 
-The drafts are a function of the text alone, so their distribution is ``fixed`` (one-hot), whatever is found.
+The drafts are a function of the text alone, so their draft sampling is ``fixed``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter, own_state
-from eaglegbv.drafters.tree_growth import GrownTree, fixed_tree, stack_trees
+from eaglegbv.drafters.tree_growth import given_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -56,9 +56,6 @@ class NgramDrafter(Drafter):
             raise InvalidArgument("shortest", shortest, f"an integer in [1, longest = {longest}]")
         self._sizes = range(longest, shortest - 1, -1)
 
-    def observe(self, request: Request, features: Tensor) -> None:
-        """Do nothing: only tokens are read."""
-
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Index the new tokens of the texts."""
         for request in requests:
@@ -92,7 +89,7 @@ class NgramDrafter(Drafter):
                 "draft_sampling", str(draft_sampling), "'fixed': a lookup draws nothing"
             )
         trees = [self._tree(request, plan) for request in requests]
-        return stack_trees(trees, draft_sampling, paths=plan.paths, length=plan.depth)
+        return given_trees(trees, paths=plan.paths, length=plan.depth)
 
     def matched(self, request: Request) -> int:
         """Return how many of the text's last tokens also precede the place of the first draft.
@@ -107,9 +104,9 @@ class NgramDrafter(Drafter):
         same = (text[place - 1 - i] == text[-1 - i] for i in range(most))
         return sum(takewhile(bool, same))
 
-    def _tree(self, request: Request, plan: Plan) -> GrownTree:
+    def _tree(self, request: Request, plan: Plan) -> tuple[list[int], list[int]]:
         """Merge continuations into a trie, as far as the plan has nodes for them."""
-        token_ids, parents, depth = [request.token_ids[-1]], [0], [0]
+        token_ids, parents = [request.token_ids[-1]], [0]
         children: dict[tuple[int, int], int] = {}
         found = dict.fromkeys(self._continuations(request, plan.depth))
         for continuation in islice(found, plan.paths):
@@ -122,9 +119,8 @@ class NgramDrafter(Drafter):
                     children[key] = len(token_ids)
                     token_ids.append(token)
                     parents.append(node)
-                    depth.append(depth[node] + 1)
                 node = children[key]
-        return fixed_tree(token_ids, parents, depth)
+        return token_ids, parents
 
     def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
         """Yield ``length`` tokens from each place where the text's end occurred before."""

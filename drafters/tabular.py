@@ -8,26 +8,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eaglegbv.config import Plan
-from eaglegbv.drafters.base import RecallingDrafter, own_snapshots
-from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
-    DraftProbs,
-    GrowingTree,
-    ProbsSettings,
-    draft_trees,
-    replayed_probs,
-)
+from eaglegbv.drafters.base import ReplayingDrafter, TextDrafter, own_snapshots
+from eaglegbv.drafters.tree_growth import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
-from eaglegbv.tree import DraftSampling, DraftTree
 
 TABULAR = "eaglegbv-tabular"
 """The ``model_type`` of a table's configuration."""
@@ -37,9 +28,10 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Distributions of the next token by state: the last ``order`` tokens, the latest least significant.
+    """Distributions of the next token by state: the last ``order`` tokens, read as a number.
 
-    In a text shorter than ``order``, token ``vocab_size`` stands for each missing one.
+    The latest token is the least significant digit. In a text shorter than ``order``, token
+    ``vocab_size`` stands for each missing one.
 
     Attributes:
         vocab_size: Number of tokens, V.
@@ -131,59 +123,22 @@ class TabularSnapshot(DraftSnapshot):
     settings: ProbsSettings
 
 
-class TabularDrafter(RecallingDrafter):
-    """Drafts from a :class:`Table`; it reads tokens alone and keeps nothing."""
-
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+class TabularDrafter(TextDrafter, ReplayingDrafter):
+    """Drafts from a :class:`Table`."""
 
     def __init__(self, table: Table) -> None:
         """Wrap a table."""
         self.table = table
-        self._ids = torch.arange(table.vocab_size, device=table.log_probs.device)
+        self.order = table.order
 
-    def observe(self, request: Request, features: Tensor) -> None:
-        """Do nothing: only tokens are read."""
-
-    def catch_up(self, requests: Sequence[Request]) -> None:
-        """Do nothing: there is nothing to run."""
-
-    def forget(self, request: Request) -> None:
-        """Do nothing: nothing is kept."""
-
-    def shareable(self, request: Request) -> int:
-        """Return all positions: there are no rows."""
-        return request.context
-
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],  # noqa: ARG002  a table has no keys to store
-    ) -> DraftTree:
-        """Propose one tree per request; see :meth:`Drafter.draft`."""
-        texts = [self._last_tokens(request) for request in requests]
-
-        def follow(
-            trees: Sequence[GrowingTree],
-            nodes: Sequence[Sequence[int]],
-            parents: list[int],  # noqa: ARG001
-        ) -> Tensor:
-            return self.table.logits(
-                [
-                    self.table.state((*text, *tree.tokens_to(node)))
-                    for text, tree, new in zip(texts, trees, nodes, strict=True)
-                    for node in new
-                ]
-            )
-
-        logits = self.table.logits([self.table.state(text) for text in texts])
-        return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
+    def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
+        """Look the texts' last tokens up; see :meth:`TextDrafter.logits`."""
+        return self.table.logits([self.table.state(text) for text in texts])
 
     def snapshot(self, request: Request) -> TabularSnapshot:
-        """Remember the root; see :meth:`RecallingDrafter.snapshot`."""
+        """Remember the root; see :meth:`DraftReplay.snapshot`."""
         settings = ProbsSettings.of(request, self.table.vocab_size)
-        return TabularSnapshot(self._last_tokens(request), settings)
+        return TabularSnapshot(self.last_tokens(request), settings)
 
     def advance(
         self,
@@ -192,20 +147,16 @@ class TabularDrafter(RecallingDrafter):
         tokens: Tensor,
         slots: Tensor,  # noqa: ARG002
     ) -> list[DraftSnapshot]:
-        """Append a token to each; see :meth:`RecallingDrafter.advance`."""
+        """Append a token to each; see :meth:`DraftReplay.advance`."""
+        own = own_snapshots(snapshots, TabularSnapshot)
         return [
             replace(s, tokens=(*s.tokens, token)[-self.table.order :])
-            for s, token in zip(
-                own_snapshots(snapshots, TabularSnapshot), tokens.tolist(), strict=True
-            )
+            for s, token in zip(own, tokens.tolist(), strict=True)
         ]
 
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`RecallingDrafter.probs_at`."""
+        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, TabularSnapshot)
-        logits = self.table.logits([self.table.state(s.tokens) for s in own])
-        return replayed_probs(logits, [s.settings for s in own], self._ids)
-
-    def _last_tokens(self, request: Request) -> tuple[int, ...]:
-        end = len(request.prompt_ids) + len(request.token_ids)
-        return tuple(request.tokens_from(max(0, end - self.table.order)))
+        logits = self.logits([s.tokens for s in own])
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        return replayed_probs(logits, [s.settings for s in own], ids)

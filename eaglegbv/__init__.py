@@ -8,14 +8,14 @@
     for piece in llm.stream("Once upon a time", SamplingParams(temperature=0.7, max_tokens=64)):
         print(piece.text, end="", flush=True)
 
-``help(eaglegbv.LLM)``, ``help(eaglegbv.SamplingParams)`` and ``help(eaglegbv.Plan)`` say more.
+``help(eaglegbv.LLM)``, and of ``SamplingParams``, ``Plan`` and ``AutoPlan``, say more.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eaglegbv.config import EngineConfig, Plan
+    from eaglegbv.config import AutoPlan, EngineConfig, Plan
     from eaglegbv.errors import EagleGBVError, InvalidArgument
     from eaglegbv.llm import LLM
     from eaglegbv.sampling import SamplingParams
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AutoPlan",
     "Completion",
     "Delta",
     "EagleGBVError",
@@ -35,15 +36,16 @@ __all__ = [
 ]
 
 # Loaded on first use: torch and transformers take seconds to import, and `--help` needs neither.
-_HOMES = {
-    "LLM": "eaglegbv.llm",
-    "Completion": "eaglegbv.text",
-    "Delta": "eaglegbv.text",
-    "EagleGBVError": "eaglegbv.errors",
-    "EngineConfig": "eaglegbv.config",
-    "InvalidArgument": "eaglegbv.errors",
-    "Plan": "eaglegbv.config",
-    "SamplingParams": "eaglegbv.sampling",
+_MODULES = {
+    "LLM": "llm",
+    "AutoPlan": "config",
+    "Completion": "text",
+    "Delta": "text",
+    "EagleGBVError": "errors",
+    "EngineConfig": "config",
+    "InvalidArgument": "errors",
+    "Plan": "config",
+    "SamplingParams": "sampling",
 }
 
 
@@ -54,6 +56,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'eaglegbv' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"eaglegbv.{_MODULES[name]}"), name)

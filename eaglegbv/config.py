@@ -46,15 +46,15 @@ class Source(StrEnum):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request speculates. Every plan gives the same distribution of the text; only speed differs.
+    """How one request speculates. Every plan gives the text the same distribution; speed differs.
 
     Attributes:
         verifier: Name of a verifier (see ``eaglegbv.verifiers.registry``), or ``"none"`` for plain
             autoregressive decoding.
         paths: Number of drafted paths, K.
         depth: Number of drafted tokens of a path, L.
-        draft_sampling: How the tree's children arise; ``None`` takes the verifier's own (``iid`` if it accepts
-            sampled paths, otherwise the one it is made for). A tree has at most
+        draft_sampling: How the tree's children arise; ``None`` takes the verifier's own (``iid`` if
+            it accepts sampled paths, otherwise the one it is made for). A tree has at most
             ``paths * depth`` drafted nodes:
             ``iid``: K paths drawn independently, starting at the root.
             ``wor``: K paths whose first tokens are drawn without replacement, with one path below
@@ -64,12 +64,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
             ``fixed``: the ``nodes`` most likely nodes that a beam finds, or a tree of given shape.
-        draft_width: Number of most likely candidates that a draft distribution keeps; the distribution is
-            renormalised on them.
+        draft_width: Number of most likely candidates whose draft probabilities are kept, and
+            renormalised.
         whole_vocab: Draft vocabularies of at most this many tokens are kept whole instead: nothing
             is ranked, and more is accepted.
-        draft_temperature: Temperature of the draft distribution as a multiple of the request's own. Any
-            value is lossless.
+        draft_temperature: Draft temperature as a multiple of the request's own. Any value is
+            lossless.
         min_confidence: A path ends where the product of the draft probabilities of its own tokens
             falls below this; 0 never ends one early. This is lossless, because it depends only on
             what the path has emitted. Not for verifiers that keep state over steps.
@@ -109,16 +109,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         require_integer("whole_vocab", self.whole_vocab, 0, MAX_WIDTH)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
-        if self.draft_sampling is not None and not isinstance(self.draft_sampling, DraftSampling):
-            if self.draft_sampling not in list(DraftSampling):
-                raise InvalidArgument(
-                    "draft_sampling",
-                    self.draft_sampling,
-                    one_of(sorted(DraftSampling), self.draft_sampling),
-                )
-            msgspec.structs.force_setattr(
-                self, "draft_sampling", DraftSampling(self.draft_sampling)
-            )
+        if self.draft_sampling is not None:
+            _make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
         if self.beam is not None:
@@ -129,9 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "shape", shape)
         if shape:
             _check_shape(shape, self.depth, self.nodes)
-        if self.source not in list(Source):
-            raise InvalidArgument("source", self.source, one_of(Source, self.source))
-        msgspec.structs.force_setattr(self, "source", Source(self.source))
+        _make_member(self, "source", Source)
 
     @property
     def speculative(self) -> bool:
@@ -144,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.speculative and self.source is Source.DRAFTER
 
     def list_width(self, vocab: int) -> int:
-        """Return how many candidates a draft distribution keeps if ``vocab`` tokens can be drafted."""
+        """Return how many candidates are kept where ``vocab`` tokens can be drafted."""
         return vocab if vocab <= self.whole_vocab else min(self.draft_width, vocab)
 
     @property
@@ -199,9 +189,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``eager``: the same padded work without recording, on any device, for debugging.
         draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
             ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. In every
-            case the distribution of the text is the target's. With ``int8``, drafts are faster, but slightly
-            further from the target, and rounded so coarsely that the text of a seed depends on the
-            batch it is in. So verifiers that use draft distributions of earlier steps require ``none``.
+            case the text has the target's distribution. With ``int8``, drafts are faster, but
+            slightly further from the target, and rounded so coarsely that the text of a seed
+            depends on the batch it is in. So verifiers that keep state over steps require ``none``.
         seed: Seed from which the seeds of requests without one are derived.
         calibrate: Whether an engine that chooses plans itself first measures for some seconds what
             steps cost; the costs are kept in the user's cache for later runs. Otherwise the engine
@@ -233,11 +223,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
-        for name, kind in (("cuda_graphs", GraphMode), ("draft_quantization", Quantization)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise InvalidArgument(name, value, one_of(kind, value))
-            msgspec.structs.force_setattr(self, name, kind(value))
+        _make_member(self, "cuda_graphs", GraphMode)
+        _make_member(self, "draft_quantization", Quantization)
+
+
+def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> None:
+    """Turn a setting given by its name into the member of an enumeration."""
+    value = getattr(settings, name)
+    if value not in list(kind):
+        raise InvalidArgument(name, value, one_of(kind, value))
+    msgspec.structs.force_setattr(settings, name, kind(value))
 
 
 def _shape(nodes: object) -> Shape:
@@ -280,15 +275,16 @@ _MAX_TEMPERATURES = 4
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
-The tiny pair's distributions of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those of the 256
-most likely cover 0.59. For several paths, verifying all tokens takes longer than that is worth.
+The tiny pair's draft probabilities of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those
+of the 256 most likely cover 0.59. For several paths, verifying all tokens takes longer than that is
+worth.
 """
 
 
 class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Let the engine choose a plan for each request and step, from its measurements so far.
 
-    Every choice gives the same distribution of the text; only speed differs. Because the choice depends on
+    Every choice gives the text the same distribution; speed differs. As the choice depends on
     measured times, the same seed need not give the same text twice (at temperature 0 it does).
 
     Attributes:

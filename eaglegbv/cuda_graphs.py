@@ -8,6 +8,7 @@ copied into the buffers, padded up to the sizes for which they were made (a *buc
 the recording itself is the same.
 """
 
+import gc
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv.errors import InvalidArgument
 
@@ -29,15 +31,16 @@ Work: TypeAlias = Callable[[], tuple[Tensor, ...]]
 They are valid until the same recorder replays anything else: recordings share their memory.
 """
 
-MAX_ROWS = 256
-"""Packed rows of the largest bucket: a larger forward takes longer to run than to launch."""
+MAX_ROWS = 512
+"""Packed rows of the largest bucket: a larger forward takes longer to run than to launch. At the
+8B shape 256 rows run for about 4 ms, and their 1,480 launches take 8 to 10."""
 
 REPLAYED = "replayed"
 """Label of replays in counts of work; other labels state why there was no replay."""
 
 _log = logging.getLogger(__name__)
 
-_ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, MAX_ROWS)
+_ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, MAX_ROWS)
 
 
 class GraphMode(StrEnum):
@@ -104,15 +107,18 @@ class CudaRecorder(Recorder):
         """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
 
         Raises:
-            NotRecordable: It reads numbers on the host, for example in layers of experts.
+            NotRecordable: It reads numbers on the host, for example in layers of experts. The
+                reason names the operation.
         """
         try:
             return self._record(work)
         except RuntimeError as error:
-            if str(error) not in self._told:
-                _log.warning("what cannot be recorded runs as it is: %s", error)
-            self._told.add(str(error))
-            raise NotRecordable("not recordable") from error
+            with _never_waiting():
+                reason = f"not recordable: {failing_operation(work)}"
+            if reason not in self._told:
+                _log.warning("%s; such work runs as it is from now on: %s", reason, error)
+            self._told.add(reason)
+            raise NotRecordable(reason) from error
 
     def _record(self, work: Work) -> Work:
         self._stream = stream = self._stream or torch.cuda.Stream()
@@ -126,8 +132,14 @@ class CudaRecorder(Recorder):
         finally:
             present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            # Other threads may allocate or copy meanwhile, as those of a server do.
+            capture_error_mode="thread_local",
+        )
         # A capture that fails leaves its own stream as the current one.
-        with torch.cuda.stream(present), torch.cuda.graph(graph, pool=self._pool):
+        with _holding_garbage(), torch.cuda.stream(present), capture:
             results = work()
         self._pool = graph.pool()
 
@@ -136,6 +148,58 @@ class CudaRecorder(Recorder):
             return results
 
         return replay
+
+
+class _LastOperation(TorchDispatchMode):
+    """Notes the operation that runs."""
+
+    def __init__(self) -> None:
+        parent: Any = super()
+        parent.__init__()
+        self.name = "an operation of compiled code"
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, since torch.compile takes other modes for a change in what it traced."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        del types
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def failing_operation(work: Work) -> str:
+    """Run work that failed once more, and return the name of the operation in which it fails."""
+    last = _LastOperation()
+    try:
+        with last:
+            work()
+    except RuntimeError:
+        return last.name
+    return "the capture itself"
+
+
+@contextmanager
+def _holding_garbage() -> Iterator[None]:
+    """Collect garbage now, and none within this context.
+
+    A graph or an event that happens to be freed during a capture would break it off.
+    """
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextmanager
@@ -204,3 +268,15 @@ class Bucket:
         most = 1 << (requests - 1).bit_length()
         place = bisect_left(_ROWS, rows + most + 1 - requests)
         return cls(most, _ROWS[place]) if place < len(_ROWS) else None
+
+    @classmethod
+    def up_to(cls, requests: int, rows_each: int) -> list[Self]:
+        """Return the buckets of all batches of as many requests and rows of each, or fewer."""
+        found: dict[Self, None] = {}
+        for count in range(1, requests + 1):
+            for rows in range(count, count * rows_each + 1):
+                bucket = cls.holding(count, rows)
+                if bucket is None:
+                    break
+                found[bucket] = None
+        return list(found)

@@ -1,4 +1,9 @@
-"""Devices and dtypes, by name and by default."""
+"""Devices and dtypes by name and by default, and the few operations that depend on them.
+
+A copy to a device need not wait for it: the numbers are staged, and the copy takes its place in the
+device's queue. A copy back waits until all earlier work is done. So a step of the engine makes one
+such copy, of everything it needs to know.
+"""
 
 import platform
 from collections.abc import Sequence
@@ -83,7 +88,6 @@ def place_of(
         device: By default, CUDA if there is a CUDA device, otherwise the CPU.
         dtype: By default, bfloat16 on CUDA and float32 elsewhere.
 
-
     Raises:
         InvalidArgument: This machine has no such device, or there is no such dtype.
     """
@@ -99,13 +103,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-# Moving numbers between the host and a device, without waiting more often than needed.
-#
-# A copy to a device need not wait for it: the numbers are staged, and the copy takes its place in the
-# device's queue. A copy back waits until all earlier work is done. So a step of the engine makes one
-# such copy, of everything it needs to know.
 
 
 _STAGED_BY_CUDA = 1 << 16
@@ -134,17 +131,13 @@ def upload(
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return any number of tensors on the host, waiting for their device once."""
     found = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
-    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-    if device is not None:
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         _wait_for(device)
     return found
 
 
 def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
-
-
-# Index of the first true entry, which ends a draw or finds a token within a distribution.
 
 
 def first_place(found: Tensor) -> Tensor:
@@ -161,13 +154,10 @@ def first_place(found: Tensor) -> Tensor:
     return torch.where(first < entries, first, 0)
 
 
-# The order of a distribution's tokens that drafters and verifiers share.
-
-
 def most_likely_first(ids: Tensor, probs: Tensor) -> Tensor:
-    """Return the order that sorts distributions by probability, most likely first, ties by token id.
+    """Return the order that sorts tokens by probability, most likely first, ties by token id.
 
-    Drafters and verifiers must agree on the order, because some draft distributions fix a node's most likely
+    Drafters and verifiers must agree on it, because some draft samplings fix a node's most likely
     children.
 
     Args:

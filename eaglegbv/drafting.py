@@ -6,14 +6,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from eaglegbv.config import Plan, Source
+from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
-from eaglegbv.drafters.base import Drafter, RecallingDrafter
+from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.fused_linears import Quantization
-from eaglegbv.outcomes import Outcome
-from eaglegbv.request import Request
+from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Layout
 from eaglegbv.tree import DraftSampling, DraftTree
 
@@ -27,7 +24,7 @@ that drafts again would first have to read them. The tiny pair's head drafts no 
 
 
 class Drafting:
-    """The drafters of an engine, which receives here all that they must see.
+    """The drafters of an engine, which passes on here all that they must see.
 
     Attributes:
         drafter: The engine's own drafter; None if it has none, so that drafts are only looked up.
@@ -49,36 +46,26 @@ class Drafting:
         return {} if self.drafter is None else self.drafter.graph_counts
 
     def by(self, plan: Plan) -> Drafter:
-        """Return the drafter of a plan.
+        """Return the drafter of a plan that was checked.
 
         Raises:
-            InvalidArgument: The plan has no drafter.
+            RuntimeError: There is none.
         """
-        if plan.source is Source.LOOKUP:
-            return self._lookup
-        if self.drafter is None:
-            raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
-        return self.drafter
+        drafter = self._lookup if plan.source is Source.LOOKUP else self.drafter
+        if drafter is None:
+            raise RuntimeError(f"no drafter for {plan_name(plan)}")
+        return drafter
 
-    def recalling(self, plan: Plan) -> RecallingDrafter:
-        """Return the drafter of a plan that needs the distributions of earlier steps.
+    def recalling(self, plan: Plan) -> ReplayingDrafter:
+        """Return the drafter of a plan whose verifier keeps state, and that was checked.
 
         Raises:
-            InvalidArgument: The plan has no drafter, or it cannot recall its distributions to the last bit.
+            TypeError: It recalls no draft distributions.
         """
         drafter = self.by(plan)
-        if not isinstance(drafter, RecallingDrafter):
-            raise InvalidArgument(
-                "drafter",
-                type(drafter).__name__,
-                f"one that recalls the draft distributions of earlier steps, for verifier {plan.verifier!r}",
-            )
-        if drafter.quantization is not Quantization.NONE:
-            # A distribution recomputed in another batch would differ from the one that was sampled from.
-            expected = (
-                f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
-            )
-            raise InvalidArgument("draft_quantization", str(drafter.quantization), expected)
+        if not isinstance(drafter, ReplayingDrafter):
+            name = type(drafter).__name__
+            raise TypeError(f"{name} does not recall for {plan_name(plan)}")
         return drafter
 
     def draft(
@@ -94,51 +81,44 @@ class Drafting:
         plan = requests[0].plan
         return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
 
-    def show_read(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
-        """Pass on the features ``[tokens, feature_size]`` of parts of texts that were read."""
+    def observe_prefill(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
+        """Pass on the features ``[tokens, feature_size]`` of parts of prompts."""
         if self.drafter is None:
             return
         for request, own in zip(requests, features, strict=True):
             if request.drafted:
                 self.drafter.observe(request, own)
 
-    def show_committed(
-        self,
-        requests: Sequence[Request],
-        layout: Layout,
-        outcomes: Sequence[Outcome],
-        features: Tensor | None,
+    def observe_commit(
+        self, outputs: Sequence[RequestOutput], layout: Layout, features: Tensor | None
     ) -> None:
         """Pass on the features of what was committed, all gathered at once.
 
         Args:
-            requests: Requests of a group.
+            outputs: What was decided for each request of a group.
             layout: Layout of the group in the forward.
-            outcomes: What was decided for each request.
             features: ``[rows, feature_size]`` of the whole forward; None if there are none.
         """
         if self.drafter is None or features is None:
             return
-        shown = [
-            b for b, outcome in enumerate(outcomes) if requests[b].drafted and not outcome.fault
-        ]
+        shown = [b for b, own in enumerate(outputs) if own.request.drafted and not own.fault]
         if not shown:
             return
         if len(features) == len(shown):  # one row for each request, as when none drafted
             parts = features.clone().split(1)
         else:
-            rows = [layout.committed_rows(b, outcomes[b].nodes) for b in shown]
+            rows = [layout.committed_rows(b, outputs[b].nodes) for b in shown]
             places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
             parts = features.index_select(0, places).split([len(own) for own in rows])
         for b, part in zip(shown, parts, strict=True):
-            self.drafter.observe(requests[b], part)
+            self.drafter.observe(outputs[b].request, part)
 
     def index(self, requests: Iterable[Request]) -> None:
-        """Index what was read of texts in which drafts may be looked up."""
+        """Index the sequences in which drafts may be looked up."""
         self._lookup.catch_up([request for request in requests if request.looks_up])
 
     def matched(self, request: Request) -> int:
-        """Return how many tokens at a text's end occurred before; see :class:`NgramDrafter`."""
+        """Return how many of the last tokens occurred before; see :class:`NgramDrafter`."""
         return self._lookup.matched(request)
 
     def catch_up(self, requests: Sequence[Request]) -> int:
@@ -154,21 +134,21 @@ class Drafting:
         return 0 if self.drafter is None else self.drafter.behind(request)
 
     def skip(self, requests: Iterable[Request]) -> None:
-        """Let the drafter forget most of what it missed of texts that it may never draft again."""
+        """Let the drafter forget most of what it missed of requests that may never draft again."""
         for request in requests:
-            if request.skips and self.behind(request) > _MOST_KEPT:
-                self._skip(request, keep=_KEPT)
+            if self.drafter is not None and request.skips and self.behind(request) > _MOST_KEPT:
+                self.drafter.skip(request, keep=_KEPT)
 
     def set_aside(self, requests: Iterable[Request]) -> None:
         """Copy features that are not yet run, so that those of the forward can be freed."""
         for request in requests:
-            if request.skips:
-                self._skip(request, keep=_MOST_KEPT)
+            if self.drafter is not None and request.skips:
+                self.drafter.skip(request, keep=_MOST_KEPT)
 
-    def final(self, request: Request) -> int | None:
+    def shareable(self, request: Request) -> int | None:
         """Return the number of leading positions whose rows in the drafter are final.
 
-        The result is None if the drafter does not follow the text and so has no such rows.
+        The result is None if the drafter does not follow the request and so has no such rows.
         """
         if self.drafter is None or not request.drafted:
             return None
@@ -179,7 +159,3 @@ class Drafting:
         self._lookup.forget(request)
         if self.drafter is not None:
             self.drafter.forget(request)
-
-    def _skip(self, request: Request, *, keep: int) -> None:
-        if self.drafter is not None:
-            self.drafter.skip(request, keep=keep)

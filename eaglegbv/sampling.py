@@ -1,4 +1,9 @@
-"""How one request is sampled."""
+"""How a request is sampled: its settings, and the probabilities that they make of logits.
+
+No other module does this: penalties, temperature, top-k, top-p, min-p. The same functions warp the
+target over its whole vocabulary and the drafter over its short list of candidates, because a row
+may hold any list of tokens.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             one that does is the last of ``token_ids``, and its text is left out.
         seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
             else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
-            running number, and a seed need not reproduce a text; the distribution is the same. ``None``
-            derives one from the engine's seed and the request's number.
+            running number, and a seed need not reproduce a text; its distribution is the same.
+            ``None`` derives one from the engine's seed and the request's number.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that
             occurs in the prompt or the text so far; 1 is none.
@@ -119,12 +124,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-# Logits to distributions: penalties, temperature, top-k, top-p, min-p. No other module does this.
-#
-# The same functions warp the target over its whole vocabulary and the drafter over its short list of
-# candidates: a row may hold any list of tokens.
-
-
 @dataclass(frozen=True, slots=True)
 class WarpSettings:
     """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
@@ -165,27 +164,20 @@ class WarpSettings:
 def _settings_of(
     params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
 ) -> WarpSettings:
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return _column(values, rows_each, dtype, device)
+    def column(values: Sequence[float], dtype: torch.dtype, *, used: bool = True) -> Tensor | None:
+        return _column(values, rows_each, dtype, device) if used else None
 
     no_limit = 2**31
     top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
-    temperature = column([p.temperature for p in params], torch.float32)
+    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
+    temperature = _column([p.temperature for p in params], rows_each, torch.float32, device)
     return WarpSettings(
         temperature=temperature,
         greedy=temperature == 0 if any(p.greedy for p in params) else None,
-        top_k=column(top_k, torch.int64) if min(top_k) < no_limit else None,
+        top_k=column(top_k, torch.int64, used=min(top_k) < no_limit),
         limits=frozenset(k for k in top_k if k < no_limit),
-        top_p=(
-            column([p.top_p for p in params], torch.float64)
-            if any(p.top_p < 1 for p in params)
-            else None
-        ),
-        min_p=(
-            column([p.min_p for p in params], torch.float64)
-            if any(p.min_p > 0 for p in params)
-            else None
-        ),
+        top_p=column(top_p, torch.float64, used=min(top_p) < 1),
+        min_p=column(min_p, torch.float64, used=max(min_p) > 0),
         tempered=any(p.temperature != 1 for p in params),
     )
 
@@ -233,14 +225,86 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
+_SORTED = 4096
+"""Most tokens of rows that top-p sorts whole."""
+
+_LARGEST = 1024
+"""Number of the largest logits of a longer row that hold ``top_p`` of its mass in most cases."""
+
+_LEAST = 0x44400000
+"""Bits of float32 768: the exponential of its negative is 0 in float64."""
+
+
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    values, order = logits.sort(dim=1, descending=True, stable=True)
-    probs = values.double().softmax(dim=1)
-    mass_before = probs.cumsum(dim=1) - probs
-    drop_sorted = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
-    drop_sorted[:, 0] = False
-    drop = torch.zeros_like(drop_sorted).scatter(1, order, drop_sorted)
-    return logits.masked_fill(drop, -torch.inf)
+    """Keep each row's most likely tokens up to ``top_p``; its largest logit is 0.
+
+    A token stays if those before it, in order of logits and then of indices, have a mass below
+    ``top_p``. So a row keeps what exceeds some *edge*, and the first few of what equals it.
+    """
+    edge, ties = _top_p_edge(logits, top_p)
+    equal = logits == edge
+    kept = (logits > edge) | (equal & (equal.cumsum(dim=1) <= ties))
+    # A row with a NaN is NaN throughout, and stays so, so that a broken model is noticed.
+    kept |= (top_p >= 1).unsqueeze(1) | logits.isnan()
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def _top_p_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the edge of each row, and how many tokens equal to it stay, both ``[rows, 1]``."""
+    if logits.shape[1] <= _SORTED:
+        return _edge_among(logits.sort(dim=1, descending=True).values, top_p)[:2]
+    if logits.device.type != "cpu":
+        return _searched_edge(logits, top_p)
+    mass = logits.double().exp_().sum(dim=1, keepdim=True)
+    edge, ties, beyond = _edge_among(logits.topk(_LARGEST, dim=1).values, top_p, mass)
+    for row in beyond.nonzero()[:, 0].tolist():
+        whole = logits[row].sort(descending=True).values.unsqueeze(0)
+        edge[row], ties[row] = (part[0] for part in _edge_among(whole, top_p[row : row + 1])[:2])
+    return edge, ties
+
+
+def _edge_among(
+    values: Tensor, top_p: Tensor, mass: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the edge and its ties, and which rows have it beyond their largest ``values``.
+
+    Args:
+        values: ``[rows, largest]``, descending.
+        top_p: ``[rows]``.
+        mass: ``[rows, 1]``, sum of the exponentials of a whole row; None if ``values`` is whole.
+    """
+    probs = values.double().softmax(dim=1) if mass is None else values.double().exp_() / mass
+    totals = probs.cumsum(dim=1)
+    stays = totals - probs < top_p.unsqueeze(1)
+    stays[:, 0] = True
+    last = stays.sum(dim=1, keepdim=True) - 1
+    edge = values.gather(1, last)
+    ties = (stays & (values == edge)).sum(dim=1, keepdim=True)
+    return edge, ties, totals[:, -1] < top_p
+
+
+def _searched_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the edge by bisection over the bits of floats, which never waits for the device."""
+    weights = logits.double().exp()
+    wanted = weights.sum(dim=1, keepdim=True) * top_p.unsqueeze(1)
+    below_zero = logits.view(torch.int32) & 0x7FFFFFFF  # bits of -logits, in the same order
+
+    def mass_above(bits: Tensor) -> Tensor:
+        return weights.where(below_zero < bits, 0.0).sum(dim=1, keepdim=True)
+
+    # The edge is the lowest logit that more likely tokens leave room for.
+    low = torch.zeros_like(wanted, dtype=torch.int32)
+    high = torch.full_like(low, _LEAST)
+    for _ in range(_LEAST.bit_length()):
+        middle = low + (high - low + 1) // 2
+        room = mass_above(middle) < wanted
+        low, high = middle.where(room, low), high.where(room, middle - 1)
+    # ``low`` may lie between two logits: the edge is the nearest one that is not less likely.
+    bits = below_zero.where(below_zero <= low, -1).amax(dim=1, keepdim=True)
+    edge = -bits.view(torch.float32)
+    weight = edge.double().exp()
+    ties = ((wanted - mass_above(bits)) / weight).ceil().clamp(min=1)
+    return edge, ties
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -273,15 +337,11 @@ class PenaltySettings:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
-
-        def column(values: Sequence[float]) -> Tensor:
-            return _column(values, rows_each, torch.float32, device)
-
-        return cls(
-            repetition=column([p.repetition_penalty for p in params]),
-            presence=column([p.presence_penalty for p in params]),
-            frequency=column([p.frequency_penalty for p in params]),
+        values = zip(
+            *((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params),
+            strict=True,
         )
+        return cls(*(_column(own, rows_each, torch.float32, device) for own in values))
 
 
 def penalise(

@@ -1,9 +1,9 @@
-"""Token ids to text as they come, and where a stop string ends it."""
+"""Text in, text out: prompts to token ids, token ids to text as they come, and the answer."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import msgspec
 from jinja2 import TemplateError
@@ -15,6 +15,189 @@ from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"
+
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[int] | list[Message]
+"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+
+_PROMPT = "text, token ids or chat messages"
+
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise: it is a program, and its errors are those of any."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one prompt.
+
+    Attributes:
+        text: The text, cut before a stop string, without special tokens.
+        token_ids: The tokens, including an end-of-sequence token.
+        prompt_token_ids: The prompt as the model read it.
+        finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
+            ``cancelled`` (a stream that was closed early).
+        error: What went wrong, if the reason is ``error``.
+        metrics: Counts and times.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    error: str | None
+    metrics: RequestMetrics
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain dictionaries, lists, strings and numbers, as JSON has them."""
+        return cast("dict[str, Any]", msgspec.to_builtins(self))
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: New text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens.
+        completion: The complete answer, in the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a prompt: an answer as far as it got, and what went wrong, or None."""
+
+    completion: Completion
+    error: EagleGBVError | None = None
+
+    @classmethod
+    def of_error(cls, error: EagleGBVError) -> Self:
+        """Return the result of a prompt that was never read."""
+        nothing = Completion(
+            text="",
+            token_ids=[],
+            prompt_token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+            metrics=RequestMetrics(),
+        )
+        return cls(nothing, error)
+
+
+# Prompts as a user writes them, and as a model reads them.
+
+
+def is_one(prompts: object) -> bool:
+    """Tell one prompt (text, ids, messages) from a list of prompts.
+
+    Raises:
+        InvalidArgument: It is neither.
+    """
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
+    return bool(prompts) and isinstance(prompts[0], Integral | Mapping)
+
+
+def per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return the settings of each of ``count`` prompts.
+
+    Raises:
+        InvalidArgument: They are something else, or several, and not as many as prompts.
+    """
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    expected = "a SamplingParams, or one per prompt"
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidArgument("sampling_params", params, expected)
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise InvalidArgument("sampling_params", own, expected)
+    if len(params) != count:
+        raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
+    return list(params)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str) -> list[int]:
+    """Return a prompt as the model reads it.
+
+    Args:
+        tokenizer: The model's.
+        prompt: Text is read as it is; messages go through the chat template.
+        model: What errors call the model.
+
+    Raises:
+        InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidArgument("prompt", prompt, "a text that is not empty")
+        return list(tokenizer.encode(_sound(prompt)))
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidArgument("prompt", prompt, _PROMPT)
+    if prompt and all(isinstance(message, Mapping) for message in prompt):
+        return _apply_chat_template(tokenizer, cast("list[Message]", prompt), model)
+    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in prompt):
+        raise InvalidArgument("prompt", prompt, _PROMPT)
+    return [int(token) for token in cast("list[int]", prompt)]
+
+
+def _apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], model: str
+) -> list[int]:
+    plain = [_plain_message(message) for message in messages]
+    if tokenizer.chat_template is None:
+        raise InvalidArgument("prompt", "chat messages", f"text: {model} has no chat template")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            plain, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except _TEMPLATE_ERRORS as error:
+        expected = f"messages that the chat template of {model} takes ({error})"
+        raise InvalidArgument("prompt", plain, expected) from error
+    return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
+
+
+def _plain_message(message: Mapping[str, object]) -> Message:
+    """Return a message whose content is text, given as text or as parts of it.
+
+    Raises:
+        InvalidArgument: It is neither, or names no role.
+    """
+    content = message.get("content")
+    if isinstance(content, list):  # as chat services take it
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        texts = [text for text in parts if isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
+    return cast("Message", {**message, "content": _sound(content)})
+
+
+def _sound(text: str) -> str:
+    """Return ``text``, which tokenizers take if it can be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("prompt", text, "text without halves of surrogate pairs") from error
+    return text
+
+
+# An answer while it grows.
 
 
 @dataclass(slots=True)
@@ -63,6 +246,7 @@ class TextStream:
         return self._show(len(self.text))
 
     def _decode(self) -> None:
+        searched = len(self._fixed_text)
         before = self._text_of(self.token_ids[self._anchor : self._fixed])
         after = self._text_of(self.token_ids[self._anchor :])
         self.text = self._fixed_text + after[len(before) :]
@@ -70,8 +254,9 @@ class TextStream:
             if len(after) > len(before):  # a token without text, a special one say, is no anchor
                 self._anchor = self._fixed
             self._fixed, self._fixed_text = len(self.token_ids), self.text
-        found = [at for at in map(self.text.find, self.stop) if at >= 0]
-        if found:
+        # What was searched before holds none: a new one ends in new text.
+        ends = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self.stop]
+        if found := [at for at in ends if at >= 0]:
             self.text, self.stopped = self.text[: min(found)], True
 
     def _text_of(self, token_ids: list[int]) -> str:
@@ -96,82 +281,9 @@ class TextStream:
         return new
 
 
-# The answer to a prompt, complete or in pieces.
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one prompt.
-
-    Attributes:
-        text: The text, cut before a stop string, without special tokens.
-        token_ids: The tokens, including an end-of-sequence token.
-        prompt_token_ids: The prompt as the model read it.
-        finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
-            ``cancelled`` (a stream that was closed early).
-        error: What went wrong, if the reason is ``error``.
-        metrics: Counts and times.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: FinishReason
-    error: str | None
-    metrics: RequestMetrics
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a streamed answer.
-
-    Attributes:
-        text: New text; may be empty while a character or a possible stop string is incomplete.
-        token_ids: New tokens.
-        completion: The complete answer, in the last piece only.
-    """
-
-    text: str
-    token_ids: list[int]
-    completion: Completion | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of a prompt.
-
-    Attributes:
-        completion: The answer; if something went wrong, as far as it got.
-        error: What went wrong, or None.
-    """
-
-    completion: Completion
-    error: EagleGBVError | None = None
-
-    @classmethod
-    def of_error(cls, error: EagleGBVError) -> Self:
-        """Return the result of a prompt that was never read."""
-        nothing = Completion(
-            text="",
-            token_ids=[],
-            prompt_token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-            metrics=RequestMetrics(),
-        )
-        return cls(nothing, error)
-
-
-# An answer while it grows: tokens in, pieces of text out.
-
-
 @dataclass(slots=True)
 class Answer:
-    """A request in the engine, its text so far, and the pieces nobody has taken yet.
-
-    Attributes:
-        request: In the engine.
-        text: Its text.
-        pieces: Those not taken yet, in order.
-    """
+    """A request in the engine, its text so far, and the pieces nobody has taken yet, in order."""
 
     request: Request
     text: TextStream
@@ -220,130 +332,3 @@ class Answer:
             metrics=request.metrics,
         )
         return Result(completion, request.error)
-
-
-# Prompts as a user writes them, and as a model reads them.
-
-
-Message: TypeAlias = dict[str, str]
-Prompt: TypeAlias = str | list[int] | list[Message]
-"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
-
-_PROMPT = "text, token ids or chat messages"
-
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-"""What a template may raise: it is a program, and its errors are those of any."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReader:
-    """Turns prompts into tokens.
-
-    Attributes:
-        tokenizer: The model's.
-        model_name: What errors call the model.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    model_name: str
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt as the model reads it.
-
-        Raises:
-            InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
-        """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidArgument("prompt", prompt, "a text that is not empty")
-            return list(self.tokenizer.encode(_sound(prompt)))
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise InvalidArgument("prompt", prompt, _PROMPT)
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self._apply_chat_template(cast("list[Message]", prompt))
-        if any(isinstance(token, bool) or not isinstance(token, Integral) for token in prompt):
-            raise InvalidArgument("prompt", prompt, _PROMPT)
-        return [int(token) for token in cast("list[int]", prompt)]
-
-    def _apply_chat_template(self, messages: list[Message]) -> list[int]:
-        plain = [_plain_message(message) for message in messages]
-        if self.tokenizer.chat_template is None:
-            raise InvalidArgument(
-                "prompt", "chat messages", f"text: {self.model_name} has no chat template"
-            )
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except _TEMPLATE_ERRORS as error:
-            expected = f"messages that the chat template of {self.model_name} takes ({error})"
-            raise InvalidArgument("prompt", plain, expected) from error
-        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
-
-
-def _plain_message(message: Mapping[str, object]) -> Message:
-    """Return a message whose content is text, given as text or as parts of it.
-
-    Raises:
-        InvalidArgument: It is neither, or names no role.
-    """
-    content = message.get("content")
-    if isinstance(content, list):  # as chat services take it
-        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        texts = [text for text in parts if isinstance(text, str)]
-        content = "".join(texts) if len(texts) == len(content) else None
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
-        raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
-    return cast("Message", {**message, "content": _sound(content)})
-
-
-def _sound(text: str) -> str:
-    """Return ``text``, which tokenizers take if it can be written in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument("prompt", text, "text without halves of surrogate pairs") from error
-    return text
-
-
-def is_one(prompts: object) -> bool:
-    """Tell one prompt (text, ids, messages) from a list of prompts.
-
-    Raises:
-        InvalidArgument: It is neither.
-    """
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
-    return bool(prompts) and isinstance(prompts[0], Integral | Mapping)
-
-
-def per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Return the settings of each of ``count`` prompts.
-
-    Raises:
-        InvalidArgument: They are something else, or several, and not as many as prompts.
-    """
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    expected = "a SamplingParams, or one per prompt"
-    if not isinstance(params, Sequence) or isinstance(params, str):
-        raise InvalidArgument("sampling_params", params, expected)
-    for own in params:
-        if not isinstance(own, SamplingParams):
-            raise InvalidArgument("sampling_params", own, expected)
-    if len(params) != count:
-        raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
-    return list(params)

@@ -158,7 +158,7 @@ def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
         "multiplicity": tree.multiplicity,
         "p": _rounded(tree.target_probs),
         "q": _rounded(tree.draft_probs),
-        "figures": {name: _rounded(values) for name, values in tree.figures.items()},
+        "figures": {name: _rounded(values) for name, values in tree.node_stats.items()},
         "accepted": tree.accepted,
         "next_token": tree.next_token,
         "next_p": _rounded([tree.next_target_prob])[0],

@@ -10,8 +10,8 @@ A tree drawn with K = 2 paths of length L = 2 whose first tokens agree:
       2   3                 multiplicity[2, 2, 1, 1]
      (b) (c)
 
-Equal prefixes share a node (same prefix, same distributions), but *multiplicity* is kept: two paths run
-through node 1, and the distributions of the verifiers depend on that number.
+Equal prefixes share a node (same prefix, same p and q), but *multiplicity* is kept: two paths run
+through node 1, and what verifiers decide depends on that number.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ from eaglegbv.errors import InvalidArgument
 
 
 class DraftSampling(StrEnum):
-    """How the children of a node arise. Losslessness belongs to the pair (verifier, distribution)."""
+    """How the children of a node arise. Losslessness belongs to a verifier and one of these."""
 
     IID = "iid"
-    """K paths drawn independently from the draft distribution, with replacement."""
+    """K paths drawn independently from the draft probabilities, with replacement."""
     WOR = "wor"
-    """The children of a node are drawn from the draft sampling without replacement."""
+    """The children of a node are drawn from the draft probabilities without replacement."""
     GREEDY = "greedy"
-    """The most likely n - 1 tokens, and one drawn from the draft distribution restricted to the rest."""
+    """The most likely n - 1 tokens, and one drawn from the rest of the draft probabilities."""
     HUB = "hub"
     """SpecHub's pair of drafts."""
     FIXED = "fixed"
@@ -62,9 +62,9 @@ class DraftTree:
         path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
             in the order drawn, duplicates kept. Past its end a path repeats its last node.
         path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
-        draft_ids: ``[batch, nodes, width]`` int64, support of the distribution from which each node's
-            children were drawn. The width is 0 if the distribution needs none (``fixed``).
-        draft_probs: ``[batch, nodes, width]`` float64, probabilities of this distribution, normalised once;
+        draft_ids: ``[batch, nodes, width]`` int64, the tokens from which each node's children were
+            drawn. The width is 0 if nothing is drawn (``fixed``).
+        draft_probs: ``[batch, nodes, width]`` float64, their probabilities, normalised once;
             padding entries are 0. These are exactly the numbers that were sampled from.
         forks: Upper bound on the nodes of one tree at which paths part; None if they were not
             counted.
@@ -219,17 +219,13 @@ def _check_paths(tree: DraftTree, b: int) -> None:
             )
 
 
-# The target's distribution at every node of a batch of draft trees, kept as logits and a normaliser.
-
-
 @dataclass(frozen=True, slots=True)
 class TargetProbs:
     """Next-token distributions p(. | node), already warped (see :mod:`eaglegbv.sampling`).
 
     Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
-    one node per request. So the distribution stays in logits: ``p = exp(logits - log_normaliser)``. Rows are
-    packed; ``rows`` says which row belongs to which node, so a batch of trees is never copied into
-    padding.
+    one node per request. So p stays in logits, ``exp(logits - log_normaliser)``. Rows are packed;
+    ``rows`` says which row belongs to which node, so a batch of trees is never copied into padding.
 
     Attributes:
         logits: ``[rows, vocab]`` float32 or float64, -inf where warping excluded a token.
@@ -248,7 +244,7 @@ class TargetProbs:
 
     @classmethod
     def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
-        """Normalise rows whose largest entry is 0, as returned by :func:`eaglegbv.sampling.warp`."""
+        """Normalise rows whose largest entry is 0, as :func:`eaglegbv.sampling.warp` returns."""
         return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
 
     @classmethod

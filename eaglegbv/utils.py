@@ -1,6 +1,9 @@
-"""Checks of a user's values: numbers within limits, or an error that states the limits."""
+"""Small things that many modules need: checks of a user's values, whole files, a fair lock."""
 
+import gzip
 import os
+import zlib
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +11,9 @@ from math import isfinite
 from pathlib import Path
 from threading import Lock, get_ident
 from types import TracebackType
+from typing import TypeVar
+
+import msgspec
 
 from eaglegbv.errors import InvalidArgument
 
@@ -49,6 +55,54 @@ def require_numbers(name: str, values: Sequence[float], *, count: int) -> None:
     """Raise :class:`InvalidArgument` unless there are ``count`` values, all finite."""
     if len(values) != count or not all(map(isfinite, values)):
         raise InvalidArgument(name, values, f"{count} finite numbers")
+
+
+# Reading JSON lines: questions, training rows, and what a run has measured.
+
+Content = TypeVar("Content")
+
+
+def read_json_lines(
+    path: Path, kind: type[Content], *, argument: str = "data"
+) -> Iterator[tuple[str, Content]]:
+    """Yield the rows of a file of JSON lines, each with its place, ``file:line``.
+
+    Only a newline ends a line: U+2028 and its like may stand in a string. A byte-order mark and
+    blank lines are skipped. A file whose name ends in ``.gz`` is unpacked.
+
+    Args:
+        path: The file.
+        kind: Type of a row.
+        argument: The user's name for the file, for messages.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or a line is no UTF-8, no JSON or of another type.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                row = line.removeprefix(BOM_UTF8) if number == 1 else line
+                if row.strip():
+                    place = f"{path}:{number}"
+                    yield place, decode_json(row, kind, argument=argument, place=place)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidArgument(
+            argument, str(path), f"a readable JSON-lines file ({error})"
+        ) from error
+
+
+def decode_json(
+    content: bytes, kind: type[Content], *, argument: str, place: str, expected: str = "JSON"
+) -> Content:
+    """Return what UTF-8 JSON says.
+
+    Raises:
+        InvalidArgument: It is something else; the message names the argument and the place.
+    """
+    try:
+        return msgspec.json.decode(content.decode("utf-8"), type=kind)
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise InvalidArgument(argument, place, f"{expected} ({error})") from error
 
 
 # Writing files completely or not at all, and the folder of what is kept between runs.

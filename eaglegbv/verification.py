@@ -1,34 +1,49 @@
-"""The target's distributions at the nodes of a step's trees: logits, penalised and warped."""
+"""Verification of a step's trees: p at their nodes, each plan's verifier, and what it decides.
 
-from collections.abc import Callable, Sequence
+A stateful verifier goes on from what earlier steps left: its *target layers*, one for each step
+that still changes the target of the next tokens (:mod:`eaglegbv.verifiers.stateful`). Requests keep
+them, here they become the padded columns that the verifier works on, and the drafter replays the
+draft distributions of those steps along the path that the verifier selects:
+
+    step 1   root x_3  commits x_4      |  layer A: snapshot at x_3, 3 tokens left of depth 5
+    step 2   root x_4  commits x_5 x_6  |  A has advanced by x_4 and continues along the path;
+                                        |  layer A: 1 left    layer B: snapshot at x_4, 2 left
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import AutoPlan, Plan, Planning
-from eaglegbv.devices import send, upload
-from eaglegbv.drafters.base import Drafter, Recaller
+from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name, plans_of
+from eaglegbv.devices import fetch, send, upload
+from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
+from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
-from eaglegbv.outcomes import Evidence, Judgement
-from eaglegbv.request import Debt, DraftSnapshot, Request
+from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
-from eaglegbv.scheduler.batch import Group, Layout
+from eaglegbv.scheduler.batch import Forward, Group, Layout
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
     Fault,
-    NodeFigures,
+    NodeStats,
     Rule,
     Verdict,
     Verifier,
     VerifyUniforms,
     find_faults,
 )
+from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 from eaglegbv.verifiers.registry import (
     CheckedVerifier,
     checked_verifier,
@@ -36,288 +51,40 @@ from eaglegbv.verifiers.registry import (
     make_verifier,
 )
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
+    StatefulVerdict,
     StatefulVerifier,
 )
 from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifier
 
 
-def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
-    """Warp the logits of a group's nodes, each with its request's settings and its own path.
-
-    Args:
-        group: The trees.
-        layout: Positions of their nodes among the logits.
-        logits: ``[rows, vocab]``, those of the whole forward.
-    """
-    params = [request.params for request in group.requests]
-    counts = group.counts
-    own = logits[layout.logits]
-    if any(p.penalised for p in params):
-        own = penalise(
-            own,
-            *_occurrences(group, counts, logits.shape[1]),
-            PenaltySettings.of(params, counts, device=logits.device),
-        )
-    warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
-    rows = send(layout.node_rows, logits.device)
-    if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
-        real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
-        rows = torch.where(real, rows, rows[:, :1])
-    return TargetProbs.of_warped(warped, rows)
-
-
-def _occurrences(group: Group, counts: list[int], vocab: int) -> tuple[Tensor, Tensor]:
-    """Return what penalties depend on, for each node: tokens of the prompt, and counts of the rest.
-
-    Both are ``[rows, vocab]``; a node counts the generated tokens and the drafted ones on its path.
-    """
-    device = group.tree.token_ids.device
-    in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool, device=device)
-    generated = torch.zeros((sum(counts), vocab), dtype=torch.int64, device=device)
-    ancestors = group.tree.ancestor_mask()
-    row = 0
-    for b, (request, count) in enumerate(zip(group.requests, counts, strict=True)):
-        own = slice(row, row + count)
-        prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
-        in_prompt[own].index_fill_(1, prompt, value=True)
-        seen = torch.tensor(request.token_ids, dtype=torch.int64)
-        generated[own] = send(torch.bincount(seen, minlength=vocab), device)
-        # The root is the last of the request's own tokens, so it is counted among those.
-        drafted = ancestors[b, :count, 1:count].to(torch.int64)
-        tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
-        generated[own].scatter_add_(1, tokens, drafted)
-        row += count
-    return in_prompt, generated
-
-
-# Debts over steps: what a greedy rule leaves to the next tokens, request by request.
-#
-# A stateful verifier works on padded columns, one for each earlier step that still has a debt, and
-# asks for the draft distributions of those steps along the path it selects
-# (:mod:`eaglegbv.verifiers.stateful`). Here requests' debts become those columns, the drafter
-# recalls distributions along the path, and the remaining debts are assigned to the requests again:
-#
-# step 1   root x_3  commits x_4      |  debt A: snapshot at x_3, 3 tokens left of depth 5
-# step 2   root x_4  commits x_5 x_6  |  A has advanced by x_4 and continues along the path;
-# |  debt A: 1 left    debt B: snapshot at x_4, 2 left
-
-
 @dataclass(frozen=True, slots=True)
-class Settlement:
-    """Result of a verification with state.
+class VerifyOutput:
+    """What was decided about a group's trees.
 
     Attributes:
-        verdict: What is committed.
-        debts: What each request owes afterwards.
-        faults: ``[batch]`` int64, faults of the recalled draft distributions, 0 if there are none.
-        figures: Returns the numbers on which the verification was based.
+        group: The trees, on the device of the logits.
+        layout: Positions of their nodes in the forward.
+        verdict: What is accepted, and the token after it; meaningless where there are faults.
+        faults: ``[batch]`` int64, faults of the probabilities on which the verdict rests, or 0.
+        target_layers: For each request, what it leaves to the target of the next tokens.
+        target: p at the nodes; None unless trees are recorded.
+        node_stats: Returns the other numbers on which the verdict rests, if trees are recorded.
     """
 
+    group: Group
+    layout: Layout
     verdict: Verdict
-    debts: list[tuple[Debt, ...]]
     faults: Tensor
-    figures: Callable[[], NodeFigures]
-
-
-def recall_slots(plan: Plan) -> int:
-    """Return the most KV slots the debts of a request can borrow during a verification.
-
-    Every step commits at least one token, and its debt ends ``depth`` tokens after its root. So
-    there are at most ``depth - 1`` debts, each advanced by at most ``depth - 1`` tokens.
-    """
-    return (plan.depth - 1) ** 2
-
-
-def settle(
-    verifier: StatefulVerifier,
-    requests: Sequence[Request],
-    tree: DraftTree,
-    target: TargetProbs,
-    drafter: Recaller,
-    allocator: SlotAllocator,
-) -> Settlement:
-    """Judge the drafts of ``requests`` under their debts, and return the debts that remain."""
-    uniforms = StatefulUniforms.draw(
-        [request.stream for request in requests],
-        [request.step for request in requests],
-        [len(request.debts) for request in requests],
-        paths=tree.paths,
-        length=tree.length,
-        device=tree.token_ids.device,
-    )
-    trails = _trails(requests)
-    borrowed = allocator.allocate(sum(trail.length for trail in trails))
-    try:
-        device = tree.token_ids.device
-        dists = ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
-        layers = _layers(requests, device=device)
-        result = verifier.verify(tree, target, uniforms, Debts(layers, dists))
-    finally:
-        allocator.release(borrowed)
-    debts = _owed(requests, result.layers, drafter)
-    return Settlement(result.verdict, debts, dists.faults, result.figures)
-
-
-@dataclass(slots=True)
-class Trail:
-    """A debt's step, continued along tokens that later steps committed.
-
-    Attributes:
-        row: Index of the request in the batch.
-        column: Index of the debt among the request's.
-        request: The request.
-        debt: The debt.
-        place: The step's snapshot, advanced by the tokens so far.
-    """
-
-    row: int
-    column: int
-    request: Request
-    debt: Debt
-    place: DraftSnapshot
-
-    @property
-    def committed(self) -> list[int]:
-        """Tokens from the step's root (excluded) to the current root."""
-        return self.request.token_ids[self.debt.since :]
-
-    @property
-    def length(self) -> int:
-        """Most tokens to advance by; the debt's last token needs only the distribution before it."""
-        return len(self.committed) + self.debt.remaining - 1
-
-
-class ReplayedProbs:
-    """The draft distributions of debts, along the paths that a verifier selects."""
-
-    def __init__(
-        self,
-        drafter: Recaller,
-        trails: Sequence[Trail],
-        slots: Tensor,
-        *,
-        batch: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Advance the trails to the current roots.
-
-        Args:
-            drafter: Recalls the distributions.
-            trails: One for each debt of the batch.
-            slots: As many KV slots as the sum of the trails' lengths.
-            batch: Number of requests.
-            device: Device of the returned distributions.
-        """
-        self._drafter = drafter
-        self._trails = trails
-        self._slots = slots
-        self._width = 1
-        columns = max((trail.column + 1 for trail in trails), default=0)
-        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=device)
-        for i in range(max((len(trail.committed) for trail in trails), default=0)):
-            behind = [trail for trail in trails if len(trail.committed) > i]
-            tokens = [trail.committed[i] for trail in behind]
-            self._advance(behind, torch.tensor(tokens))
-
-    @property
-    def faults(self) -> Tensor:
-        """``[batch]`` int64: :class:`Fault` flags of the distributions recalled so far."""
-        return self._unsound.any(dim=1) * int(Fault.DRAFT_NOT_NORMALISED)
-
-    def after(self, tokens: Tensor) -> SparseProbs:
-        """Return the distributions after one more token; see :meth:`LayerProbs.after`."""
-        depth = tokens.shape[1]
-        trails = [trail for trail in self._trails if trail.debt.remaining > depth]
-        if not trails:
-            return self._blank()
-        rows, columns = [trail.row for trail in trails], [trail.column for trail in trails]
-        if depth > 0:
-            self._advance(trails, tokens[rows, depth - 1])
-        recalled = self._drafter.probs_at([trail.place for trail in trails])
-        width = recalled.ids.shape[1]
-        # The first distributions are those of all trails, so no later ones are wider.
-        self._width = max(self._width, width)
-        dists = self._blank()
-        dists.ids[rows, columns, :width] = recalled.ids
-        dists.probs[rows, columns, :width] = recalled.probs
-        # With this comparison, NaN is unsound too.
-        sound = (recalled.probs.sum(dim=1) - 1).abs() <= TOLERANCE
-        self._unsound[rows, columns] |= ~sound
-        return dists
-
-    def _blank(self) -> SparseProbs:
-        """Return distributions of probability 0, for debts that have ended and for padding."""
-        ids = torch.zeros(
-            (*self._unsound.shape, self._width), dtype=torch.int64, device=self._unsound.device
-        )
-        return SparseProbs(ids, torch.zeros_like(ids, dtype=torch.float64))
-
-    def _advance(self, trails: Sequence[Trail], tokens: Tensor) -> None:
-        """Advance trails by one token each."""
-        slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
-        requests = [trail.request for trail in trails]
-        places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
-        for trail, place in zip(trails, places, strict=True):
-            trail.place = place
-
-
-def _trails(requests: Sequence[Request]) -> list[Trail]:
-    return [
-        Trail(row, column, request, debt, debt.snapshot)
-        for row, request in enumerate(requests)
-        for column, debt in enumerate(request.debts)
-    ]
-
-
-def _layers(requests: Sequence[Request], *, device: torch.device) -> Layers:
-    """Return the requests' debts as columns, padded with columns without effect."""
-    columns = max(len(request.debts) for request in requests)
-
-    def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        padded = [[*row, *[0] * (columns - len(row))] for row in values]
-        return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
-
-    return Layers(
-        rho=table([[debt.rho for debt in r.debts] for r in requests], torch.float64),
-        drafts=table([[debt.drafts for debt in r.debts] for r in requests], torch.int64),
-        remaining=table([[debt.remaining for debt in r.debts] for r in requests], torch.int64),
-        most_drafts=max((debt.drafts for r in requests for debt in r.debts), default=1),
-    )
-
-
-def _owed(requests: Sequence[Request], layers: Layers, drafter: Recaller) -> list[tuple[Debt, ...]]:
-    """Return what each request owes by ``layers``, whose last column is the latest step."""
-    owed = []
-    numbers = zip(
-        layers.rho.tolist(), layers.drafts.tolist(), layers.remaining.tolist(), strict=True
-    )
-    for request, (rho, drafts, remaining) in zip(requests, numbers, strict=True):
-        debts = [
-            replace(debt, rho=rho[k], drafts=drafts[k], remaining=remaining[k])
-            for k, debt in enumerate(request.debts)
-            if remaining[k] > 0
-        ]
-        if remaining[-1] > 0:
-            since = len(request.token_ids)
-            snapshot = drafter.snapshot(request)
-            debts.append(Debt(rho[-1], drafts[-1], remaining[-1], since, snapshot))
-        owed.append(tuple(debts))
-    return owed
-
-
-# Who judges an engine's drafts: the verifier of each plan, found by name, checked, and asked.
+    target_layers: list[tuple[TargetLayer, ...]]
+    target: TargetProbs | None
+    node_stats: Callable[[], NodeStats]
 
 
 class Verification:
-    """The verifiers of an engine.
-
-    Attributes:
-        keeps_evidence: Whether judgements say what they rest on, for trees to be recorded.
-    """
+    """The verifiers of an engine: of each plan by name, checked once."""
 
     def __init__(
         self, target: Target, drafting: Drafting, *, compile_backend: str | None = None
@@ -325,8 +92,8 @@ class Verification:
         """Put the parts together.
 
         Args:
-            target: Whose distribution is kept.
-            drafting: Who drafts; verifiers with state ask it for the distributions of earlier steps.
+            target: The model whose distribution is kept.
+            drafting: The drafters; stateful verifiers ask them for distributions of earlier steps.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
         """
@@ -334,7 +101,6 @@ class Verification:
         self._compile_backend = compile_backend
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._sound_plans: set[Planning] = set()
-        self.keeps_evidence = False
 
     def check(self, plan: Planning) -> None:
         """Raise unless the engine can run ``plan``, once for each.
@@ -345,10 +111,15 @@ class Verification:
         """
         if plan in self._sound_plans:
             return
-        if isinstance(plan, AutoPlan):
-            self._check_candidates(plan)
-        elif plan.speculative:
-            self._check_speculation(plan)
+        drafter = self._drafting.drafter
+        if drafter is None:
+            check_plan(plan, None)
+        else:
+            check_plan(plan, type(drafter), drafter.quantization)
+        for own in plans_of(plan, greedy=False):
+            verifier = self._verifier(own.verifier) if own.speculative else None
+            if isinstance(verifier, Verifier):
+                self._checked(verifier, self.sampling_of(own, greedy=False))  # compiled now
         self._sound_plans.add(plan)
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:
@@ -356,86 +127,57 @@ class Verification:
         verifier, drafter = self._verifier(plan.verifier), self._drafting.by(plan)
         return sampling_of(plan, verifier, drafter, greedy=greedy)
 
-    def slots_to_recall(self, plan: Plan, params: SamplingParams) -> int:
-        """Return the most KV slots a request borrows to recall the draft distributions of earlier steps."""
+    def replay_slots(self, plan: Plan, params: SamplingParams) -> int:
+        """Return the most KV slots a request's verification takes to replay earlier drafts."""
         if params.greedy or not plan.speculative:
             return 0
         stateful = isinstance(self._verifier(plan.verifier), StatefulVerifier)
-        return recall_slots(plan) if stateful else 0
+        return replay_slots(plan) if stateful else 0
 
-    def judge(self, group: Group, layout: Layout, logits: Tensor) -> Judgement:
-        """Judge a group's trees by the verifier of its plan.
+    def verify(self, forward: Forward, logits: Tensor, *, record: bool) -> list[VerifyOutput]:
+        """Verify the trees of each group by the verifier of its plan, waiting for nothing.
 
         Args:
-            group: The trees, on the device of the logits.
-            layout: Where their nodes stand among the logits.
+            forward: The groups, and where their nodes are among the logits.
             logits: ``[rows, vocab]``, those of the whole forward.
+            record: Keep what :func:`tree_records` needs.
         """
-        plan, greedy = group.requests[0].plan, group.requests[0].params.greedy
-        name = judge_name(plan, greedy=greedy)
+        return [
+            self._verify(group.on(logits.device), layout, logits, record=record)
+            for group, layout in zip(forward.groups, forward.layouts, strict=True)
+        ]
+
+    def _verify(
+        self, group: Group, layout: Layout, logits: Tensor, *, record: bool
+    ) -> VerifyOutput:
+        requests, tree = group.requests, group.tree
+        plan, greedy = requests[0].plan, requests[0].params.greedy
+        name = verifier_name(plan, greedy=greedy)
         verifier = make_verifier(name) if greedy else self._verifier(name)
-        dist = probs_of_nodes(group, layout, logits)
+        target = probs_of_nodes(group, layout, logits)
+        layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
+        verdict: Verdict
         if isinstance(verifier, StatefulVerifier):
-            return self._settle(verifier, group, dist)
-        uniforms = VerifyUniforms.draw(
-            [request.stream for request in group.requests],
-            [request.step for request in group.requests],
-            paths=group.tree.paths,
-            length=group.tree.length,
-            device=logits.device,
-        )
-        verdict, faults = self._checked(verifier, group.tree.draft_sampling).verify(
-            group.tree, dist, uniforms
-        )
-        figures = partial(verifier.figures, group.tree, dist, uniforms)
-        evidence = self._evidence(group, verifier, dist, figures)
-        return Judgement(verdict, faults, [() for _ in group.requests], evidence)
-
-    def _settle(self, verifier: StatefulVerifier, group: Group, dist: TargetProbs) -> Judgement:
-        """Judge a group's trees under the debts of its requests."""
-        faults = find_faults(group.tree, dist)
-        drafter = self._drafting.recalling(group.requests[0].plan)
-        allocator = self._target.allocator
-        settled = settle(verifier, group.requests, group.tree, dist, drafter, allocator)
-        evidence = self._evidence(group, verifier, dist, settled.figures)
-        return Judgement(settled.verdict, faults | settled.faults, settled.debts, evidence)
-
-    def _evidence(
-        self, group: Group, rule: Rule, dist: TargetProbs, figures: Callable[[], NodeFigures]
-    ) -> Evidence | None:
-        """Return what is to be kept of a verification until its trees are recorded, if they are."""
-        if not self.keeps_evidence:
-            return None
-        return Evidence(rule.name, dist, figures, group.prefilling)
-
-    def _check_candidates(self, auto: AutoPlan) -> None:
-        # Lookups are for temperature 0, where no verifier is asked.
-        for candidate in auto.candidates:
-            self.check(candidate)
-        if isinstance(self._verifier(auto.verifier), StatefulVerifier):
-            expected = "one without state over steps, where the engine chooses plans"
-            raise InvalidArgument("verifier", auto.verifier, expected)
-
-    def _check_speculation(self, plan: Plan) -> None:
-        drafter, verifier = self._drafting.by(plan), self._verifier(plan.verifier)
-        dist = self.sampling_of(plan, greedy=False)
-        verifier.check_sampling(dist, plan.paths)
-        if plan.paths < dist.min_paths:
-            expected = f"at least {dist.min_paths} for draft distribution {str(dist)!r}"
-            raise InvalidArgument("paths", plan.paths, expected)
-        if isinstance(verifier, StatefulVerifier):
-            self._drafting.recalling(plan)
-            if plan.min_confidence > 0:
-                expected = f"0 for verifier {plan.verifier!r}, whose debts run to the full depth"
-                raise InvalidArgument("min_confidence", plan.min_confidence, expected)
-        for needed in (dist, DraftSampling.FIXED):
-            if needed not in drafter.draft_samplings:
-                known = ", ".join(sorted(drafter.draft_samplings))
-                raise InvalidArgument(
-                    "draft_sampling", str(needed), f"one the drafter draws: {known}"
-                )
-        if isinstance(verifier, Verifier):
-            self._checked(verifier, dist)  # compiled now
+            drafter = self._drafting.recalling(plan)
+            result, layers, unsound = verify_stateful(
+                verifier, requests, tree, target, drafter, self._target.allocator
+            )
+            verdict, stats = result, result.stats
+            faults = find_faults(tree, target) | unsound
+        else:
+            uniforms = VerifyUniforms.draw(
+                [request.stream for request in requests],
+                [request.step for request in requests],
+                paths=tree.paths,
+                length=tree.length,
+                device=logits.device,
+            )
+            checked = self._checked(verifier, tree.draft_sampling)
+            verdict, faults = checked.verify(tree, target, uniforms)
+            stats = partial(verifier.stats, tree, target, uniforms)
+        if not record:
+            return VerifyOutput(group, layout, verdict, faults, layers, None, dict)
+        return VerifyOutput(group, layout, verdict, faults, layers, target, stats)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
@@ -452,7 +194,7 @@ class Verification:
 
 
 def check_verifier(plan: Plan) -> None:
-    """Raise unless the plan's verifier exists and takes the distribution it names, whatever drafts.
+    """Raise unless the plan's verifier exists and takes the sampling it names, whatever drafts.
 
     Raises:
         InvalidArgument: There is no such verifier.
@@ -464,10 +206,70 @@ def check_verifier(plan: Plan) -> None:
             verifier.check_sampling(plan.draft_sampling, plan.paths)
 
 
-def judge_name(plan: Plan, *, greedy: bool) -> str:
+def check_plan(
+    planning: Planning,
+    drafter: type[Drafter] | None,
+    quantization: Quantization = Quantization.NONE,
+) -> None:
+    """Raise unless an engine can run ``planning``.
+
+    Args:
+        planning: Any plan, or limits within which the engine chooses.
+        drafter: What the engine's drafter is, None without one.
+        quantization: How its weights are held.
+
+    Raises:
+        InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
+        SamplingMismatch: The verifier is not lossless for the plan's draft sampling.
+    """
+    if isinstance(planning, AutoPlan):
+        for candidate in planning.candidates:  # lookups are greedy: no verifier is asked
+            check_plan(candidate, drafter, quantization)
+        if isinstance(make_any_verifier(planning.verifier), StatefulVerifier):
+            expected = "one without state over steps, where the engine chooses plans"
+            raise InvalidArgument("verifier", planning.verifier, expected)
+    elif planning.speculative:
+        kind = NgramDrafter if planning.source is Source.LOOKUP else drafter
+        _check_speculation(planning, kind, quantization)
+
+
+def _check_speculation(
+    plan: Plan, drafter: type[Drafter] | None, quantization: Quantization
+) -> None:
+    if drafter is None:
+        raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
+    verifier = make_any_verifier(plan.verifier)
+    sampling = sampling_of(plan, verifier, drafter, greedy=False)
+    verifier.check_sampling(sampling, plan.paths)
+    if plan.paths < sampling.min_paths:
+        expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
+        raise InvalidArgument("paths", plan.paths, expected)
+    if isinstance(verifier, StatefulVerifier):
+        _check_state(plan, drafter, quantization)
+    for needed in (sampling, DraftSampling.FIXED):
+        if needed not in drafter.draft_samplings:
+            expected = f"one the drafter draws: {', '.join(sorted(drafter.draft_samplings))}"
+            raise InvalidArgument("draft_sampling", str(needed), expected)
+
+
+def _check_state(plan: Plan, drafter: type[Drafter], quantization: Quantization) -> None:
+    """Raise unless a stateful verifier can ask for the draft distributions of earlier steps."""
+    if not issubclass(drafter, ReplayingDrafter):
+        expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
+        raise InvalidArgument("drafter", drafter.__name__, expected)
+    if quantization is Quantization.INT8:
+        # Recomputed in another batch, q would differ from what was drawn from.
+        expected = f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
+        raise InvalidArgument("draft_quantization", str(quantization), expected)
+    if plan.min_confidence > 0:
+        expected = f"0 for verifier {plan.verifier!r}, whose state needs the full depth"
+        raise InvalidArgument("min_confidence", plan.min_confidence, expected)
+
+
+def verifier_name(plan: Plan, *, greedy: bool) -> str:
     """Return the name of the verifier of a step: the plan's, unless nothing is left to decide.
 
-    At temperature 0 the target's distribution is one token, which the greedy walk follows through any tree;
+    At temperature 0 the target has one token, which the greedy walk follows through any tree;
     without drafts the next token is drawn from the target.
     """
     if greedy:
@@ -475,8 +277,10 @@ def judge_name(plan: Plan, *, greedy: bool) -> str:
     return plan.verifier if plan.speculative else TargetOnlyVerifier.name
 
 
-def sampling_of(plan: Plan, verifier: Rule, drafter: Drafter, *, greedy: bool) -> DraftSampling:
-    """Return the draft distribution of a plan: its own, else the verifier's, else the drafter's only one.
+def sampling_of(
+    plan: Plan, verifier: Rule, drafter: Drafter | type[Drafter], *, greedy: bool
+) -> DraftSampling:
+    """Return a plan's draft sampling: its own, else the verifier's, else the drafter's only one.
 
     At temperature 0 sampled paths all coincide, and a fixed tree covers more.
     """
@@ -484,8 +288,363 @@ def sampling_of(plan: Plan, verifier: Rule, drafter: Drafter, *, greedy: bool) -
         return DraftSampling.FIXED
     if plan.draft_sampling is not None:
         return plan.draft_sampling
-    if verifier.default_sampling not in drafter.draft_samplings and drafter.draft_samplings <= {
-        DraftSampling.FIXED
-    }:
+    usual, known = verifier.default_sampling, drafter.draft_samplings
+    if usual not in known and known <= {DraftSampling.FIXED}:
         return DraftSampling.FIXED
-    return verifier.default_sampling
+    return usual
+
+
+_COLUMNS = 5
+
+
+def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
+    """Return the decision for every request of every group, with one copy to the host."""
+    if not outputs:  # the step only read parts of prompts
+        return []
+    tables = [_table(output) for output in outputs]
+    [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
+    numbers = iter(fetched.tolist())
+    return [
+        [
+            _request_output(request, list(islice(numbers, table.shape[1])))
+            for request in output.group.requests
+        ]
+        for output, table in zip(outputs, tables, strict=True)
+    ]
+
+
+def _table(output: VerifyOutput) -> Tensor:
+    """Return ``[batch, 5 + 2 length]`` int64: five columns, the path's nodes, and their tokens."""
+    tree, verdict = output.group.tree, output.verdict
+    depth = tree.depth.amax(dim=1)
+    columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
+    tokens = tree.token_ids.gather(1, verdict.path_nodes)
+    return torch.cat((*(c.unsqueeze(1) for c in columns), verdict.path_nodes, tokens), dim=1)
+
+
+def _request_output(request: Request, row: list[int]) -> RequestOutput:
+    accepted, token, fault, depth, nodes = row[:_COLUMNS]
+    length = (len(row) - _COLUMNS) // 2
+    path, tokens = row[_COLUMNS:][:length], row[_COLUMNS:][length:]
+    return RequestOutput(
+        request=request,
+        token_ids=[*tokens[:accepted], token],
+        nodes=path[:accepted],
+        depth=depth,
+        drafted=nodes - 1,
+        fault=fault,
+    )
+
+
+# The target's probabilities at the nodes: logits, penalised and warped.
+
+
+def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
+    """Warp the logits of a group's nodes, each with its request's settings and its own path.
+
+    Args:
+        group: The trees.
+        layout: Positions of their nodes among the logits.
+        logits: ``[rows, vocab]``, those of the whole forward.
+    """
+    params = [request.params for request in group.requests]
+    counts = group.counts
+    own = logits[layout.logits]
+    if any(p.penalised for p in params):
+        own = penalise(
+            own,
+            *_occurrences(group, logits.shape[1]),
+            PenaltySettings.of(params, counts, device=logits.device),
+        )
+    warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
+    rows = send(layout.node_rows, logits.device)
+    if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
+        real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
+        rows = torch.where(real, rows, rows[:, :1])
+    return TargetProbs.of_warped(warped, rows)
+
+
+def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return what penalties depend on, for each node: tokens of the prompt, and counts of the rest.
+
+    Both are ``[rows, vocab]``; a node counts the generated tokens and the drafted ones on its path.
+    """
+    counts, device = group.counts, group.tree.token_ids.device
+    in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool, device=device)
+    generated = torch.zeros((sum(counts), vocab), dtype=torch.int64, device=device)
+    ancestors = group.tree.ancestor_mask()
+    row = 0
+    for b, (request, count) in enumerate(zip(group.requests, counts, strict=True)):
+        own = slice(row, row + count)
+        prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
+        in_prompt[own].index_fill_(1, prompt, value=True)
+        seen = upload(request.token_ids, dtype=torch.int64, device=device).expand(count, -1)
+        generated[own].scatter_add_(1, seen, torch.ones_like(seen))
+        # The root is the last of the request's own tokens, so it is counted among those.
+        drafted = ancestors[b, :count, 1:count].to(torch.int64)
+        tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
+        generated[own].scatter_add_(1, tokens, drafted)
+        row += count
+    return in_prompt, generated
+
+
+# Verifiers with state.
+
+
+def replay_slots(plan: Plan) -> int:
+    """Return the most KV slots a request's target layers take during a verification.
+
+    Every step commits at least one token, and its layer ends ``depth`` tokens after its root. So
+    there are at most ``depth - 1`` layers, each advanced by at most ``depth - 1`` tokens.
+    """
+    return (plan.depth - 1) ** 2
+
+
+def verify_stateful(
+    verifier: StatefulVerifier,
+    requests: Sequence[Request],
+    tree: DraftTree,
+    target: TargetProbs,
+    drafter: DraftReplay,
+    allocator: SlotAllocator,
+) -> tuple[StatefulVerdict, list[tuple[TargetLayer, ...]], Tensor]:
+    """Verify trees under what earlier steps left.
+
+    Returns:
+        The verdict; the layers that each request has then; and ``[batch]`` int64, faults of the
+        replayed draft distributions, 0 if there are none.
+    """
+    device = tree.token_ids.device
+    uniforms = StatefulUniforms.draw(
+        [request.stream for request in requests],
+        [request.step for request in requests],
+        [len(request.target_layers) for request in requests],
+        paths=tree.paths,
+        length=tree.length,
+        device=device,
+    )
+    trails = _trails(requests)
+    borrowed = allocator.allocate(sum(trail.length for trail in trails))
+    try:
+        replayed = _ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
+        columns = _columns(requests, device=device)
+        result = verifier.verify(tree, target, uniforms, columns, replayed)
+    finally:
+        allocator.release(borrowed)
+    return result, _layers_after(requests, result.layers, drafter), replayed.faults
+
+
+@dataclass(slots=True)
+class _Trail:
+    """An earlier step, continued along tokens that later steps committed.
+
+    Attributes:
+        row: Index of the request in the batch.
+        column: Index of the step's layer among the request's.
+        request: The request.
+        layer: What the step left.
+        place: The step's snapshot, advanced by the tokens so far.
+    """
+
+    row: int
+    column: int
+    request: Request
+    layer: TargetLayer
+    place: DraftSnapshot
+
+    @property
+    def committed(self) -> list[int]:
+        """Tokens from the step's root (excluded) to the current root."""
+        return self.request.token_ids[self.layer.since :]
+
+    @property
+    def length(self) -> int:
+        """Most tokens to advance by; for the last token only what is before it is needed."""
+        return len(self.committed) + self.layer.remaining - 1
+
+
+def _trails(requests: Sequence[Request]) -> list[_Trail]:
+    return [
+        _Trail(row, column, request, layer, layer.snapshot)
+        for row, request in enumerate(requests)
+        for column, layer in enumerate(request.target_layers)
+    ]
+
+
+class _ReplayedProbs:
+    """The draft distributions of earlier steps, along the paths that a verifier selects."""
+
+    def __init__(
+        self,
+        drafter: DraftReplay,
+        trails: Sequence[_Trail],
+        slots: Tensor,
+        *,
+        batch: int,
+        device: torch.device,
+    ) -> None:
+        """Advance the trails to the current roots, in KV slots as many as all their lengths."""
+        self._drafter = drafter
+        self._trails = trails
+        self._slots = slots
+        self._width = 1
+        columns = max((trail.column + 1 for trail in trails), default=0)
+        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=device)
+        for i in range(max((len(trail.committed) for trail in trails), default=0)):
+            behind = [trail for trail in trails if len(trail.committed) > i]
+            self._advance(behind, torch.tensor([trail.committed[i] for trail in behind]))
+
+    @property
+    def faults(self) -> Tensor:
+        """``[batch]`` int64: :class:`Fault` flags of the distributions replayed so far."""
+        return self._unsound.any(dim=1) * int(Fault.DRAFT_NOT_NORMALISED)
+
+    def after(self, tokens: Tensor) -> SparseProbs:
+        """Return the distributions after one more token; see :meth:`LayerProbs.after`."""
+        depth = tokens.shape[1]
+        trails = [trail for trail in self._trails if trail.layer.remaining > depth]
+        if not trails:
+            return self._blank()
+        rows, columns = [trail.row for trail in trails], [trail.column for trail in trails]
+        if depth > 0:
+            self._advance(trails, tokens[rows, depth - 1])
+        replayed = self._drafter.probs_at([trail.place for trail in trails])
+        width = replayed.ids.shape[1]
+        # The first distributions are those of all trails, so no later ones are wider.
+        self._width = max(self._width, width)
+        probs = self._blank()
+        probs.ids[rows, columns, :width] = replayed.ids
+        probs.probs[rows, columns, :width] = replayed.probs
+        # With this comparison, NaN is unsound too.
+        sound = (replayed.probs.sum(dim=1) - 1).abs() <= TOLERANCE
+        self._unsound[rows, columns] |= ~sound
+        return probs
+
+    def _blank(self) -> SparseProbs:
+        """Return distributions of probability 0, for layers that have ended and for padding."""
+        ids = torch.zeros(
+            (*self._unsound.shape, self._width), dtype=torch.int64, device=self._unsound.device
+        )
+        return SparseProbs(ids, torch.zeros_like(ids, dtype=torch.float64))
+
+    def _advance(self, trails: Sequence[_Trail], tokens: Tensor) -> None:
+        """Advance trails by one token each."""
+        slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
+        requests = [trail.request for trail in trails]
+        places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
+        for trail, place in zip(trails, places, strict=True):
+            trail.place = place
+
+
+def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
+    """Return the requests' layers as columns, padded with columns without effect."""
+    columns = max(len(request.target_layers) for request in requests)
+
+    def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        padded = [[*row, *[0] * (columns - len(row))] for row in values]
+        return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
+
+    layers = [request.target_layers for request in requests]
+    return Layers(
+        rho=table([[layer.rho for layer in own] for own in layers], torch.float64),
+        drafts=table([[layer.drafts for layer in own] for own in layers], torch.int64),
+        remaining=table([[layer.remaining for layer in own] for own in layers], torch.int64),
+        most_drafts=max((layer.drafts for own in layers for layer in own), default=1),
+    )
+
+
+def _layers_after(
+    requests: Sequence[Request], columns: Layers, drafter: DraftReplay
+) -> list[tuple[TargetLayer, ...]]:
+    """Return each request's layers by ``columns``, the last of which is the latest step."""
+    found = []
+    numbers = (columns.rho.tolist(), columns.drafts.tolist(), columns.remaining.tolist())
+    for request, rho, drafts, remaining in zip(requests, *numbers, strict=True):
+        layers = [
+            replace(layer, rho=rho[k], drafts=drafts[k], remaining=remaining[k])
+            for k, layer in enumerate(request.target_layers)
+            if remaining[k] > 0
+        ]
+        if remaining[-1] > 0:
+            since, snapshot = len(request.token_ids), drafter.snapshot(request)
+            layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
+        found.append(tuple(layers))
+    return found
+
+
+# Records of trees, for observers that request them.
+
+
+def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:
+    """Return the records of a group's trees, once they are committed; none unless recorded.
+
+    Args:
+        output: The trees, and what was decided about them.
+        kept: The tokens that each request was given, by its number; requests without any, whose
+            probabilities were faulty, have no record.
+    """
+    target, tree, verdict = output.target, output.group.tree, output.verdict
+    if target is None:
+        return []
+    tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
+    multiplicity = tree.multiplicity().tolist()
+    p, q = target_of_tokens(tree, target).tolist(), draft_of_tokens(tree).tolist()
+    found = output.node_stats() if tree.length else {}
+    stats = {name: values.tolist() for name, values in found.items()}
+    paths, accepted = verdict.path_nodes.tolist(), verdict.accepted.tolist()
+    next_tokens, next_p = verdict.token_ids.tolist(), _next_probs(verdict, target)
+    records = []
+    for b, request in enumerate(output.group.requests):
+        committed, count = kept.get(request.number), int(tree.num_nodes[b])
+        if not committed:
+            continue
+        start = len(request.token_ids) - len(committed)
+        record = TreeRecord(
+            request=request.number,
+            start=start,
+            prompt_ids=() if start else request.prompt_ids,
+            plan=plan_name(request.plan),
+            verifier=verifier_name(request.plan, greedy=request.params.greedy),
+            draft_sampling=str(tree.draft_sampling),
+            paths=tree.paths,
+            token_ids=tuple(tokens[b][:count]),
+            parents=tuple(parents[b][:count]),
+            multiplicity=tuple(multiplicity[b][:count]),
+            target_probs=_known(p[b][:count]),
+            draft_probs=_known(q[b][:count]),
+            node_stats={name: _known(values[b][:count]) for name, values in stats.items()},
+            accepted=tuple(paths[b][: accepted[b]]),
+            next_token=next_tokens[b],
+            next_target_prob=next_p[b],
+            committed=tuple(committed),
+            finish_reason=None if request.finish_reason is None else str(request.finish_reason),
+        )
+        records.append(record)
+    return records
+
+
+def draft_of_tokens(tree: DraftTree) -> Tensor:
+    """Return q of each node's token given its parent, ``[batch, nodes]`` float64.
+
+    The value is NaN where nothing is drawn.
+    """
+    if tree.width == 0:
+        return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)
+    ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(tree.draft_probs, tree.parents)
+    return (probs * (ids == tree.token_ids.unsqueeze(2))).sum(dim=2)
+
+
+def _next_probs(verdict: Verdict, target: TargetProbs) -> list[float]:
+    """Return p of the token after the accepted nodes."""
+    stops = verdict.accepted.new_zeros(verdict.accepted.shape)
+    if verdict.path_nodes.shape[1]:
+        last = (verdict.accepted - 1).clamp(min=0).unsqueeze(1)
+        stops = verdict.path_nodes.gather(1, last).squeeze(1) * (verdict.accepted > 0)
+    rows = target.rows.gather(1, stops.unsqueeze(1))
+    probs: list[float] = target.probs_in(rows, verdict.token_ids[:, None, None]).flatten().tolist()
+    return probs
+
+
+def _known(values: list[float]) -> tuple[float | None, ...]:
+    """Return the numbers of a tree's nodes; the root has none."""
+    return (None, *(None if math.isnan(value) else value for value in values[1:]))

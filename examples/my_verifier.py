@@ -14,8 +14,6 @@ class FirstPath(ReferenceVerifier):
     """Accept a draft with probability min(1, p/q); stop at the first rejection."""
 
     name = "first_path"
-    source = "an example"
-    cost = "O(L) and one row of the vocabulary"
     # The claim under audit. `greedy` would fail: there the first child is not drawn from q.
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
@@ -24,11 +22,11 @@ class FirstPath(ReferenceVerifier):
         path = tree.paths[0]
         for depth, token in enumerate(path):
             prefix = path[:depth]
-            p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+            p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
             accept = min(1, p[token] / q[token])
             if chooser.choose((accept, 1 - accept), Purpose.ACCEPTANCE, depth) == 1:
                 # (p - q)+, what the target wants beyond the drafts; p where rounding left nothing.
                 weights = residual_or_target(1, p, q)
                 return Outcome(prefix, chooser.choose(weights, Purpose.CORRECTION, 0))
-        bonus = chooser.choose(tree.target_dist(path), Purpose.CORRECTION, 0)
+        bonus = chooser.choose(tree.target_probs(path), Purpose.CORRECTION, 0)
         return Outcome(path, bonus)

@@ -1,14 +1,17 @@
-"""Devices and types by their names, of those that are there."""
+"""Devices by name, and copies that nobody waits for."""
 
 import platform
 from pathlib import Path
 
 import pytest
 import torch
+from support.pretend_device import STAGED, PretendDevice, marked
 
 from eaglegbv import devices
-from eaglegbv.devices import named_device, processor_name
+from eaglegbv.devices import fetch, named_device, processor_name, send, upload
 from eaglegbv.errors import InvalidArgument
+
+# Devices and types by their names, of those that are there.
 
 
 @pytest.mark.parametrize("name", ["warp", "cuda", "cuda:1", "meta", ""])
@@ -48,3 +51,34 @@ def test_without_a_name_the_architecture_stands_for_it(
     for _ in range(2):
         assert processor_name() == (named or "aarch64")
         info.write_text("processor\t: 0\n")
+
+
+# Copies to a device are waited for by nobody, however large.
+
+
+@pytest.mark.parametrize("count", [1, STAGED, STAGED + 1, 4 * STAGED])
+def test_nobody_waits_for_a_copy_to_a_device(count: int) -> None:
+    numbers = torch.arange(count, dtype=torch.int64) % 100
+    with PretendDevice() as device:
+        sent = send(numbers.to(torch.uint8), "cuda")
+        assert marked(sent)
+        assert not device.blocking
+        numbers.to("cuda", non_blocking=True)
+    assert device.blocking == (["pageable"] if 8 * count > STAGED else [])
+
+
+def test_numbers_come_back_by_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    monkeypatch.setattr("eaglegbv.devices._wait_for", waits.append)
+    with PretendDevice() as device:
+        there = upload([1, 2, 3], dtype=torch.int64, device="cuda"), send(torch.ones(2), "cuda")
+        first, second = fetch(*there)
+    assert device.reads == ["fetch", "fetch"]
+    assert len(waits) == 1
+    assert (first.tolist(), second.tolist()) == ([1, 2, 3], [1.0, 1.0])
+    assert not device.blocking
+
+
+def test_what_stays_on_the_host_is_the_same_tensor() -> None:
+    numbers = torch.zeros(STAGED)
+    assert send(numbers, "cpu") is numbers

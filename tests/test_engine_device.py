@@ -11,9 +11,11 @@ import torch
 from support.pretend_device import DEVICE, PretendDevice, marked
 from support.tiny_engine import TinyEngine, tiny_engine
 from support.tiny_models import VOCAB, tiny_model
+from torch import Tensor
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.devices import send
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.engine import Engine
@@ -64,6 +66,29 @@ def test_texts_are_those_of_the_host(name: str, device: PretendDevice) -> None:
     away.engine.check()
     # Heads of 16 are none of FlashInfer's: PyTorch attends, and that is counted.
     assert away.engine.metrics.value(ATTENTION_FALLBACKS, "head_dim") > 0
+
+
+def test_penalties_send_tokens_and_no_row_of_the_vocabulary(
+    device: PretendDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts of 128k tokens would take a megabyte for each request and step."""
+    sent: list[int] = []
+
+    def noted(tensor: Tensor, where: object) -> Tensor:
+        sent.append(tensor.numel())
+        return send(tensor, where)
+
+    monkeypatch.setattr("eaglegbv.devices.send", noted)
+    monkeypatch.setattr("eaglegbv.verification.send", noted)
+    plan, params = SETTINGS["penalised"]
+    away = tiny_engine(device="cuda")
+    requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
+    while away.engine.has_work:
+        away.engine.step()
+    assert [len(request.token_ids) for request in requests] == [12] * 3
+    assert sent
+    # Prompts, tokens so far, settings and rows of nodes: each shorter than the vocabulary.
+    assert max(sent) < VOCAB
 
 
 def reads_of_steps(away: TinyEngine, device: PretendDevice, plan: Plan) -> list[list[str]]:

@@ -193,10 +193,10 @@ def test_a_model_that_is_the_target_is_always_right() -> None:
 def test_a_lookup_is_judged_as_the_fixed_distribution_it_is() -> None:
     engine = engine_of(tabular_target(), NgramDrafter())
     for verifier in ("gbv", "token", "spechub"):
-        with pytest.raises(SamplingMismatch, match="distribution='fixed'"):
+        with pytest.raises(SamplingMismatch, match="draft_sampling='fixed'"):
             engine.check_plan(Plan(verifier=verifier, paths=1 if verifier == "token" else 2))
     with pytest.raises(
-        InvalidArgument, match="distribution='iid': expected one the drafter draws: fixed"
+        InvalidArgument, match="draft_sampling='iid': expected one the drafter draws: fixed"
     ):
         engine.check_plan(Plan(draft_sampling=DraftSampling.IID))
     engine.check_plan(Plan())
@@ -221,7 +221,7 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) ->
 
 def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
     engine = engine_of(tabular_target(), tabular_drafter())
-    with pytest.raises(SamplingMismatch, match="distribution='fixed'"):
+    with pytest.raises(SamplingMismatch, match="draft_sampling='fixed'"):
         engine.check_plan(Plan(verifier="gbv", source=Source.LOOKUP))
     with pytest.raises(InvalidArgument, match=r"^source='web': expected one of drafter, lookup"):
         Plan(source="web")

@@ -123,10 +123,10 @@ def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
     monkeypatch.setattr(EagleDrafter, "draft", planted(other))
     broken.run([request])
     assert request.finish_reason is FinishReason.ERROR
-    assert "distribution='hub': expected one of" in str(request.error)
+    assert "draft_sampling='hub': expected one of" in str(request.error)
     assert f"for verifier {plan.verifier!r}" in str(request.error)
     assert request.token_ids == written
-    with pytest.raises(SamplingMismatch, match="distribution='hub'"):
+    with pytest.raises(SamplingMismatch, match="draft_sampling='hub'"):
         tiny.engine.check_plan(with_probs(plan, refused))
 
 

@@ -47,6 +47,7 @@ SETTINGS = {
         Plan(paths=3, depth=3, draft_sampling=DraftSampling.GREEDY),
         sampling(temperature=0.8),
     ),
+    "hub": (Plan(verifier="spechub", paths=4, depth=3), sampling()),
     "fixed": (
         Plan(paths=3, depth=3, draft_sampling=DraftSampling.FIXED, beam=4, nodes=9),
         sampling(),
@@ -107,7 +108,6 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
     padded = tiny_engine(graphs=GraphMode.EAGER)
     metrics = padded.engine.metrics
     plans = {
-        "distribution hub": Plan(verifier="spechub", paths=2, depth=2),
         "shape": Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,))),
     }
     for reason, plan in plans.items():
@@ -115,10 +115,10 @@ def test_what_grows_on_the_host_is_counted_by_reason() -> None:
         assert padded.tokens(PROMPTS, sampling(), plan) == expected
         assert metrics.value(GRAPH_DRAFTS, reason) > 0
     wide = Plan(draft_sampling=DraftSampling.FIXED, paths=2, depth=2, beam=64, nodes=4)
-    padded.tokens([[1, 2]] * 5, sampling(), wide)
+    padded.tokens([[1, 2]] * 9, sampling(), wide)
     assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
-    assert 'eaglegbv_graph_drafts_total{outcome="distribution hub"}' in metrics.exposition()
+    assert 'eaglegbv_graph_drafts_total{outcome="shape"}' in metrics.exposition()
 
 
 def replays(tiny: TinyEngine) -> float:
@@ -240,6 +240,21 @@ def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch)
     metrics = narrow.engine.metrics
     assert metrics.value(GRAPH_DRAFTS, "too many keys") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") > 0
+
+
+@pytest.mark.usefixtures("any_pool")
+@pytest.mark.parametrize("name", ["plain", "iid", "fixed"])
+def test_a_draining_batch_records_nothing_that_was_recorded_before(name: str) -> None:
+    plan, params = SETTINGS[name]
+    recorder = TapeRecorder()
+    taped = tiny_engine(slots=512, max_batch=3, graphs=recorder, attention=StandAttention)
+    taped.engine.record(plan, params)
+    recorded = recorder.recorded
+    assert replays(taped) == 0
+    found = taped.tokens(PROMPTS, params, plan)
+    assert found == tiny_engine().tokens(PROMPTS, params, plan)
+    assert recorder.recorded == recorded
+    assert replays(taped) > 0
 
 
 class Stubborn(TapeRecorder):

@@ -78,7 +78,7 @@ def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
 
 
 def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
-    """Requests of which some decode, owing something or not, and one has yet to read its prompt."""
+    """Requests that decode, with target layers or without, and one that has yet to prefill."""
     specs = [
         Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=seed), plan)
         for seed, plan in enumerate([PLANS[0], PLANS[4], PLANS[7], PLANS[8]])
@@ -106,7 +106,7 @@ FAULTS = {
     "target forward": ("target", "forward", 0),
     "draft of the second group": ("drafter", "draft", 1),
     "forward inside a draft": ("model", "forward", 2),
-    "recall of a debt": ("drafter", "advance", 0),
+    "replay of an earlier step": ("drafter", "advance", 0),
     "second verdict": ("verification", "judge", 1),
     "features of the second commit": ("drafter", "observe", 1),
     "second commit": ("engine", "_extend", 1),
@@ -160,7 +160,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
         assert f"{kind.__name__}: planted" in str(request.error)
         assert isinstance(request.error.__cause__, kind)
         assert request.context == len(request.borrowed) == 0
-        assert request.debts == ()
+        assert request.target_layers == ()
         assert reported is None or request.number in reported
     # Who waited, and who was served before the fault, goes on as if alone; so does who comes next.
     requests.append((exact.add(waiting), waiting))

@@ -84,33 +84,33 @@ def watch_outputs(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> list[Tar
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)
 def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) -> None:
-    """After every number of steps; verifiers with state owe something at many of them."""
+    """After every number of steps; verifiers with state leave something at many of them."""
     [prompt] = prompts(0, 17)
     params = SamplingParams(max_tokens=22, seed=4)
     [expected] = tiny.tokens([prompt], params, plan)
-    owed = 0
+    left = 0
     for steps in (1, 2, 3, 4, 5, 6, 8):
         request = tiny.engine.add(prompt, params, plan)
         for _ in range(steps):
             tiny.engine.step()
         if request.finished:
             break
-        debts, tokens = request.debts, list(request.token_ids)
-        owed += len(debts)
+        layers, tokens = request.target_layers, list(request.token_ids)
+        left += len(layers)
         tiny.engine.preempt(request)
         assert request.context == 0
         assert not request.draft_states
         assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-        assert request.debts == debts
+        assert request.target_layers == layers
         tiny.run([request])
         assert request.token_ids[: len(tokens)] == tokens
         assert request.token_ids == expected
         assert request.metrics.preemptions == 1
-    assert bool(owed) == (plan.verifier in ("greedy_block", "spectr_gbv"))
+    assert bool(left) == (plan.verifier in ("greedy_block", "spectr_gbv"))
 
 
-def test_dropped_debts_would_be_noticed(tiny: TinyEngine) -> None:
-    """What the test above rests on: a debt forgotten in pre-emption changes the text."""
+def test_dropped_layers_would_be_noticed(tiny: TinyEngine) -> None:
+    """What the test above rests on: a layer forgotten in pre-emption changes the text."""
     plan = Plan(verifier="spectr_gbv", paths=2, depth=3)
     changed = 0
     for seed in range(12):
@@ -118,9 +118,9 @@ def test_dropped_debts_would_be_noticed(tiny: TinyEngine) -> None:
         params = SamplingParams(max_tokens=22, seed=seed)
         [expected] = tiny.tokens([prompt], params, plan)
         request = tiny.engine.add(prompt, params, plan)
-        while not request.finished and not request.debts:
+        while not request.finished and not request.target_layers:
             tiny.engine.step()
-        request.debts = ()
+        request.target_layers = ()
         if not request.finished:
             tiny.engine.preempt(request)
         tiny.run([request])
@@ -265,7 +265,7 @@ SETTINGS = [
     (Plan(verifier="spectr_gbv", paths=2, depth=2), 1.0, 1.0),
     (Plan(verifier="spectr_gbv", paths=2, depth=3), 0.7, 0.95),
 ]
-"""Plan, temperature and top-p of requests in turn; each of the two distributions comes from three plans."""
+"""Plan, temperature and top-p of requests in turn; each distribution comes from three plans."""
 
 
 def sample(tiny: TinyEngine, count: int) -> dict[float, list[int]]:

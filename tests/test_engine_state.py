@@ -1,7 +1,7 @@
-"""Verifiers with state in the engine: lossless over steps, request by request, by their own distributions.
+"""Verifiers with state in the engine: lossless over steps, request by request.
 
-At depth 3 a step that stops at once leaves a debt on the next two tokens, and the steps after it
-leave theirs on top: the fourth token may follow two debts, the fifth three.
+At depth 3 a step that stops at once leaves a layer on the next two tokens, and the steps after it
+leave theirs on top: the fourth token may be under two, the fifth under three.
 """
 
 import dataclasses
@@ -17,8 +17,7 @@ from support.saved_pair import save_pair
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
 
-from eaglegbv import LLM
-from eaglegbv import verification as debts
+from eaglegbv import LLM, verification
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
@@ -67,7 +66,7 @@ def exact_probs(tiny: TinyEngine) -> np.ndarray:
 
 
 def sample(tiny: TinyEngine, count: int) -> list[int]:
-    """Texts as cells of the joint distribution, by both verifiers in turn, all in the same batches."""
+    """Texts as cells of the joint distribution, both verifiers in turn, all in the same batches."""
     requests = [
         tiny.engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), PLANS[seed % 2])
         for seed in range(count)
@@ -87,30 +86,30 @@ def test_joint_distribution_is_the_targets_over_steps(crowded: TinyEngine) -> No
         assert result.p_value > LEVEL, result
 
 
-def test_current_draft_distributions_in_place_of_a_debts_own_are_noticed(
+def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(
     crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True features give other distributions than the debt's step drew from: the text is biased by it."""
-    trails = debts._trails
+    """True features give other probabilities than the step drew from, which biases the text."""
+    trails = verification._trails
 
-    def current(requests: Sequence[Request]) -> list[debts.Trail]:
+    def current(requests: Sequence[Request]) -> list[verification._Trail]:
         return [
             dataclasses.replace(
                 trail,
-                debt=dataclasses.replace(trail.debt, since=len(trail.request.token_ids)),
+                layer=dataclasses.replace(trail.layer, since=len(trail.request.token_ids)),
                 place=drafter_of(crowded).snapshot(trail.request),
             )
             for trail in trails(requests)
         ]
 
-    monkeypatch.setattr(debts, "_trails", current)
+    monkeypatch.setattr(verification, "_trails", current)
     result = g_test(sample(crowded, 2_500), exact_probs(crowded))
     assert result.p_value < LEVEL, result
 
 
-def test_dropped_debts_are_noticed(crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    owed = debts._owed
-    monkeypatch.setattr(debts, "_owed", lambda *args: [() for _ in owed(*args)])
+def test_dropped_layers_are_noticed(crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    after = verification._layers_after
+    monkeypatch.setattr(verification, "_layers_after", lambda *args: [() for _ in after(*args)])
     result = g_test(sample(crowded, 3_000), exact_probs(crowded))
     assert result.p_value < LEVEL, result
 
@@ -131,27 +130,30 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine, plan: Plan
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)
-def test_debts_pile_up_and_are_paid_off(tiny: TinyEngine, plan: Plan) -> None:
+def test_layers_pile_up_and_end(tiny: TinyEngine, plan: Plan) -> None:
     request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=120, seed=1), plan)
-    most, paid = 0, False
+    most, ended = 0, False
     while tiny.engine.has_work:
-        before, tokens = request.debts, len(request.token_ids)
+        before, tokens = request.target_layers, len(request.token_ids)
         tiny.engine.step()
         tiny.target.allocator.check([request.slots])
         new = len(request.token_ids) - tokens
-        assert len(request.debts) < plan.depth
-        for debt in request.debts:
-            assert 0 < debt.remaining <= plan.depth - (len(request.token_ids) - debt.since)
-        old = [debt for debt in request.debts if debt.since < tokens]
-        earlier = {debt.since: debt for debt in before}
-        assert all(debt.remaining == earlier[debt.since].remaining - new for debt in old)
-        most, paid = max(most, len(request.debts)), paid or (bool(before) and not request.debts)
+        assert len(request.target_layers) < plan.depth
+        for layer in request.target_layers:
+            assert 0 < layer.remaining <= plan.depth - (len(request.token_ids) - layer.since)
+        old = [layer for layer in request.target_layers if layer.since < tokens]
+        earlier = {layer.since: layer for layer in before}
+        assert all(layer.remaining == earlier[layer.since].remaining - new for layer in old)
+        most, ended = (
+            max(most, len(request.target_layers)),
+            ended or (bool(before) and not request.target_layers),
+        )
     assert most > 1
-    assert paid
-    assert request.debts == ()
+    assert ended
+    assert request.target_layers == ()
 
 
-def test_a_pool_for_one_request_is_enough_for_its_debts() -> None:
+def test_a_pool_for_one_request_is_enough_for_its_layers() -> None:
     """What recalling borrows is part of what a request claims: nobody is ever short of slots."""
     plan, params = LONG[0], SamplingParams(max_tokens=40, seed=5)
     claim = 1 + 40 + 6 + 4**2
@@ -165,39 +167,39 @@ def test_a_pool_for_one_request_is_enough_for_its_debts() -> None:
         tiny.engine.add(PROMPT, SamplingParams(max_tokens=41), plan)
 
 
-def test_an_early_end_drops_the_debts(tiny: TinyEngine) -> None:
+def test_an_early_end_drops_the_layers(tiny: TinyEngine) -> None:
     [tokens] = tiny.tokens([PROMPT], SamplingParams(max_tokens=30, seed=7), TWO_PATHS)
-    owing = 0
+    left = 0
     for stop in set(tokens):
         params = SamplingParams(max_tokens=30, seed=7, stop_token_ids=(stop,))
         request = tiny.engine.add(PROMPT, params, TWO_PATHS)
         tiny.run([request])
         assert request.token_ids == tokens[: tokens.index(stop) + 1]
-        assert request.debts == ()
+        assert request.target_layers == ()
     for seed in range(8):
         request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=30, seed=seed), TWO_PATHS)
         tiny.engine.step()
         tiny.engine.step()
-        owing += bool(request.debts)
+        left += bool(request.target_layers)
         tiny.engine.finish(request, FinishReason.STOP)
-        assert request.debts == ()
-    assert owing > 0
+        assert request.target_layers == ()
+    assert left > 0
     assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.verifier)
-def test_greedy_requests_walk_greedily_and_never_owe(tiny: TinyEngine, plan: Plan) -> None:
+def test_greedy_requests_walk_greedily_and_leave_nothing(tiny: TinyEngine, plan: Plan) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
     expected = tiny.tokens([PROMPT], params, Plan(verifier="none"))
     request = tiny.engine.add(PROMPT, params, plan)
     assert request.step_slots == plan.tree_slots
     while tiny.engine.has_work:
         tiny.engine.step()
-        assert request.debts == ()
+        assert request.target_layers == ()
     assert [request.token_ids] == expected
 
 
-def test_steps_without_debts_recall_nothing(
+def test_steps_without_layers_replay_nothing(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -267,7 +269,7 @@ def test_broken_logits_fail_their_own_request_only(
     tiny.run([healthy])
     assert healthy.token_ids == expected
     assert doomed.finish_reason is FinishReason.ERROR
-    assert doomed.debts == ()
+    assert doomed.target_layers == ()
 
 
 class ForgetfulDrafter(Drafter):
@@ -298,7 +300,7 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
     engine = Engine(tiny.target, ForgetfulDrafter(), EngineConfig(kv_slots=4096))
     engine.check_plan(Plan(verifier="otbv"))
     expected = (
-        r"drafter='ForgetfulDrafter': expected one that recalls the draft distributions of earlier steps, "
+        r"drafter='ForgetfulDrafter': expected one that recalls earlier draft distributions, "
         r"for verifier 'spectr_gbv'"
     )
     with pytest.raises(InvalidArgument, match=expected):
@@ -308,7 +310,7 @@ def test_a_drafter_that_cannot_recall_is_refused(tiny: TinyEngine) -> None:
 def test_plans_out_of_range_are_refused(tiny: TinyEngine) -> None:
     with pytest.raises(SamplingMismatch, match=r"paths=2: expected at most 1 for 'greedy_block'"):
         tiny.engine.check_plan(msgspec.structs.replace(ONE_PATH, paths=2))
-    with pytest.raises(SamplingMismatch, match=r"distribution='fixed': expected one of iid "):
+    with pytest.raises(SamplingMismatch, match=r"draft_sampling='fixed': expected one of iid "):
         tiny.engine.check_plan(
             msgspec.structs.replace(TWO_PATHS, draft_sampling=DraftSampling.FIXED)
         )

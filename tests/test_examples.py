@@ -1,5 +1,6 @@
 """The examples and the README's Python run as they are."""
 
+import json
 import os
 import re
 import subprocess
@@ -65,6 +66,29 @@ def test_my_verifier() -> None:
     audit = ["audit", "--module", str(ROOT / "examples" / "my_verifier.py"), "--instances", "5"]
     out = run("-c", f"from eaglegbv.cli.main import main; main({audit!r})")
     assert out.splitlines()[-1].endswith(" lossless")
+
+
+def test_train_tiny_pair(tmp_path: Path) -> None:
+    rows = [f"{i} and {i}" for i in range(300)]
+    for name in ("dolly15k", "books"):
+        text = "".join(json.dumps({"text": f"{name} {row}"}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    sizes = "--layers 1 --hidden 16 --heads 2 --intermediate 16 --vocab-size 270 --window 32"
+    pace = "--batch 2 --tokens 64 --device cpu --no-bf16"
+    files = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    script = str(ROOT / "examples" / "train_tiny_pair.py")
+    assert "Training of the target" in run(script, "target", *files, *sizes.split(), *pace.split())
+    report = json.loads((tmp_path / "out" / "training_report.json").read_text())
+    assert report["config"]["mixture"]["dolly15k"] == 0.46
+    assert report["config"]["final_mixture"]["books"] == 0.0
+
+
+@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
+def test_my_drafter() -> None:
+    out = run(str(ROOT / "examples" / "my_drafter.py"))
+    assert float(out.splitlines()[-1].split()[1]) > 1
+    page = (ROOT / "docs" / "add_a_drafter.md").read_text("utf-8")
+    assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -1,6 +1,9 @@
 """The Python API: kinds of prompts, many at once, streaming, stops, and clear errors."""
 
+import gc
 import itertools
+import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from support.saved_pair import CONTEXT, save_pair
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
 from eaglegbv.config import PLAIN, AutoPlan
 from eaglegbv.errors import DrafterMismatch, SamplingMismatch, StepFailed
+from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 
@@ -96,7 +100,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.generate(3, PARAMS)
     with pytest.raises(InvalidArgument, match="sampling_params=1: expected one, or one per prompt"):
         llm.generate(["a", "b"], [PARAMS])
-    with pytest.raises(SamplingMismatch, match="distribution='fixed': expected"):
+    with pytest.raises(SamplingMismatch, match="draft_sampling='fixed': expected"):
         llm.generate("a", PARAMS, plan=Plan(verifier="gbv", draft_sampling="fixed"))
 
 
@@ -255,7 +259,7 @@ def test_a_misspelt_verifier_is_refused_before_anything_is_loaded() -> None:
     # There is no such model: had it been looked for first, the message would say so.
     with pytest.raises(InvalidArgument, match="verifier='typo': expected one of"):
         LLM("no/such/model", "no/such/head", verifier="typo")
-    with pytest.raises(SamplingMismatch, match="distribution='fixed': expected"):
+    with pytest.raises(SamplingMismatch, match="draft_sampling='fixed': expected"):
         LLM("no/such/model", "no/such/head", verifier="gbv", draft_sampling="fixed")
 
 
@@ -336,6 +340,82 @@ def test_what_would_be_missed_after_loading_is_missed_before(
         LLM(5)
     with pytest.raises(InvalidArgument, match="drafter='': expected a folder or a name"):
         LLM(drafter="")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "plan", "error", "message"),
+    [
+        ("ngram", {"verifier": "greedy_block", "paths": 1}, InvalidArgument, "drafter='NgramDr"),
+        ("ngram", {"draft_sampling": "iid"}, InvalidArgument, "draft_sampling='iid': expected one"),
+        (None, {"verifier": "spechub", "paths": 1}, InvalidArgument, "paths=1: expected at least"),
+        (
+            None,
+            {"verifier": "spechub", "draft_sampling": "wor"},
+            SamplingMismatch,
+            "draft_sampling='wor'",
+        ),
+        (
+            None,
+            {"verifier": "greedy_block", "paths": 1, "min_confidence": 0.1},
+            InvalidArgument,
+            "min_confidence=0.1: expected 0 for verifier",
+        ),
+    ],
+)
+def test_plans_that_fail_are_refused_before_anything_is_loaded(
+    pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str | None,
+    plan: dict[str, object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.delattr("eaglegbv.llm.load_pair")
+    with pytest.raises(error, match=message):
+        LLM(pair[0], drafter or pair[1], plan=Plan(**plan))
+
+
+def test_state_is_not_for_automatic_plans(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("eaglegbv.llm.load_pair")
+    with pytest.raises(InvalidArgument, match="expected one without state over steps"):
+        LLM(*pair, plan=AutoPlan(verifier="greedy_block", max_paths=1))
+
+
+def test_a_completion_is_json(llm: LLM) -> None:
+    answer = llm.generate("abc", PARAMS)
+    facts = json.loads(json.dumps(answer.to_dict()))
+    assert facts["token_ids"] == answer.token_ids
+    assert facts["finish_reason"] == "length"
+    assert facts["metrics"]["target_forwards"] == answer.metrics.target_forwards
+    assert facts["metrics"]["seconds"]["draft"] == answer.metrics.seconds[Phase.DRAFT]
+
+
+@pytest.mark.parametrize("closing", [True, False], ids=["closed", "deleted"])
+def test_models_are_freed_without_the_garbage_collector(
+    pair: tuple[Path, Path], closing: bool
+) -> None:
+    llm = LLM(*pair, paths=2, depth=3)
+    llm.generate("abc", PARAMS)
+    stream = llm.stream("abc", PARAMS)
+    next(stream)
+    models = [weakref.ref(own) for own in (llm.pair.target.input_embeddings, llm.pair.drafter)]
+    gc.disable()
+    try:
+        if closing:
+            with llm:
+                pass
+            assert list(stream)[-1].completion.finish_reason is FinishReason.CANCELLED
+            for ask in (lambda: llm.generate("abc"), lambda: llm.metrics):
+                with pytest.raises(EagleGBVError, match="this LLM was closed"):
+                    ask()
+            llm.close()
+        else:
+            del llm, stream
+        assert [model() for model in models] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_without_a_limit_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:

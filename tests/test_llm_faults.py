@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
-from eaglegbv.engine import Commit, Engine
+from eaglegbv.engine import Engine
 from eaglegbv.metrics import FINISHED, StepRecord
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.request import FinishReason
+from eaglegbv.request import FinishReason, RequestOutput
 
 PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 
@@ -107,7 +107,7 @@ def test_an_interrupt_behind_a_commit_loses_no_text_of_others(
     whole = llm.generate("a text", PARAMS)
     commit, seen = Engine._commit, []
 
-    def interrupted(*arguments: object) -> list[Commit]:
+    def interrupted(*arguments: object) -> list[RequestOutput]:
         commits = commit(*arguments)
         seen.append(commits)
         if len(seen) == 2:  # the stream's own group was committed; nobody hears of it

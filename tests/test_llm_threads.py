@@ -1,6 +1,7 @@
 """Threads share an LLM: each gets what it would get alone, and nobody waits for the others' end."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eaglegbv import LLM, EngineConfig, Plan, SamplingParams
+from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
+from eaglegbv.metrics import STEPS
+from eaglegbv.request import FinishReason
 
 THREADS = 4
 
@@ -85,3 +88,52 @@ def test_asyncio_serves_calls_by_threads(llm: LLM) -> None:
         return [answer.text for answer in await asyncio.gather(*calls)]
 
     assert len(set(asyncio.run(ask()))) == 1
+
+
+def test_asyncio_serves_all_tasks_in_the_same_steps(llm: LLM) -> None:
+    alone = llm.generate("Once", params(0))
+    before = llm.metrics.value(STEPS)
+
+    async def ask() -> list[Completion]:
+        calls = [llm.generate_async("Once", params(n)) for n in range(8)]
+        return await asyncio.gather(*calls)
+
+    answers = asyncio.run(ask())
+    assert [answer.text for answer in answers] == 8 * [alone.text]
+    assert llm.metrics.value(STEPS) - before < 3 * alone.metrics.target_forwards
+    assert idle(llm)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["while it is added", "while it runs"])
+def test_a_task_that_is_cancelled_ends_its_requests(llm: LLM, pause: float) -> None:
+    long = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+
+    async def ask() -> None:
+        task = asyncio.ensure_future(llm.generate_async(["A long story", "Another"], long))
+        await asyncio.sleep(pause)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(ask())
+    llm.generate("Once", params(1))
+    assert idle(llm)
+
+
+async def ask_wrongly(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="expected a text that is not empty"):
+        await llm.generate_async("", params(1))
+    good, bad = await llm.generate_async(["Once", ""], params(1))
+    assert (good.error, bad.finish_reason) == (None, FinishReason.ERROR)
+
+
+def test_errors_of_tasks_are_those_of_calls(llm: LLM) -> None:
+    asyncio.run(ask_wrongly(llm))
+    assert idle(llm)
+
+
+def test_a_stream_may_be_open_when_the_interpreter_exits() -> None:
+    code = "from eaglegbv import LLM, Plan\nstream = LLM(plan=Plan()).stream('Once')\nnext(stream)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr

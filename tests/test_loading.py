@@ -1,4 +1,4 @@
-"""Drafters by folder and name: what a folder holds is told by its tensors, and must fit."""
+"""Drafters by folder and name, and what the hub has not."""
 
 import json
 import shutil
@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from httpx import ConnectError, Request, Response
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 from support.saved_pair import save_pair
 from support.token_drafting import random_table
@@ -17,8 +24,11 @@ from eaglegbv.drafters.checkpoint import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY_TARGET, named_models
+from eaglegbv.loading import TINY_TARGET, check_model, named_models
 from eaglegbv.sampling import SamplingParams
+
+# Drafters by folder and name: what a folder holds is told by its tensors, and must fit.
+
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -133,3 +143,46 @@ def test_what_is_no_drafter_is_refused(folders: dict[str, Path], tmp_path: Path)
     shutil.copy(folders["small"] / "config.json", tmp_path)
     with pytest.raises(DrafterMismatch, match=r"model\.safetensors or pytorch_model\.bin"):
         LLM(folders["target"], tmp_path)
+
+
+# What the hub has not is said at once, and why.
+
+
+def _response(status: int) -> Response:
+    return Response(status, request=Request("GET", "https://hub"))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConnectError("no network"), "the hub could not be reached"),
+        (OfflineModeIsEnabled("told so"), "the hub could not be reached"),
+        (
+            RepositoryNotFoundError("no", response=_response(404)),
+            "the hub has none of this name, or not",
+        ),
+    ],
+)
+def test_a_name_the_hub_does_not_know_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    asked = []
+
+    def refuse(_: object, name: str, **__: object) -> None:
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(HfApi, "repo_info", refuse)
+    with pytest.raises(InvalidArgument, match=rf"model='nobody/none': expected .* \({why}"):
+        LLM("nobody/none", "ngram")
+    assert asked == ["nobody/none"]
+
+
+def test_what_the_hub_minds_besides_is_left_to_the_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise HfHubHTTPError("too many", response=_response(429))
+
+    monkeypatch.setattr(HfApi, "repo_info", refuse)
+    check_model("nobody/some")

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
-from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.metrics import StepRecord, TreeRecord
 from eaglegbv.models.target import TargetOutput
-from eaglegbv.outcomes import Judgement
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.batch import Group, Layout
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verification import Verification
+from eaglegbv.verification import Verification, VerifyOutput
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.transport import exact_transport
 
@@ -151,7 +148,7 @@ def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
     judged = 0
     for step, tree in enumerate(run.trees):
         if len(tree.token_ids) == 1:
-            assert not tree.figures
+            assert not tree.node_stats
             continue
         chances = selected(tree, "h")
         numbers = run.request.stream.draw(step, Purpose.ACCEPTANCE, len(chances))
@@ -161,10 +158,10 @@ def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
     assert judged > 3
 
 
-def selected(tree: TreeRecord, figure: str) -> list[float]:
-    """A figure along the selected path: the only nodes that have it."""
+def selected(tree: TreeRecord, stat: str) -> list[float]:
+    """A number along the selected path: the only nodes that have it."""
     found, above = [], 0
-    for node, value in enumerate(tree.figures[figure]):
+    for node, value in enumerate(tree.node_stats[stat]):
         if value is not None:
             assert tree.parents[node] == above
             above = node
@@ -176,7 +173,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
     run = watched(Plan(verifier="otbv", paths=3, depth=3))
     several = 0
     for tree in run.trees[1:]:
-        b, w = tree.figures["b"], tree.figures["w"]
+        b, w = tree.node_stats["b"], tree.node_stats["w"]
         path = [node for node, value in enumerate(w) if value is not None]
         assert len(path) == 3
         weight = 1.0
@@ -187,7 +184,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
             drafts = sum(tree.multiplicity[c] for c in children)
             several += drafts > 1
             p, q = run.p(before).tolist(), run.q(before).tolist()
-            dist = exact_transport(tuple(p), tuple(q), drafts).dist
+            dist = exact_transport(tuple(p), tuple(q), drafts).probs
             for child in children:
                 assert b[child] == pytest.approx(dist[tree.token_ids[child]], rel=1e-4, abs=1e-9)
             token = tree.token_ids[node]
@@ -201,7 +198,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
 def test_w_and_h_of_block_are_those_of_the_paper() -> None:
     run = watched(Plan(verifier="block", paths=1, depth=4))
     for tree in run.trees[1:]:
-        assert tree.figures["b"] == tree.draft_probs
+        assert tree.node_stats["b"] == tree.draft_probs
         weight = 1.0
         for node in range(1, 5):
             p, q = (float(x) for x in (tree.target_probs[node], tree.draft_probs[node]))
@@ -209,8 +206,8 @@ def test_w_and_h_of_block_are_those_of_the_paper() -> None:
             here = run.prefix(tree, node)
             left = (weight * run.p(here) - run.q(here)).clamp(min=0).sum().item()
             h = weight if node == 4 or weight == 1 else left / (left + 1 - weight)
-            assert tree.figures["w"][node] == pytest.approx(weight, rel=1e-3)
-            assert tree.figures["h"][node] == pytest.approx(h, rel=1e-3, abs=1e-6)
+            assert tree.node_stats["w"][node] == pytest.approx(weight, rel=1e-3)
+            assert tree.node_stats["h"][node] == pytest.approx(h, rel=1e-3, abs=1e-6)
 
 
 def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
@@ -220,7 +217,7 @@ def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
         if tree.accepted:
             stop = tree.accepted[-1]
             number = run.request.stream.draw(step, Purpose.ACCEPTANCE, 9)[stop - 1]
-            assert number < tree.figures["w"][stop]
+            assert number < tree.node_stats["w"][stop]
             stops += 1
     assert stops > 5
 
@@ -230,7 +227,7 @@ def test_modified_targets_of_greedy_rules_are_shown() -> None:
     run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
     differ = 0
     for tree in run.trees[1:]:
-        for p, m in zip(tree.target_probs[1:], tree.figures["M"][1:], strict=True):
+        for p, m in zip(tree.target_probs[1:], tree.node_stats["M"][1:], strict=True):
             differ += m != pytest.approx(p, rel=1e-4)
     assert 0 < differ < 4 * len(run.trees)
 
@@ -249,23 +246,21 @@ def test_recording_changes_no_token(plan: Plan) -> None:
 
 def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
-        raise AssertionError("figures were asked for")
+        raise AssertionError("node stats were asked for")
 
-    monkeypatch.setattr(OtbvVerifier, "figures", refuse)
-    monkeypatch.setattr("eaglegbv.outcomes.tree_records", refuse)
+    monkeypatch.setattr(OtbvVerifier, "stats", refuse)
+    monkeypatch.setattr("eaglegbv.verification.target_of_tokens", refuse)
     exact, notes = exact_engine(slots=256), Notes()
     exact.engine.observe(notes)
     evidence = []
-    whole = Verification.judge
+    whole = Verification.verify
 
-    def judge(
-        verification: Verification, group: Group, layout: Layout, logits: Tensor
-    ) -> Judgement:
-        judgement = whole(verification, group, layout, logits)
-        evidence.append(judgement.evidence)
-        return judgement
+    def verify(*arguments: object, **named: object) -> list[VerifyOutput]:
+        outputs = whole(*arguments, **named)
+        evidence.extend(output.target for output in outputs)
+        return outputs
 
-    monkeypatch.setattr(Verification, "judge", judge)
+    monkeypatch.setattr(Verification, "verify", verify)
     spec = Spec(PROMPT, SamplingParams(max_tokens=9, seed=1), Plan(verifier="otbv", paths=2))
     request = exact.add(spec)
     exact.run()

@@ -1,11 +1,9 @@
-"""Verification of greedy drafts (Hu et al., ICLR 2025, Section 5): optimal for its draft sampling.
+"""Verification of greedy drafts (Hu et al., MDSD, ICLR 2025, 2502.18779, Section 5): optimal there.
 
-The children of a node are the n - 1 most likely tokens A and one token t drawn from the tail distribution r,
-q restricted to the rest. The rule is optimal transport between p and r, where a sample that falls
-on A is a child as well: the walk stops with probability sum over the tail of (p - min(p, r)) only.
+The children of a node are the n - 1 most likely tokens A and one token t drawn from the tail r: q
+restricted to the rest. The rule is optimal transport between p and r, where a sample that falls on
+A is a child as well: the walk stops with probability sum over the tail of (p - min(p, r)) only.
 """
-
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,18 +12,20 @@ from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children, walk
 from eaglegbv.verifiers.paths import (
-    PopularTree,
     Residual,
     child_counts,
     correction_token,
     drafted_nodes,
     first_paths,
-    rows_at,
-    tail_probs,
 )
-from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, most_likely, residual_or_target
+from eaglegbv.verifiers.proof.chooser import (
+    Chooser,
+    Prefix,
+    exact_tail_probs,
+    most_likely,
+    residual_or_target,
+)
 from eaglegbv.verifiers.proof.tree import (
-    Accepted,
     Outcome,
     ReferenceTree,
     Rejected,
@@ -33,7 +33,7 @@ from eaglegbv.verifiers.proof.tree import (
     accepts_draft,
     walk_down,
 )
-from eaglegbv.verifiers.transport import exact_tail_probs
+from eaglegbv.verifiers.selection import PopularTree, tail_probs
 
 
 def greedy_draft(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -41,67 +41,54 @@ def greedy_draft(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept t with min(1, p/r), else sample from (p - r)+ and go on where that is a child.
 
     The sample uses the number of the first child of A, so each child owns one number; with A empty
     it can only be the correction token.
     """
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     children = tree.children(prefix)
     kept = most_likely(q, len(children) - 1)
     (drawn,) = children.keys() - set(kept)
     r = exact_tail_probs(q, kept)
     h = min(1, p[drawn] / r[drawn])
     if accepts_draft(tree, prefix, children[drawn], h, chooser):
-        return Accepted(drawn)
+        return drawn
     weights = residual_or_target(1, p, r)
     if not kept:
         return Rejected(weights)
     first = min(children[x] for x in kept)
     x = chooser.choose(weights, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, first))
     if x in kept:
-        return Accepted(x)
+        return x
     return Rejected(tuple(int(y == x) for y in range(len(p))))
 
 
-# Verification of greedy drafts: optimal for the distribution that fixes the most likely children.
-
-
+# The same for batches.
 class GreedyDraftVerifier(Verifier):
-    """Accept the drawn child t with min(1, p/r), else sample from (p - r)+.
+    """Walk down the greedy tree. O(N W log W) and L + 1 rows of the vocabulary."""
 
-    r is the draft sampling off the fixed children A. A sample that falls on A is a child as well, so the
-    walk stops with probability ``sum (p - min(p, r))`` over the tail only.
-    """
-
-    name: ClassVar[str] = "greedy_draft"
-    source: ClassVar[str] = "Hu et al., MDSD, ICLR 2025 (2502.18779), Section 5"
-    cost: ClassVar[str] = "O(N W log W) and L + 1 rows of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.GREEDY})
-    default_sampling: ClassVar[DraftSampling] = DraftSampling.GREEDY
+    name = "greedy_draft"
+    draft_samplings = frozenset({DraftSampling.GREEDY})
+    default_sampling = DraftSampling.GREEDY
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge greedy trees.
-
-        t uses the acceptance number of its first path, the sample that of the first path to A, or
-        the correction number where A is empty.
-        """
+        """Judge greedy trees, by the numbers that :func:`greedy_draft` uses."""
         popular = PopularTree.of(tree, target)
         children = child_counts(tree)
-        kept = popular.first_places(children - 1)
+        kept = popular.most_likely(children - 1)
         # At a leaf nothing is drawn, and the sample is the bonus token.
         tail = tail_probs(popular.draft, kept) * (children > 0).unsqueeze(2)
-        first = first_paths(tree)
-        drafted = drafted_nodes(tree)
+        first, drafted = first_paths(tree), drafted_nodes(tree)
         fixed = drafted & (popular.at_tokens(kept.to(torch.int64)) > 0)
         chances = popular.at_tokens(popular.target) / popular.at_tokens(tail)
-        passed = (
-            drafted & ~fixed & (numbers_of_children(tree, first, uniforms.acceptance) < chances)
-        )
+        numbers = numbers_of_children(tree, first, uniforms.acceptance)
+        passed = drafted & ~fixed & (numbers < chances)
         index = torch.arange(tree.nodes, device=passed.device)
         taken = _over_children(tree, torch.where(passed, index, 0), "amax", 0)
         sampler = _over_children(tree, torch.where(fixed, first, tree.paths), "amin", tree.paths)
+        ones = torch.ones_like(numbers)
 
         def next_token(nodes: Tensor, depth: int) -> Tensor:
             at = nodes.unsqueeze(1)
@@ -111,17 +98,11 @@ class GreedyDraftVerifier(Verifier):
                 column = (depth * tree.paths + path.clamp(max=tree.paths - 1)).unsqueeze(1)
                 own = uniforms.acceptance.gather(1, column).squeeze(1)
                 number = torch.where(path < tree.paths, own, number)
-            residual = Residual(
-                nodes=nodes,
-                weight=torch.ones_like(number),
-                ids=rows_at(popular.ids, at).squeeze(1),
-                draft=rows_at(tail, at).squeeze(1),
-            )
+            residual = Residual.at(nodes, ones, popular.ids, tail)
             sampled = correction_token(residual, target, number)
             child = taken.gather(1, at)
-            return torch.where(
-                child.squeeze(1) > 0, tree.token_ids.gather(1, child).squeeze(1), sampled
-            )
+            token = tree.token_ids.gather(1, child).squeeze(1)
+            return torch.where(child.squeeze(1) > 0, token, sampled)
 
         return walk(tree, next_token)
 

@@ -5,45 +5,29 @@ second is drawn from the rest of q, else the second is the hub. So the pair is (
 probability q(x), and (a, x) with probability q(a) q(x) / (1 - q(a)).
 """
 
-from typing import ClassVar
-
 import torch
-from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
-    Decisions,
     Verdict,
     Verifier,
     VerifyUniforms,
     descend,
     numbers_of_children,
 )
-from eaglegbv.verifiers.paths import (
-    PopularTree,
-    child_counts,
-    drafted_nodes,
-    first_paths,
-    tail_probs,
-)
+from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_paths
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
     Prefix,
     Probs,
+    exact_tail_probs,
     most_likely,
     positive,
     share,
 )
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
-from eaglegbv.verifiers.transport import exact_tail_probs
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
+from eaglegbv.verifiers.selection import PopularTree, tail_probs
 
 
 def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -51,9 +35,9 @@ def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub takes what is left."""
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     (hub,) = most_likely(q, 1)
     children = tree.children(prefix)
     others = [x for x in children if x != hub]
@@ -67,11 +51,11 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | R
         else:
             h = share(min(second, positive(p[x] - first[x])), second) if second > 0 else 0
         if accepts_draft(tree, prefix, children[x], h, chooser):
-            return Accepted(x)
+            return x
     left = 1 - sum(taken)
     h = min(1, share(p[hub], left)) if left > 0 else 1
     if accepts_draft(tree, prefix, children[hub], h, chooser):
-        return Accepted(hub)
+        return hub
     weights = tuple(
         px - px if x == hub else positive(px - tx)
         for x, (px, tx) in enumerate(zip(p, taken, strict=True))
@@ -87,66 +71,45 @@ def _taken(p: Probs, first: Probs, tail: Probs, hub: int) -> list[Number]:
     ]
 
 
-# SpecHub: pairs of drafts, one of which is always the hub.
-
-
+# The same for batches.
 class SpecHubVerifier(Verifier):
-    """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub a takes what is left.
+    """Walk down the tree of pairs. O(N W log W) and one row of the vocabulary."""
 
-    The hub is the most likely token of q. The pair is (x, a) with probability q(x) and (a, x) with
-    probability q(a) q(x) / (1 - q(a)), for every other token x.
-    """
-
-    name: ClassVar[str] = "spechub"
-    source: ClassVar[str] = "Sun et al., SpecHub, EMNLP 2024 (2411.05289)"
-    cost: ClassVar[str] = "O(N W log W) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.HUB})
-    default_sampling: ClassVar[DraftSampling] = DraftSampling.HUB
+    name = "spechub"
+    draft_samplings = frozenset({DraftSampling.HUB})
+    default_sampling = DraftSampling.HUB
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of pairs; each child uses the number of the first path through it."""
         popular = PopularTree.of(tree, target)
         children = child_counts(tree)
-        hub = popular.first_places(children.clamp(max=1))
-        paired = (children > 1).unsqueeze(2)
-        tail = tail_probs(popular.draft, hub)
+        hub = popular.most_likely(children.clamp(max=1))
         first = popular.draft.masked_fill(hub, 0.0)
-        second = tail - first
-        unserved = (popular.target - first).clamp(min=0)
-        again = torch.minimum(unserved, second.clamp(min=0))
-        served = (torch.minimum(popular.target, first) + again).masked_fill(hub | ~paired, 0.0)
-        p_hub = popular.target[:, :, :1]
+        second = tail_probs(popular.draft, hub) - first
+        again = torch.minimum((popular.target - first).clamp(min=0), second.clamp(min=0))
+        served = torch.minimum(popular.target, first) + again
+        served = served.masked_fill(hub | (children < 2).unsqueeze(2), 0.0)
         left = 1 - served.sum(dim=2, keepdim=True)
         chances = torch.where(
             hub,
-            torch.where(left > 0, p_hub / left, 1.0),
+            torch.where(left > 0, popular.target[:, :, :1] / left, 1.0),
             torch.where(second > 0, again / second, 0.0),
         )
-        chances = popular.at_tokens(chances)
 
-        paths = first_paths(tree)
-        is_hub = popular.places == 0
         # A token drawn before the hub is judged by the pairs (x, a).
+        paths, is_hub = first_paths(tree), popular.places == 0
         earliest = torch.full_like(paths, tree.paths).scatter_reduce(
             1, tree.parents, torch.where(drafted_nodes(tree), paths, tree.paths), "amin"
         )
         leads = ~is_hub & (paths == earliest.gather(1, tree.parents))
         ratio = popular.at_tokens(popular.target) / popular.at_tokens(popular.draft)
-        chances = torch.where(leads, ratio, chances)
+        chances = torch.where(leads, ratio, popular.at_tokens(chances))
         numbers = numbers_of_children(tree, paths, uniforms.acceptance)
         passed = drafted_nodes(tree) & (numbers < chances)
-        decisions = Decisions(
-            children=_preferred(tree, passed, is_hub),
-            weight=torch.ones_like(numbers),
-            draft=torch.where(hub, popular.target, served),
-            ids=popular.ids,
-        )
-        return descend(tree, decisions, target, uniforms)
-
-
-def _preferred(tree: DraftTree, passed: Tensor, is_hub: Tensor) -> Tensor:
-    """Return the accepted child of each node, 0 if none; the hub yields to the other token."""
-    index = torch.arange(tree.nodes, device=passed.device)
-    score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
-    best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")
-    return best % tree.nodes
+        # The accepted child of each node, 0 if none; the hub yields to the other token.
+        index = torch.arange(tree.nodes, device=passed.device)
+        score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
+        best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")
+        child, ones = best % tree.nodes, torch.ones_like(numbers)
+        draft = torch.where(hub, popular.target, served)
+        return descend(tree, target, uniforms, child, ones, popular.ids, draft)

@@ -1,29 +1,16 @@
 """Recursive rejection sampling (SpecInfer, 2305.09781; MDSD, 2502.18779, Appendix A.1)."""
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import (
-    Decisions,
-    RemainingProbs,
-    Verdict,
-    Verifier,
-    VerifyUniforms,
-    descend,
-    draft_copies,
-)
-from eaglegbv.verifiers.paths import first_paths
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
+from eaglegbv.verifiers.paths import first_paths, places_of_tokens, rows_at
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, normalised, residual_or_target
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
 
 def specinfer(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -31,26 +18,22 @@ def specinfer(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, _step)
 
 
-def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept x with min(1, r(x) / q(x)), r = p at first; on rejection r <- (r - q)+, normalised.
 
     Drawn without replacement (each child once), q also loses x and is renormalised. Drawn with
     replacement every copy of a token is tried: a copy counts like any other draft.
     """
-    r, q = tree.target_dist(prefix), tree.draft_dist(prefix)
-    for path, x in _drafts(tree, prefix).items():
+    r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    wor = tree.draft_sampling is DraftSampling.WOR
+    drafts = {k: x for x, k in tree.children(prefix).items()} if wor else tree.drafts(prefix)
+    for path, x in drafts.items():
         if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
-            return Accepted(x)
+            return x
         r = normalised(residual_or_target(1, r, q))
-        if tree.draft_sampling is DraftSampling.WOR:
+        if wor:
             q = without(q, x)
     return Rejected(r)
-
-
-def _drafts(tree: ReferenceTree, prefix: Prefix) -> dict[int, int]:
-    if tree.draft_sampling is DraftSampling.WOR:
-        return {path: token for token, path in tree.children(prefix).items()}
-    return tree.drafts(prefix)
 
 
 def without(q: Probs, x: int) -> Probs:
@@ -59,37 +42,89 @@ def without(q: Probs, x: int) -> Probs:
     return normalised(rest) if sum(rest) > 0 else rest
 
 
-# Recursive rejection sampling, with or without replacement.
-
-
+# The same for batches.
 class SpecInferVerifier(Verifier):
-    """Try the drafts in order: accept x with min(1, r/q), r = p at first; else r <- (r - q)+.
+    """Try the drafts in order. O(K L W) and one row of the vocabulary."""
 
-    Without replacement q also loses a rejected token and is renormalised.
-    """
-
-    name: ClassVar[str] = "specinfer"
-    source: ClassVar[str] = "SpecInfer (2305.09781); MDSD (2502.18779), Appendix A.1"
-    cost: ClassVar[str] = "O(K L W) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(
-        {DraftSampling.IID, DraftSampling.WOR}
-    )
+    name = "specinfer"
+    draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with (``iid``) or without (``wor``) replacement."""
-        dists = RemainingProbs.of(tree, target)
-        first = first_paths(tree)
+        left, first = RemainingProbs.of(tree, target), first_paths(tree)
+        wor = tree.draft_sampling is DraftSampling.WOR
         chosen = torch.zeros_like(tree.parents)
-        for k, copies in enumerate(draft_copies(tree, uniforms.acceptance)):
-            tried = copies.real & (chosen.gather(1, copies.parents) == 0)
-            if tree.draft_sampling is DraftSampling.WOR:
-                # Paths share their children here: each is one draft, that of its first path.
-                tried &= first.gather(1, copies.children) == k
-            passed = tried & (copies.uniforms < dists.ratios(copies.parents, copies.children))
-            chosen = chosen.scatter_add(1, copies.parents, copies.children * passed)
+        drafts = drafts_in_order(tree, uniforms.acceptance)
+        for k, (parents, children, real, numbers) in enumerate(drafts):
+            tried = real & (chosen.gather(1, parents) == 0)
+            if wor:  # paths share their children: each is one draft, that of its first path
+                tried &= first.gather(1, children) == k
+            passed = tried & (numbers < left.ratios(parents, children))
+            chosen = chosen.scatter_add(1, parents, children * passed)
             rejected = tried & ~passed
-            dists.subtract(copies.parents, torch.ones_like(copies.uniforms), rejected)
-            if tree.draft_sampling is DraftSampling.WOR:
-                dists.lose(copies.parents, copies.children, rejected)
-        decisions = Decisions(chosen, weight=dists.scale, draft=dists.taken, ids=dists.ids)
-        return descend(tree, decisions, target, uniforms)
+            left.subtract(parents, torch.ones_like(numbers), rejected)
+            if wor:
+                left.lose(parents, children, rejected)
+        return descend(tree, target, uniforms, chosen, left.scale, tree.draft_ids, left.taken)
+
+
+@dataclass(slots=True)
+class RemainingProbs:
+    """What rejections leave of p and q at each node: of p on the support of q, and off it."""
+
+    probs: Tensor  # [batch, nodes, width] float64, p at the draft ids as it was
+    left: Tensor  # [batch, nodes, width] float64, what is left of it, normalised
+    beside: Tensor  # [batch, nodes] float64, the mass left off the support
+    scale: Tensor  # [batch, nodes] float64, what is left of a token off the support, over its p
+    draft: Tensor  # [batch, nodes, width] float64, q given the tokens lost
+    places: Tensor  # [batch, nodes] int64, the place of each node's token in its parent's ids
+
+    @classmethod
+    def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
+        """Start with p and q themselves."""
+        probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
+        beside = (1 - probs.sum(dim=2)).clamp(min=0)
+        places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
+        return cls(probs, probs, beside, torch.ones_like(beside), tree.draft_probs, places)
+
+    @property
+    def taken(self) -> Tensor:
+        """``[batch, nodes, width]``: what is left of p is ``scale * p`` minus this."""
+        return self.scale.unsqueeze(2) * self.probs - self.left
+
+    def ratios(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Return (what is left of p) / q of the tokens of ``children``, ``[batch, steps]``."""
+        at = parents * self.left.shape[2] + self.places.gather(1, children)
+        return self.left.flatten(1).gather(1, at) / self.draft.flatten(1).gather(1, at)
+
+    def subtract(self, nodes: Tensor, weights: Tensor, where: Tensor) -> Tensor:
+        """Replace what is left of p by ``(w left - q)+``, normalised, at ``nodes`` if ``where``.
+
+        Those are different nodes; one at which nothing would be left stays as it is. All arguments,
+        and the mass before normalising that is returned, are ``[batch, steps]``.
+        """
+        left, draft = rows_at(self.left, nodes), rows_at(self.draft, nodes)
+        beside, scale = self.beside.gather(1, nodes), self.scale.gather(1, nodes)
+        rest = (weights.unsqueeze(2) * left - draft).clamp(min=0)
+        mass = rest.sum(dim=2) + weights * beside
+        changed = where & (mass > 0)
+        rows = torch.where(changed.unsqueeze(2), rest / mass.unsqueeze(2), left)
+        self.left = _replaced(self.left, nodes, rows)
+        beside = torch.where(changed, weights * beside / mass, beside)
+        self.beside = self.beside.scatter(1, nodes, beside)
+        scale = torch.where(changed, weights * scale / mass, scale)
+        self.scale = self.scale.scatter(1, nodes, scale)
+        return mass
+
+    def lose(self, parents: Tensor, children: Tensor, where: Tensor) -> None:
+        """Restrict q to the tokens other than those of ``children``, at some ``parents``."""
+        draft = rows_at(self.draft, parents)
+        rest = draft.scatter(2, self.places.gather(1, children).unsqueeze(2), 0.0)
+        total = rest.sum(dim=2, keepdim=True)
+        rest = torch.where(total > 0, rest / total, rest)
+        rows = torch.where(where.unsqueeze(2), rest, draft)
+        self.draft = _replaced(self.draft, parents, rows)
+
+
+def _replaced(table: Tensor, nodes: Tensor, rows: Tensor) -> Tensor:
+    return table.scatter(1, nodes.unsqueeze(2).expand_as(rows), rows)

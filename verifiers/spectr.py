@@ -1,32 +1,15 @@
 """K-SEQ, the sequential selection of SpecTr (Sun et al. 2023, 2310.15141)."""
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import (
-    Decisions,
-    Verdict,
-    Verifier,
-    VerifyUniforms,
-    descend,
-    draft_copies,
-)
-from eaglegbv.verifiers.paths import places_of_tokens
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
+from eaglegbv.verifiers.paths import draft_counts, places_of_tokens
 from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive
-from eaglegbv.verifiers.proof.tree import (
-    Accepted,
-    Outcome,
-    ReferenceTree,
-    Rejected,
-    accepts_draft,
-    walk_down,
-)
-from eaglegbv.verifiers.selection import PathSteps
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
 
 def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
@@ -34,18 +17,18 @@ def spectr(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return walk_down(tree, chooser, exact_k_seq)
 
 
-def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> Accepted | Rejected:
+def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Accept each of the n drafts with min(1, p / (rho q)).
 
     The residual is p - min(q, p / rho) * sum_{k<n} (1 - beta)^k, non-negative because that sum is
     at most rho.
     """
-    p, q = tree.target_dist(prefix), tree.draft_dist(prefix)
+    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     drafts = tree.drafts(prefix)
     rho = scale(p, q, len(drafts))
     for path, x in drafts.items():
         if accepts_draft(tree, prefix, path, min(1, p[x] / (rho * q[x])), chooser):
-            return Accepted(x)
+            return x
     overlap = _overlap(p, q, rho)
     tries = _tries(sum(overlap), len(drafts))
     weights = tuple(positive(px - m * tries) for px, m in zip(p, overlap, strict=True))
@@ -79,82 +62,58 @@ def _tries(beta: Number, drafts: int) -> Number:
     return sum((1 - beta) ** k for k in range(drafts))
 
 
-# K-SEQ, the sequential selection of SpecTr.
+# The same for batches.
+class SpecTrVerifier(Verifier):
+    """Try the drafts in order, with the smallest lossless rho of each node.
+
+    O(58 N W) and one row of the vocabulary.
+    """
+
+    name = "spectr"
+    draft_samplings = frozenset({DraftSampling.IID})
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """Judge trees of independent paths."""
+        probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
+        rho, served = k_seq(probs, tree.draft_probs, draft_counts(tree))
+        places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
+        at = tree.parents * tree.width + places
+        p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
+        chances = p / (rho.gather(1, tree.parents) * q)
+        chosen = torch.zeros_like(tree.parents)
+        for parents, children, real, numbers in drafts_in_order(tree, uniforms.acceptance):
+            tried = real & (chosen.gather(1, parents) == 0)
+            passed = tried & (numbers < chances.gather(1, children))
+            chosen = chosen.scatter_add(1, parents, children * passed)
+        ones = torch.ones_like(rho)
+        return descend(tree, target, uniforms, chosen, ones, tree.draft_ids, served)
 
 
 _HALVINGS = 58
 """Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
 
 
-class SpecTrVerifier(Verifier):
-    """Accept each of the n drafts with min(1, p / (rho q)), with the smallest lossless rho."""
+def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """Find rho at every node, as :func:`scale` does; return it and what the drafts serve of p.
 
-    name: ClassVar[str] = "spectr"
-    source: ClassVar[str] = "Sun et al., SpecTr (2310.15141), K-SEQ"
-    cost: ClassVar[str] = "O(58 N W) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
-
-    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge trees of independent paths."""
-        probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
-        plan = k_seq(probs, tree.draft_probs, PathSteps.of(tree).draft_counts(tree))
-        places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
-        at = tree.parents * tree.width + places
-        p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
-        chances = p / (plan.rho.gather(1, tree.parents) * q)
-        chosen = torch.zeros_like(tree.parents)
-        for copies in draft_copies(tree, uniforms.acceptance):
-            tried = copies.real & (chosen.gather(1, copies.parents) == 0)
-            passed = tried & (copies.uniforms < chances.gather(1, copies.children))
-            chosen = chosen.scatter_add(1, copies.parents, copies.children * passed)
-        decisions = Decisions(chosen, torch.ones_like(plan.rho), plan.served, tree.draft_ids)
-        return descend(tree, decisions, target, uniforms)
-
-
-@dataclass(frozen=True, slots=True)
-class KSeq:
-    """K-SEQ at every node.
-
-    Attributes:
-        rho: ``[batch, nodes]`` float64.
-        served: ``[batch, nodes, width]`` float64, what the drafts serve of p: the residual is
-            p minus it.
-    """
-
-    rho: Tensor
-    served: Tensor
-
-
-def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> KSeq:
-    """Find rho in [1, n] with ``1 - (1 - beta)^n = rho beta``, ``beta = sum min(q, p / rho)``.
-
-    By bisection, rounded up: any rho with ``(1 - (1 - beta)^n) / beta <= rho`` is lossless, a
-    smaller one is not.
-
-    Args:
-        target: ``[batch, nodes, width]`` float64, p on the support of q.
-        draft: ``[batch, nodes, width]`` float64, q.
-        drafts: ``[batch, nodes]`` int64, n.
+    p on the support of q, q, and what is served, so that the residual is p minus it, are ``[batch,
+    nodes, width]`` float64; ``drafts``, n, and rho ``[batch, nodes]``.
     """
     n = drafts.to(draft.dtype).clamp(min=1)
+
+    def tries(rho: Tensor) -> Tensor:
+        """Return ``sum_{k<n} (1 - beta)^k``; n at beta = 0."""
+        beta = torch.minimum(draft, target / rho.unsqueeze(2)).sum(dim=2)
+        powers = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta
+        return torch.where(beta > 0, powers, n)
+
     low, high = torch.ones_like(n), n
-    high = torch.where(_spectr_tries(_spectr_overlap(target, draft, low), n) <= low, low, high)
+    high = torch.where(tries(low) <= low, low, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        enough = _spectr_tries(_spectr_overlap(target, draft, middle), n) <= middle
+        enough = tries(middle) <= middle
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    overlap = _spectr_overlap(target, draft, high)
+    overlap = torch.minimum(draft, target / high.unsqueeze(2))
     # A leaf has no drafts, so nothing is served there.
-    tries = torch.where(drafts > 0, _spectr_tries(overlap, n), 0.0)
-    return KSeq(rho=high, served=overlap * tries.unsqueeze(2))
-
-
-def _spectr_overlap(target: Tensor, draft: Tensor, rho: Tensor) -> Tensor:
-    return torch.minimum(draft, target / rho.unsqueeze(2))
-
-
-def _spectr_tries(overlap: Tensor, n: Tensor) -> Tensor:
-    """Return ``sum_{k<n} (1 - beta)^k``, the expected number of drafts tried; n at beta = 0."""
-    beta = overlap.sum(dim=2)
-    tries = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta
-    return torch.where(beta > 0, tries, n)
+    served = torch.where(drafts > 0, tries(high), 0.0)
+    return high, overlap * served.unsqueeze(2)

@@ -1,9 +1,8 @@
 """Sampling from the target and following it down the tree (naive speculative sampling).
 
-Optimal where the tree is not random, and lossless for every tree.
+Optimal where the tree is not random, and lossless for every tree (SpecInfer, 2305.09781, section
+4).
 """
-
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,24 +23,20 @@ def target_only(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """
     prefix: Prefix = ()
     while children := tree.children(prefix):
-        x = chooser.choose(tree.target_dist(prefix), Purpose.ACCEPTANCE, len(prefix))
+        x = chooser.choose(tree.target_probs(prefix), Purpose.ACCEPTANCE, len(prefix))
         if x not in children:
             return Outcome(prefix, x)
         prefix = (*prefix, x)
-    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+    return Outcome(prefix, chooser.choose(tree.target_probs(prefix), Purpose.CORRECTION, 0))
 
 
-# Sampling from the target and following the sample down the tree.
-
-
+# The same for batches, and at temperature 0.
 class TargetOnlyVerifier(Verifier):
-    """Sample from p; descend while the sample is a child. Optimal where the tree is not random."""
+    """Sample from p; descend while the sample is a child. L + 1 rows of the vocabulary."""
 
-    name: ClassVar[str] = "target_only"
-    source: ClassVar[str] = "naive speculative sampling; SpecInfer (2305.09781), section 4"
-    cost: ClassVar[str] = "L + 1 rows of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
-    default_sampling: ClassVar[DraftSampling] = DraftSampling.FIXED
+    name = "target_only"
+    draft_samplings = frozenset(DraftSampling)
+    default_sampling = DraftSampling.FIXED
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge any tree; inner nodes of depth d sample with acceptance number d."""
@@ -57,21 +52,17 @@ class TargetOnlyVerifier(Verifier):
         return walk(tree, sample)
 
 
-# The greedy walk: verification at temperature 0.
-
-
 class GreedyWalkVerifier(Verifier):
     """Follow the target's most likely tokens while they are children; commit the first that is not.
 
-    The text is the target's own greedy text. At any other temperature it is not a sample of the
-    target's distribution, and the engine uses it at temperature 0 only.
+    The text is the target's own greedy text. At any other temperature it is no sample of the
+    target's distribution, and the engine uses it at temperature 0 only. Stern et al., Blockwise
+    Parallel Decoding (1811.03115). L + 1 rows of the vocabulary.
     """
 
-    name: ClassVar[str] = "greedy"
-    source: ClassVar[str] = "Stern et al., Blockwise Parallel Decoding (1811.03115)"
-    cost: ClassVar[str] = "L + 1 rows of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
-    default_sampling: ClassVar[DraftSampling] = DraftSampling.FIXED
+    name = "greedy"
+    draft_samplings = frozenset(DraftSampling)
+    default_sampling = DraftSampling.FIXED
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:  # noqa: ARG002
         """Judge any tree; of equal largest logits the first counts."""

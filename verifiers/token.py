@@ -1,6 +1,4 @@
-"""Token verification: speculative sampling (Leviathan et al. 2023, Chen et al. 2023)."""
-
-from typing import ClassVar
+"""Token verification (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
 import torch
 from torch import Tensor
@@ -17,14 +15,27 @@ def token(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Accept x with min(1, p/q), stop at the first rejection, correct with (p - q)+."""
     (path,) = tree.paths
     for i, x in enumerate(path):
-        p, q = tree.target_dist(path[:i]), tree.draft_dist(path[:i])
+        p, q = tree.target_probs(path[:i]), tree.draft_probs(path[:i])
         if not accepts(chooser, min(1, p[x] / q[x]), Purpose.ACCEPTANCE, i):
             correction = chooser.choose(residual_or_target(1, p, q), Purpose.CORRECTION, 0)
             return Outcome(path[:i], correction)
-    return Outcome(path, chooser.choose(tree.target_dist(path), Purpose.CORRECTION, 0))
+    return Outcome(path, chooser.choose(tree.target_probs(path), Purpose.CORRECTION, 0))
 
 
-# Token verification of one path: one drafted token after the other.
+# The same for batches.
+class TokenVerifier(Verifier):
+    """Judge one token after the other. O(L) and one row of the vocabulary."""
+
+    name = "token"
+    draft_samplings = frozenset({DraftSampling.IID})
+    max_paths = 1
+    one_graph = True
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """Judge one path per request; the test of depth i uses acceptance number i - 1."""
+        tests = uniforms.acceptance[:, : tree.length]
+        path = DraftedPath.only(tree, target)
+        return verify_tokens(path, target, tests, uniforms.correction)
 
 
 def verify_tokens(
@@ -32,38 +43,12 @@ def verify_tokens(
 ) -> Verdict:
     """Accept x_i with chance min(1, p/q), stop at the first rejection, correct from (p - q)+.
 
-    Args:
-        path: The path and its draft distributions q.
-        target: The target's distributions.
-        tests: ``[batch, length]`` float64, the uniforms of the tests.
-        correction: ``[batch]`` float64, the uniform of the last token.
+    ``tests`` ``[batch, length]`` are the uniforms of the tests, ``correction`` ``[batch]`` that of
+    the last token.
     """
     depths = torch.arange(tests.shape[1], device=tests.device)
     passed = (tests < path.ratios()) & (depths < path.lengths.unsqueeze(1))
     accepted = passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
     residual = path.residual(accepted, torch.ones_like(correction))
-    return Verdict(
-        path_nodes=path.nodes[:, 1:],
-        accepted=accepted,
-        token_ids=correction_token(residual, target, correction),
-    )
-
-
-# Token verification: the first lossless rule for one path.
-
-
-class TokenVerifier(Verifier):
-    """Accept x_i with chance min(1, p/q), stop at the first rejection, correct from (p - q)+."""
-
-    name: ClassVar[str] = "token"
-    source: ClassVar[str] = "Leviathan et al. 2211.17192; Chen et al. 2302.01318"
-    cost: ClassVar[str] = "O(L) and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.IID})
-    max_paths: ClassVar[int | None] = 1
-    one_graph: ClassVar[bool] = True
-
-    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge one path per request; the test of depth i uses acceptance number i - 1."""
-        tests = uniforms.acceptance[:, : tree.length]
-        path = DraftedPath.only(tree, target)
-        return verify_tokens(path, target, tests, uniforms.correction)
+    token_ids = correction_token(residual, target, correction)
+    return Verdict(path.nodes[:, 1:], accepted, token_ids)

@@ -7,11 +7,11 @@ that picks one of the n drafts with distribution exactly b:
 1. Rank the support by p/q ascending, ties by token id. With F, P the cumulative q and p in that
    order, G = F^n is the cdf of the highest-ranked draft, and D = G - P says how much mass the
    drafts put into a low prefix beyond what the target wants there.
-2. b's cumulative distribution is P + g, where g is the running maximum of D up to its argmax i* and the
-   running maximum from the right after it. So b >= p before i*, b <= p after it.
+2. b's cumulative distribution is P + g, where g is the running maximum of D up to its argmax i*
+   and the running maximum from the right after it. So b >= p before i*, b <= p after it.
 3. Each draft may relabel its token as a partner's before the highest label wins; the token
-   selected is the winner's own. Relabelling keeps q stationary (the highest label has the distribution v of
-   the highest draft), and moves exactly d = b - v.
+   selected is the winner's own. Relabelling keeps q stationary (the highest label has the
+   distribution v of the highest draft), and moves exactly d = b - v.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import comb
+from math import comb, lgamma
 from typing import Self
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.rng import Purpose
-from eaglegbv.verifiers.paths import draw, numbered_rows, rows_at
+from eaglegbv.verifiers.paths import draw, rows_at
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
@@ -44,23 +44,14 @@ from eaglegbv.verifiers.proof.chooser import (
 
 @dataclass(frozen=True, eq=False)
 class ExactTransport:
-    """The exact transport of n iid drafts; sequences run over the ranked support.
+    """The exact transport of n iid drafts; sequences run over the ranked support."""
 
-    Attributes:
-        drafts: n.
-        order: Tokens of q's support, lowest p/q first.
-        q: Draft probabilities.
-        v: Distribution of the highest-ranked of the n drafts.
-        b: Distribution of the selected draft.
-        dist: b over the whole vocabulary.
-    """
-
-    drafts: int
-    order: tuple[int, ...]
-    q: Probs
-    v: Probs
-    b: Probs
-    dist: Probs
+    drafts: int  # n
+    order: tuple[int, ...]  # tokens of q's support, lowest p/q first
+    q: Probs  # draft probabilities
+    v: Probs  # distribution of the highest-ranked of the n drafts
+    b: Probs  # distribution of the selected draft
+    probs: Probs  # b over the whole vocabulary
 
     @cached_property
     def moved(self) -> Probs:
@@ -77,17 +68,15 @@ class ExactTransport:
         return tuple(self._partners(rank) for rank in range(len(self.order)))
 
     def _partners(self, rank: int) -> dict[int, Number]:
-        moved = self.moved
-        own, other = (1, -1) if moved[rank] > 0 else (-1, 1)
-        mine = list(accumulate(positive(own * d) for d in moved))
-        theirs = list(accumulate(positive(other * d) for d in moved))
-        low, high = mine[rank] - magnitude(moved[rank]), mine[rank]
+        sign = 1 if self.moved[rank] > 0 else -1
+        mine = list(accumulate(positive(sign * d) for d in self.moved))
+        theirs = list(accumulate(positive(-sign * d) for d in self.moved))
+        low, high = mine[rank] - magnitude(self.moved[rank]), mine[rank]
         overlap: dict[int, Number] = {}
-        for y in reversed(range(len(moved))):
-            if other * moved[y] > 0:
-                delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(moved[y]))
-                if delta > 0:
-                    overlap[y] = delta
+        for y, d in reversed(tuple(enumerate(self.moved))):
+            delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(d))
+            if sign * d < 0 and delta > 0:
+                overlap[y] = delta
         return overlap
 
     def relabel_probability(self, rank: int, partner: int) -> Number:
@@ -115,7 +104,7 @@ class ExactTransport:
 
     def acceptance(self, p: Probs) -> Number:
         """Return sum min(p, b), the optimal acceptance probability alpha*."""
-        return sum(min(px, bx) for px, bx in zip(p, self.dist, strict=True))
+        return sum(min(px, bx) for px, bx in zip(p, self.probs, strict=True))
 
 
 def exact_transport(p: Probs, q: Probs, drafts: int) -> ExactTransport:
@@ -138,10 +127,10 @@ def _transport(p: Probs, q: Probs, drafts: int, exact: bool) -> ExactTransport:
     ]
     D = [Fi**drafts - Pi for Fi, Pi in zip(F, P, strict=True)]
     b = _selected_probs(ps, v, D)
-    dist: list[Number] = [0] * len(q)
+    probs: list[Number] = [0] * len(q)
     for x, mass in zip(order, b, strict=True):
-        dist[x] = mass
-    return ExactTransport(drafts, order, tuple(qs), tuple(v), tuple(b), tuple(dist))
+        probs[x] = mass
+    return ExactTransport(drafts, order, tuple(qs), tuple(v), tuple(b), tuple(probs))
 
 
 def ranked(p: Sequence[Number], q: Sequence[Number]) -> tuple[int, ...]:
@@ -152,73 +141,57 @@ def ranked(p: Sequence[Number], q: Sequence[Number]) -> tuple[int, ...]:
 def _selected_probs(p: Sequence[Number], v: Sequence[Number], D: Sequence[Number]) -> list[Number]:
     """Return b case by case, as differences of P + g would lose digits."""
     top = max(range(len(D)), key=lambda i: (D[i], -i))
-    g_left = list(accumulate(D, max))
-    g_right = list(accumulate(reversed(D), max))[::-1]
+    from_left = list(accumulate(D, max))
+    from_right = list(accumulate(reversed(D), max))[::-1]
     b: list[Number] = []
     for i in range(1, len(D)):
-        if i <= top:
-            before, after, g = D[i - 1], D[i], g_left[i - 1]
-            if after <= g:
-                b.append(p[i - 1])
-            else:
-                b.append(v[i - 1] if g == before else positive(p[i - 1] + (after - g)))
+        near, far, g = D[i - 1], D[i], from_left[i - 1]
+        if i > top:  # the mirror image: g falls from entry i - 1 to entry i
+            near, far, g = D[i], D[i - 1], from_right[i]
+        if far <= g:
+            b.append(p[i - 1])
+        elif g == near:
+            b.append(v[i - 1])
         else:
-            before, after, g = D[i - 1], D[i], g_right[i]
-            if before <= g:
-                b.append(p[i - 1])
-            else:
-                b.append(v[i - 1] if g == after else positive(p[i - 1] - (before - g)))
+            change = far - g if i <= top else g - far
+            b.append(positive(p[i - 1] + change))
     return b
 
 
-def select(
+def select_draft(
     node: ExactTransport, drafts: Mapping[int, int], depth: int, paths: int, chooser: Chooser
 ) -> int:
-    """Return the token selected among the drafts of one node; its distribution is ``node.dist``.
+    """Return the token selected among the drafts of one node; its distribution is ``node.probs``.
 
-    Args:
-        node: The node's transport, for ``len(drafts)`` drafts.
-        drafts: Path number -> token, in the order drawn.
-        depth: The node's depth, for the index of the uniforms.
-        paths: K, for the same.
-        chooser: Decides.
+    ``drafts`` are path number -> token, in the order drawn; the node's ``depth`` and the number of
+    ``paths`` say which uniforms decide.
     """
-    rank_of = {token: rank for rank, token in enumerate(node.order)}
-    best, selected = -1, -1
-    for path, token in drafts.items():
 
-        def index(which: int, path: int = path) -> int:
-            return selection_index(paths, depth, path, which)
+    def label(path: int) -> int:
+        rank = node.order.index(drafts[path])
+        partners = node.partners[rank]
+        if not partners:
+            return rank
+        find, take = (selection_index(paths, depth, path, which) for which in (0, 1))
+        chosen = chooser.choose(tuple(partners.values()), Purpose.SELECTION, find)
+        partner = tuple(partners)[chosen]
+        relabel = node.relabel_probability(rank, partner)
+        return partner if accepts(chooser, relabel, Purpose.SELECTION, take) else rank
 
-        label = _label(node, rank_of[token], index, chooser)
-        if label > best:  # equal labels: the first drafted
-            best, selected = label, token
-    return selected
-
-
-def _label(node: ExactTransport, rank: int, index: Callable[[int], int], chooser: Chooser) -> int:
-    partners = node.partners[rank]
-    if not partners:
-        return rank
-    ranks = tuple(partners)
-    chosen = chooser.choose(tuple(partners.values()), Purpose.SELECTION, index(0))
-    partner = ranks[chosen]
-    relabel = node.relabel_probability(rank, partner)
-    return partner if accepts(chooser, relabel, Purpose.SELECTION, index(1)) else rank
+    return drafts[max(drafts, key=label)]  # equal labels: the first drafted
 
 
 @lru_cache(maxsize=1 << 16)
 def multiplicity_probs(node: ExactTransport, token: int) -> Probs:
     """Return Pr(m | token): how many of the drafts lie on the selected token, m = 1 ... n.
 
-    Entry m - 1 belongs to m. A draft's *position* is uniform inside its label's piece of [0, 1],
-    so positions of drafts are uniform on [0, 1] and the highest one wins. With H the cdf of the
-    position of a draft of token x and h its density,
+    A draft's *position* is uniform inside its label's piece of [0, 1], so positions of drafts are
+    uniform on [0, 1] and the highest one wins. With H the cdf of the position of a draft of token x
+    and h its density,
 
         Pr(x, m) = C(n, m) m q_x^m  integral of H(t)^(m-1) (t - q_x H(t))^(n-m) h(t) dt,
 
-    a polynomial on each piece with non-negative coefficients. A token outside q's support is
-    selected with probability 0; m = 1 then.
+    a polynomial on each piece. A token off q's support is selected with probability 0; m = 1 then.
     """
     n = node.drafts
     if token not in node.order:
@@ -247,63 +220,13 @@ def _piece(
     total: Number = 0
     for i in range(m):
         for j in range(n - m + 1):
-            total += (
-                comb(m - 1, i)
-                * H ** (m - 1 - i)
-                * mass**i
-                * comb(n - m, j)
-                * other ** (n - m - j)
-                * slope**j
-                * mass
-                / (i + j + 1)
-            )
+            below = comb(m - 1, i) * H ** (m - 1 - i) * mass**i
+            beside = comb(n - m, j) * other ** (n - m - j) * slope**j
+            total += below * beside * mass / (i + j + 1)
     return comb(n, m) * m * q**m * total
 
 
-def fixed_probs(p: Probs, children: Sequence[int]) -> Probs:
-    """Return the distribution of the child selected at a node whose children are not random."""
-    total = sum(p[x] for x in set(children))
-    if total > 0:
-        return tuple(share(p[x], total) if x in children else p[x] - p[x] for x in range(len(p)))
-    return normalised(1 if x in children else 0 for x in range(len(p)))
-
-
-def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
-    """Return q restricted to the tokens off ``kept``."""
-    return normalised(q[x] if x not in kept else 0 for x in range(len(q)))
-
-
-def greedy_probs(p: Probs, q: Probs, kept: Sequence[int]) -> Probs:
-    """Return the distribution of the child selected at a node of fixed children ``kept`` and one drawn.
-
-    The drawn child keeps what the target wants of it, min(p, r); ``kept`` shares the rest in
-    proportion to p.
-    """
-    r = exact_tail_probs(q, kept)
-    if not sum(p[x] for x in kept) > 0:
-        return r
-    overlap = [0 if x in kept else min(p[x], r[x]) for x in range(len(p))]
-    rest = 1 - sum(overlap)
-    total = sum(p[x] for x in kept)
-    return tuple(rest * share(p[x], total) if x in kept else overlap[x] for x in range(len(p)))
-
-
-# Exact optimal transport between a target distribution and the drafts at a node, for many nodes at once.
-#
-# For n drafts drawn independently from q there is a distribution b on the support of q with
-# ``sum min(p, b) = alpha*``, the largest acceptance probability any rule can reach, and a rule that
-# picks one of the n drafts with distribution exactly b:
-#
-# 1. Rank the support by p/q ascending, ties by token id. With F and P the cumulative q and p in that
-# order, ``G = F^n`` is the cdf of the highest-ranked draft, and ``D = G - P``.
-# 2. b's cumulative distribution is ``P + g``, where g is the running maximum of D up to its argmax and the
-# running maximum from the right after it.
-# 3. Each draft may take a partner's label before the highest label wins; the token selected is the
-# winner's own. The kernel keeps q stationary and moves exactly ``b - v``, v the distribution of the
-# highest-ranked draft.
-#
-# Everything works on the short lists (ids, probs) of truncated draft distributions, in float64, O(W log W) a
-# node. :mod:`eaglegbv.verifiers.transport` is the readable counterpart.
+# The same for many nodes at once, on short lists (ids, probs), in float64, O(W log W) a node.
 
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -311,19 +234,14 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, slots=True)
 class RankedProbs:
-    """Distributions over the support of q, lowest p/q first, ties by token id: the order used everywhere.
+    """q and p over the support of q, lowest p/q first, ties by token id: the order used everywhere.
 
     Entries of draft probability zero come last, with target 0.
-
-    Attributes:
-        ids: ``[..., width]`` int64.
-        draft: ``[..., width]`` float64, q.
-        target: ``[..., width]`` float64, p at ``ids``.
     """
 
-    ids: Tensor
-    draft: Tensor
-    target: Tensor
+    ids: Tensor  # [..., width] int64
+    draft: Tensor  # [..., width] float64, q
+    target: Tensor  # [..., width] float64, p at ``ids``
 
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:
@@ -337,16 +255,16 @@ class RankedProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
-    """The exact transport at nodes of n drafts, over their ranked supports.
+class Transport(RankedProbs):
+    """The exact transport at nodes of n drafts, over their ranked supports."""
 
-    Attributes:
-        dist: ``[..., width]`` float64, b, the distribution of the selected draft.
-        highest: ``[..., width]`` float64, v, the distribution of the highest-ranked draft.
-    """
+    selected: Tensor  # [..., width] float64, b, the distribution of the selected draft
+    highest: Tensor  # [..., width] float64, v, the distribution of the highest-ranked draft
 
-    dist: Tensor
-    highest: Tensor
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
+        """Return it with ``change`` applied to every tensor."""
+        own = self.ids, self.draft, self.target, self.selected, self.highest
+        return Transport(*map(change, own))
 
 
 def transport(ranked: RankedProbs, drafts: Tensor) -> Transport:
@@ -361,8 +279,8 @@ def transport(ranked: RankedProbs, drafts: Tensor) -> Transport:
     G = F.pow(n)
     v = power_step(F, ranked.draft, n, G)
     D = torch.nn.functional.pad(G - ranked.target.cumsum(dim=-1), (1, 0))
-    b = torch.where(n > 1, _transport_selected_probs(ranked.target, v, D), ranked.draft)
-    return Transport(dist=b, highest=v)
+    b = torch.where(n > 1, _selected(ranked.target, v, D), ranked.draft)
+    return Transport(ranked.ids, ranked.draft, ranked.target, selected=b, highest=v)
 
 
 def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
@@ -371,14 +289,8 @@ def power_step(F: Tensor, q: Tensor, n: Tensor, G: Tensor) -> Tensor:
     return share.clamp_(max=1.0).neg_().log1p_().mul_(n).expm1_().mul_(G).neg_()
 
 
-def _transport_selected_probs(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
-    """Return b case by case; as a difference of P + g it would lose its digits.
-
-    Args:
-        p: ``[..., width]``, in ranked order.
-        v: ``[..., width]``.
-        D: ``[..., width + 1]``, entry 0 is D_0 = 0.
-    """
+def _selected(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
+    """Return b case by case, as :func:`_selected_probs`, with D from D_0 = 0."""
     # Up to the argmax the maximum from the left is the smaller one, after it that from the right.
     g = torch.minimum(D.cummax(dim=-1).values, D.flip(-1).cummax(dim=-1).values.flip(-1))
     change = g.diff(dim=-1)
@@ -388,20 +300,7 @@ def _transport_selected_probs(p: Tensor, v: Tensor, D: Tensor) -> Tensor:
     return torch.where(along, v, (p + change).clamp_(min=0))
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Drafted tokens, each below a node of a flat list of nodes.
-
-    Attributes:
-        nodes: ``[batch, drafts]`` int64, the node each was drawn at.
-        ranks: ``[batch, drafts]`` int64, the rank of its token there.
-    """
-
-    nodes: Tensor
-    ranks: Tensor
-
-
-def labels(ranked: RankedProbs, plan: Transport, drafts: Drafts, uniforms: Tensor) -> Tensor:
+def labels(plan: Transport, nodes: Tensor, ranks: Tensor, uniforms: Tensor) -> Tensor:
     """Return the label of each draft; at each node the draft of the highest label is selected.
 
     Receivers (b > v) and givers (b < v) are matched first-in first-out on their cumulative sums; a
@@ -409,16 +308,13 @@ def labels(ranked: RankedProbs, plan: Transport, drafts: Drafts, uniforms: Tenso
     ``|d_x| / (q_x |v_y/q_y - v_x/q_x|)``.
 
     Args:
-        ranked: The distributions at ``[batch, nodes]``.
-        plan: Their transport.
-        drafts: ``[batch, drafts]``.
+        plan: The transport at ``[batch, nodes]``.
+        nodes: ``[batch, drafts]`` int64, the place in ``plan`` of the node each was drawn at.
+        ranks: ``[batch, drafts]`` int64, the rank of its token there, as the result's labels are.
         uniforms: ``[batch, drafts, 2]``.
-
-    Returns:
-        ``[batch, drafts]`` int64, ranks.
     """
-    nodes, ranks = drafts.nodes, drafts.ranks.unsqueeze(2)
-    moved = rows_at(plan.dist - plan.highest, nodes)
+    ranks = ranks.unsqueeze(2)
+    moved = rows_at(plan.selected - plan.highest, nodes)
     excess = moved.gather(2, ranks)
     side = excess.sign()
     # What receivers get and givers give, with the sign of the draft's own side.
@@ -429,72 +325,53 @@ def labels(ranked: RankedProbs, plan: Transport, drafts: Drafts, uniforms: Tenso
     position = uniforms[..., :1] * amount - own
     partner = (theirs > position).sum(dim=2, keepdim=True).clamp_(max=moved.shape[2] - 1)
 
-    both = torch.cat((ranks, partner), dim=2)
-    requests = numbered_rows(len(nodes), nodes.device)
-    at = requests.unsqueeze(2), nodes.unsqueeze(2), both
-    q = ranked.draft[at]
-    gap = (plan.highest[at] / q.clamp(min=_TINY)).diff(dim=2) * side
+    at = nodes.unsqueeze(2) * plan.ids.shape[2] + torch.cat((ranks, partner), dim=2)
+    q, v = (x.flatten(1).gather(1, at.flatten(1)).view_as(at) for x in (plan.draft, plan.highest))
+    gap = (v / q.clamp(min=_TINY)).diff(dim=2) * side
     takes = uniforms[..., 1:] * (q[..., :1] * gap) < amount
     # A giver that does not rank above its receiver is matched by rounding only: no exchange.
     takes &= (gap > 0) & ((partner - ranks) * side > 0)
     return torch.where(takes, partner, ranks).squeeze(2)
 
 
-# How many of a node's drafts lie on the token that exact transport selected.
-
-
-_MULTIPLICITY_TINY = torch.finfo(torch.float64).tiny
-
-
 def draw_multiplicity(
-    ranked: RankedProbs, plan: Transport, drafts: Tensor, ranks: Tensor, uniforms: Tensor, most: int
+    plan: Transport, drafts: Tensor, ranks: Tensor, uniforms: Tensor, most: int
 ) -> Tensor:
-    """Draw m from Pr(m | x, n), the number of drafts on the selected token x.
+    """Draw m, ``[nodes]`` int64 in 1 ... n, from Pr(m | x, n): the drafts on the selected token x.
 
     Args:
-        ranked: The distributions of some nodes, ``[nodes, width]``.
-        plan: Their transport.
+        plan: The transport of some nodes, ``[nodes, width]``.
         drafts: ``[nodes]`` int64, n; m = 1 where n < 2.
         ranks: ``[nodes]`` int64, the rank of x.
         uniforms: ``[nodes]`` float64.
         most: A bound on ``drafts``.
-
-    Returns:
-        ``[nodes]`` int64, 1 ... n.
     """
     if most < 2:
         return torch.ones_like(drafts)
-    joint = multiplicity_weights(ranked, plan, drafts, ranks, most)
+    joint = multiplicity_weights(plan, drafts, ranks, most)
     # A token too unlikely to count in floating point is drafted once.
     joint[:, 0] = torch.where(joint.sum(dim=1) > 0, joint[:, 0], 1.0)
     return torch.where(drafts > 1, draw(joint, uniforms) + 1, 1)
 
 
-def multiplicity_weights(
-    ranked: RankedProbs, plan: Transport, drafts: Tensor, ranks: Tensor, most: int
-) -> Tensor:
+def multiplicity_weights(plan: Transport, drafts: Tensor, ranks: Tensor, most: int) -> Tensor:
     """Return Pr(x, m) for m = 1 ... ``most``, ``[nodes, most]`` float64.
 
-    A draft's position is uniform inside its label's piece of [0, 1], so positions are uniform on
-    [0, 1] and the highest one wins. With H the cdf of the position of a draft of token x and h its
-    density,
-
-        Pr(x, m) = C(n, m) m q_x^m  integral of H(t)^(m-1) (t - q_x H(t))^(n-m) h(t) dt,
-
-    a polynomial of degree n - 1 on each label's piece: Gauss-Legendre quadrature is exact.
+    As in :func:`multiplicity_probs`; the integrand is a polynomial of degree n - 1 on each label's
+    piece, so Gauss-Legendre quadrature is exact.
     """
     at = ranks.unsqueeze(1)
-    label = _label_probs(ranked, plan, at)
-    q = ranked.draft.gather(1, at)
+    label = _label_probs(plan, at)
+    q = plan.draft.gather(1, at)
     below = label.cumsum(dim=1) - label
-    start = ranked.draft.cumsum(dim=1) - ranked.draft
+    start = plan.draft.cumsum(dim=1) - plan.draft
     points, weights = np.polynomial.legendre.leggauss((most + 1) // 2)
     s = torch.tensor((points + 1) / 2, device=q.device)
     ds = torch.tensor(weights / 2, device=q.device)
     # [nodes, width, points]: H, and the mass of other tokens below the same position.
     H = below.unsqueeze(2) + label.unsqueeze(2) * s
     others = (start - q * below).clamp(min=0).unsqueeze(2) + (
-        (ranked.draft - q * label).clamp(min=0).unsqueeze(2) * s
+        (plan.draft - q * label).clamp(min=0).unsqueeze(2) * s
     )
     n = drafts.to(q.dtype)
     columns = []
@@ -502,18 +379,14 @@ def multiplicity_weights(
         rest = (n - m).clamp(min=0)
         integrand = H.pow(m - 1) * others.pow(rest.view(-1, 1, 1)) * ds
         integral = (integrand.sum(dim=2) * label).sum(dim=1)
-        ways = torch.exp(torch.lgamma(n + 1) - torch.lgamma(rest + 1) - _log_factorial(m - 1, n))
+        ways = torch.exp(torch.lgamma(n + 1) - torch.lgamma(rest + 1) - lgamma(m))
         columns.append(torch.where(n >= m, ways * q.squeeze(1).pow(m) * integral, 0.0))
     return torch.stack(columns, dim=1)
 
 
-def _log_factorial(m: int, like: Tensor) -> Tensor:
-    return torch.lgamma(torch.full_like(like, m + 1))
-
-
-def _label_probs(ranked: RankedProbs, plan: Transport, at: Tensor) -> Tensor:
-    """Return the distribution of the label of a draft of rank ``at`` ``[nodes, 1]``: ``[nodes, width]``."""
-    moved = plan.dist - plan.highest
+def _label_probs(plan: Transport, at: Tensor) -> Tensor:
+    """Return ``[nodes, width]``: the distribution of the label of a draft of rank ``at``."""
+    moved = plan.selected - plan.highest
     excess = moved.gather(1, at)
     side = torch.where(excess > 0, 1.0, -1.0)
     amount, high = excess.abs(), (side * moved).clamp(min=0).cumsum(dim=1).gather(1, at)
@@ -523,11 +396,11 @@ def _label_probs(ranked: RankedProbs, plan: Transport, at: Tensor) -> Tensor:
     overlap = overlap.clamp(min=0) * (partner > 0)
     total = overlap.sum(dim=1, keepdim=True)
 
-    density = plan.highest / ranked.draft.clamp(min=_MULTIPLICITY_TINY)
+    density = plan.highest / plan.draft.clamp(min=_TINY)
     gap = side * (density - density.gather(1, at))
     above = torch.arange(moved.shape[1], device=moved.device) > at
     exchanged = (gap > 0) & (above == (side > 0)) & (total > 0)
-    takes = (amount / (ranked.draft.gather(1, at) * gap)).clamp(max=1.0)
+    takes = (amount / (plan.draft.gather(1, at) * gap)).clamp(max=1.0)
     label = torch.where(exchanged, overlap / total * takes, 0.0)
     kept = (1 - label.sum(dim=1, keepdim=True)).clamp(min=0)
     return label.scatter(1, at, kept)

@@ -1,14 +1,15 @@
 """Traversal verification (2505.12398): from the leaves to the root."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import NodeFigures, RemainingProbs, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import NodeStats, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import acceptance
 from eaglegbv.verifiers.paths import (
     Residual,
@@ -17,7 +18,6 @@ from eaglegbv.verifiers.paths import (
     first_paths,
     lexicographic_margins,
     rooted,
-    rows_at,
     steps_of,
 )
 from eaglegbv.verifiers.proof.chooser import (
@@ -30,26 +30,18 @@ from eaglegbv.verifiers.proof.chooser import (
     residual,
 )
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
-from eaglegbv.verifiers.specinfer import without
+from eaglegbv.verifiers.specinfer import RemainingProbs, without
 
 
 @dataclass(slots=True)
 class _Node:
-    """A node on the way back to the root, with what its rejected children have changed.
+    """A node on the way back to the root, with what its rejected children have changed."""
 
-    Attributes:
-        prefix: Tokens to the node.
-        w: Weight of the node.
-        p: Target distribution left.
-        q: Draft sampling of the next child, given the children tried.
-        untried: Children not yet tried, in draft order.
-    """
-
-    prefix: Prefix
-    w: Number
-    p: Probs
-    q: Probs
-    untried: list[int]
+    prefix: Prefix  # tokens to the node
+    w: Number  # weight of the node
+    p: Probs  # target distribution left
+    q: Probs  # draft distribution of the next child, given the children tried
+    untried: list[int]  # children not yet tried, in draft order
 
     def child_weight(self, x: int) -> Number:
         """Return min(1, w p(x) / q(x))."""
@@ -70,9 +62,10 @@ class _Node:
 def traversal(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Descend first children to a leaf and test it; after a rejection, try the next child.
 
-    A node without untried children is tested with its w; the root always accepts. Paths that carry
-    the same tokens count once: given the children tried, a further *different* child has the distribution q
-    restricted to the tokens not yet tried.
+    A node is entered with w = min(1, w_parent p/q). Without untried children it is tested with its
+    w; the root always accepts. A rejected child changes its parent: p <- (w p - q)+ normalised,
+    w <- R / (R + 1 - w), R = sum (w p - q)+. Paths that carry the same tokens count once: given the
+    children tried, a further *different* child follows q restricted to the tokens not yet tried.
     """
     numbers = tree.nodes()
     stack = [_node(tree, (), 1)]
@@ -92,72 +85,35 @@ def traversal(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 def _node(tree: ReferenceTree, prefix: Prefix, w: Number) -> _Node:
     children = list(tree.children(prefix))
-    q = tree.draft_dist(prefix) if children else ()
-    return _Node(prefix, w, tree.target_dist(prefix), q, children)
+    q = tree.draft_probs(prefix) if children else ()
+    return _Node(prefix, w, tree.target_probs(prefix), q, children)
 
 
-# Traversal verification: from the leaves to the root.
-
-
+# The same for batches.
 class TraversalVerifier(Verifier):
-    """Descend first children to a leaf and test it; after a rejection, try the next child.
+    """Test the nodes from the leaves to the root.
 
-    A node is entered with ``w = min(1, w_parent p/q)`` and tested with its w when no child is left;
-    a rejected child changes its parent: ``p <- (w p - q)+``, ``w <- R / (R + 1 - w)``, and q loses
-    the child. The root always accepts. Equal drafts count once.
+    O(K L W), one test after the other, and one row of the vocabulary.
     """
 
-    name: ClassVar[str] = "traversal"
-    source: ClassVar[str] = "Traversal Verification (2505.12398)"
-    cost: ClassVar[str] = "O(K L W), one test after the other, and one row of the vocabulary"
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(
-        {DraftSampling.IID, DraftSampling.WOR}
-    )
+    name = "traversal"
+    draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with or without replacement; node i uses acceptance number i - 1."""
-        return _traverse(tree, target, uniforms).verdict(tree, target, uniforms)
+        visit = _traverse(tree, target, uniforms)
+        left = visit.left
+        residual = Residual.at(visit.stop, left.scale, tree.draft_ids, left.taken)
+        return Verdict(
+            path_nodes=visit.path,
+            accepted=tree.depth.gather(1, visit.stop.unsqueeze(1)).squeeze(1),
+            token_ids=correction_token(residual, target, uniforms.correction),
+        )
 
-    def figures(
-        self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> NodeFigures:
+    def stats(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> NodeStats:
         """Return w of every drafted node, the chance of its test once no child is left."""
         weights = _traverse(tree, target, uniforms).weights
         return {"w": weights.masked_fill(~drafted_nodes(tree), torch.nan)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """The paths of all requests that come next in depth-first order.
-
-    Attributes:
-        parents: ``[batch, length]`` int64, the node above each of ``nodes``.
-        nodes: ``[batch, length]`` int64.
-        entered: ``[batch, length]`` bool: whether no earlier path has the node.
-        left: ``[batch, length]`` bool: whether no later path has the node.
-    """
-
-    parents: Tensor
-    nodes: Tensor
-    entered: Tensor
-    left: Tensor
-
-
-def _leaves(tree: DraftTree) -> list[_Leaf]:
-    """Return the paths in depth-first order, children in the order of their first path."""
-    real = steps_of(tree)
-    first = first_paths(tree).gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
-    margins = lexicographic_margins(torch.where(real, first, -1))
-    # Stable: equal paths stay in the order drawn.
-    order = (margins > 0).sum(dim=2).argsort(dim=1, stable=True)
-    at = order.unsqueeze(2).expand_as(tree.path_nodes)
-    nodes, real = tree.path_nodes.gather(1, at), real.gather(1, at)
-    changes = nodes[:, 1:] != nodes[:, :-1]
-    ends = torch.ones_like(real[:, :1])
-    entered = real & torch.cat((ends, changes), dim=1)
-    left = real & torch.cat((changes, ends), dim=1)
-    parents = rooted(nodes)[:, :, :-1]
-    return [_Leaf(parents[:, k], nodes[:, k], entered[:, k], left[:, k]) for k in range(tree.paths)]
 
 
 def _traverse(tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> "_Visit":
@@ -169,77 +125,80 @@ def _traverse(tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) ->
     return visit
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """The paths of all requests that come next in depth-first order, ``[batch, length]`` each."""
+
+    parents: Tensor  # int64, the node above each of ``nodes``
+    nodes: Tensor  # int64
+    entered: Tensor  # bool: whether no earlier path has the node
+    left: Tensor  # bool: whether no later path has the node
+
+
+def _leaves(tree: DraftTree) -> Iterator[_Leaf]:
+    """Yield the paths in depth-first order, children in the order of their first path."""
+    real = steps_of(tree)
+    first = first_paths(tree).gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
+    margins = lexicographic_margins(torch.where(real, first, -1))
+    # Stable: equal paths stay in the order drawn.
+    order = (margins > 0).sum(dim=2).argsort(dim=1, stable=True)
+    at = order.unsqueeze(2).expand_as(tree.path_nodes)
+    nodes, real = tree.path_nodes.gather(1, at), real.gather(1, at)
+    changes = nodes[:, 1:] != nodes[:, :-1]
+    ends = torch.ones_like(real[:, :1])
+    entered = real & torch.cat((ends, changes), dim=1)
+    left = real & torch.cat((changes, ends), dim=1)
+    columns = (x.unbind(1) for x in (rooted(nodes)[:, :, :-1], nodes, entered, left))
+    return (_Leaf(*column) for column in zip(*columns, strict=True))
+
+
 @dataclass(slots=True)
 class _Visit:
-    """The state of the traversal.
+    """The state of the traversal."""
 
-    Attributes:
-        dists: The distributions left at every node.
-        weights: ``[batch, nodes]`` float64, w of the nodes entered.
-        accepted: ``[batch]`` bool: whether a node was accepted.
-        stop: ``[batch]`` int64, that node, else the root.
-        path: ``[batch, length]`` int64, a path through it.
-    """
-
-    dists: RemainingProbs
-    weights: Tensor
-    accepted: Tensor
-    stop: Tensor
-    path: Tensor
+    left: RemainingProbs  # what is left of p and q at every node
+    weights: Tensor  # [batch, nodes] float64, w of the nodes entered
+    accepted: Tensor  # [batch, 1] bool: whether a node was accepted
+    stop: Tensor  # [batch] int64, that node, else the root
+    path: Tensor  # [batch, length] int64, a path through it
 
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
         root = torch.zeros_like(tree.num_nodes)
-        dists = RemainingProbs.of(tree, target)
-        weights = torch.ones_like(dists.beside)
-        return cls(dists, weights, root.bool(), root, tree.path_nodes[:, 0])
+        left = RemainingProbs.of(tree, target)
+        weights, none = torch.ones_like(left.beside), root.bool().unsqueeze(1)
+        return cls(left, weights, none, root, tree.path_nodes[:, 0])
 
     def enter(self, leaf: _Leaf) -> None:
         """Set the weights of a path's new nodes, from the top down."""
-        ratios = self.dists.ratios(leaf.parents, leaf.nodes)
+        ratios = self.left.ratios(leaf.parents, leaf.nodes)
         known = self.weights.gather(1, leaf.nodes)
         weight, column = self.weights[:, 0], []
         for depth in range(leaf.nodes.shape[1]):
             fresh = (weight * ratios[:, depth]).clamp(max=1.0)
             weight = torch.where(leaf.entered[:, depth], fresh, known[:, depth])
             column.append(weight)
-        values = torch.where(leaf.entered, torch.stack(column, dim=1), 0.0)
         # Add, because a path repeats a node past its end. Nodes not entered yet have weight 1.
-        self.weights = self.weights.scatter_add(
-            1, leaf.nodes, torch.where(leaf.entered, values - known, 0.0)
-        )
+        change = torch.where(leaf.entered, torch.stack(column, dim=1) - known, 0.0)
+        self.weights = self.weights.scatter_add(1, leaf.nodes, change)
 
     def leave(self, leaf: _Leaf, depth: int, uniforms: Tensor) -> None:
         """Test the node at ``depth`` (0 below the root) if none of its children is left."""
-        node, parent = leaf.nodes[:, depth : depth + 1], leaf.parents[:, depth : depth + 1]
+        at = slice(depth, depth + 1)
+        node, parent = leaf.nodes[:, at], leaf.parents[:, at]
         weight = self.weights.gather(1, node)
-        tested = leaf.left[:, depth : depth + 1] & ~self.accepted.unsqueeze(1)
+        tested = leaf.left[:, at] & ~self.accepted
         passed = tested & (uniforms.gather(1, (node - 1).clamp(min=0)) < weight)
         self.stop = torch.where(passed.squeeze(1), node.squeeze(1), self.stop)
         self.path = torch.where(passed, leaf.nodes, self.path)
-        self.accepted = self.accepted | passed.squeeze(1)
+        self.accepted = self.accepted | passed
         self._reject(parent, node, tested & ~passed)
 
     def _reject(self, parent: Tensor, node: Tensor, rejected: Tensor) -> None:
         old = self.weights.gather(1, parent)
-        mass = self.dists.subtract(parent, old, rejected)
-        self.dists.lose(parent, node, rejected)
+        mass = self.left.subtract(parent, old, rejected)
+        self.left.lose(parent, node, rejected)
         new = torch.where(old < 1, mass / (mass + (1 - old)), 1.0)
         # Where nothing is left, nothing below or at the parent can be accepted.
         new = torch.where(mass > 0, new, 0.0)
         self.weights = self.weights.scatter(1, parent, torch.where(rejected, new, old))
-
-    def verdict(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Return the accepted node's path, and draw the token after it."""
-        at = self.stop.unsqueeze(1)
-        residual = Residual(
-            nodes=self.stop,
-            weight=self.dists.scale.gather(1, at).squeeze(1),
-            ids=rows_at(self.dists.ids, at).squeeze(1),
-            draft=rows_at(self.dists.taken, at).squeeze(1),
-        )
-        return Verdict(
-            path_nodes=self.path,
-            accepted=tree.depth.gather(1, at).squeeze(1),
-            token_ids=correction_token(residual, target, uniforms.correction),
-        )

@@ -1,7 +1,7 @@
 """Names of tensors: one set inside this package, several in files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torch import Tensor
@@ -60,11 +60,17 @@ class NamedTensors:
 
     def without(self, name: str, reason: str) -> "NamedTensors":
         """Return these tensors without one, which is left aside."""
-        return NamedTensors(
+        return replace(
+            self,
             tensors={key: t for key, t in self.tensors.items() if key != name},
             stored={key: stored for key, stored in self.stored.items() if key != name},
-            layer_prefix=self.layer_prefix,
             left_aside={**self.left_aside, self.stored[name]: reason},
+        )
+
+    def with_tensor(self, name: str, tensor: Tensor) -> "NamedTensors":
+        """Return these tensors and one more."""
+        return replace(
+            self, tensors={**self.tensors, name: tensor}, stored={**self.stored, name: name}
         )
 
     def shown(self, name: str) -> str:

@@ -2,13 +2,50 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eaglegbv.drafters.formats.read import SAFETENSORS, Contents, Format
+from eaglegbv.devices import dtype_name
+from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig
+from eaglegbv.drafters.formats.names import FC_BIAS, LAYER
+from eaglegbv.drafters.formats.read import (
+    LAYER_IDS,
+    LAYER_SECTION,
+    NUMBERING,
+    SAFETENSORS,
+    VARIANTS,
+    Format,
+    FormatName,
+)
+from eaglegbv.errors import DrafterMismatch
 from eaglegbv.utils import replacing, write_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a config.json is written from.
+
+    Attributes:
+        config: The head's configuration.
+        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them
+            to the default.
+        dtype: Type of the tensors.
+        passed_on: Keys that only other engines use.
+        verifier: Name or path of the target, where it is known.
+        verifier_architectures: Its class names.
+    """
+
+    config: EagleHeadConfig
+    layers: tuple[int, ...] | None
+    dtype: torch.dtype
+    passed_on: Mapping[str, Any]
+    verifier: str | None = None
+    verifier_architectures: tuple[str, ...] = ()
 
 
 def write_head(
@@ -20,21 +57,135 @@ def write_head(
         folder: Created if missing.
         kind: The format.
         contents: What config.json is written from.
-        tensors: Tensors by their names inside this package. They are written unchanged, along with
-            those that the format adds (:meth:`Format.added`).
+        tensors: Tensors by their names inside this package. They are written unchanged; an EAGLE-1
+            head without a bias gets one of zeros for SGLang, which would start a random one.
 
     Raises:
         DrafterMismatch: The format cannot express the head.
     """
-    kind.check_holds(contents.config)
-    arch = contents.config.arch
-    added = {name: t.to(contents.dtype) for name, t in kind.added(contents.config).items()}
+    config = contents.config
+    check_holds(kind, config)
+    if kind.name is FormatName.SGLANG and config.arch is Arch.EAGLE1 and not config.fc_bias:
+        tensors = {**tensors, FC_BIAS: torch.zeros(config.hidden_size, dtype=contents.dtype)}
+    prefix = "layers.0." if config.arch is Arch.EAGLE1 else kind.eagle3_layer
     stored = {
-        kind.stored_name(name, arch): tensor.contiguous()
-        for name, tensor in {**tensors, **added}.items()
+        prefix + name.removeprefix(LAYER) if name.startswith(LAYER) else name: tensor.contiguous()
+        for name, tensor in tensors.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / SAFETENSORS) as partial:
         save_file(stored, partial, metadata={"format": "pt"})
-    text = json.dumps(kind.config(contents), indent=2)
-    write_whole(folder / "config.json", f"{text}\n".encode())
+    keys = _nested(kind, contents) if kind.nested else _flat(kind, contents)
+    write_whole(folder / "config.json", f"{json.dumps(keys, indent=2)}\n".encode())
+
+
+def check_holds(kind: Format, config: EagleHeadConfig) -> None:
+    """Raise :class:`DrafterMismatch` where the format's readers would lose part of a head."""
+
+    def refuse(expected: str) -> None:
+        raise DrafterMismatch("format", str(kind.name), f"a format {expected}")
+
+    if config.arch not in kind.variants:
+        refuse(f"that holds {config.arch}")
+    for name in sorted(VARIANTS - kind.variants[config.arch]):
+        if getattr(config, name):
+            refuse(f"whose readers honour {name}, which this head needs")
+    if kind.nested and config.qkv_bias != config.o_bias:
+        refuse("that tells biases of q, k, v from one of o, as this head needs")
+    if kind.nested and config.norm_before_fc and config.fc_norm:
+        refuse("that has both norm_before_fc and fc_norm, as this head needs")
+
+
+def _flat(kind: Format, contents: Contents) -> dict[str, Any]:
+    config = contents.config
+    stored: dict[str, Any] = {
+        "architectures": [kind.architectures[config.arch]],
+        "model_type": "llama",
+        **_layer_keys(contents),
+        "torch_dtype": dtype_name(contents.dtype),
+    }
+    for_sglang = kind.name is FormatName.SGLANG
+    if config.arch is Arch.EAGLE1:
+        # Left out where true, as in the published files: SGLang and vLLM would take a true one for
+        # biases of attention too, and leave those unset.
+        stored |= {} if config.fc_bias else {"bias": False}
+        if for_sglang and config.qkv_bias:
+            stored |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
+        return stored | {"qkv_bias": config.qkv_bias}
+    stored["draft_vocab_size"] = config.draft_vocab_size
+    if config.hidden_size != config.target_hidden_size:
+        stored["target_hidden_size"] = config.target_hidden_size
+    if contents.layers is not None:
+        stored["num_aux_hidden_states"] = len(contents.layers)
+        stored["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            LAYER_IDS: [layer - kind.numbering.shift for layer in contents.layers],
+            NUMBERING: str(kind.numbering),
+        }
+    if for_sglang:
+        for name in ("norm_before_fc", "fc_norm", "norm_output"):
+            stored[name] = getattr(config, name)
+    return stored
+
+
+def _nested(kind: Format, contents: Contents) -> dict[str, Any]:
+    config = contents.config
+    layer = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **_layer_keys(contents),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "torch_dtype": dtype_name(contents.dtype),
+    }
+    ids: list[int] | None = None
+    if contents.layers is not None:
+        ids = [layer_id - kind.numbering.shift for layer_id in contents.layers]
+        # The settings beside this section have a schema; a Llama configuration takes any key.
+        layer[NUMBERING] = str(kind.numbering)
+    narrow = config.hidden_size != config.target_hidden_size
+    return {
+        "architectures": [kind.architectures[config.arch]],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3",
+        "torch_dtype": dtype_name(contents.dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": False,
+        "target_hidden_size": config.target_hidden_size if narrow else None,
+        LAYER_IDS: ids,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {
+                "name_or_path": contents.verifier,
+                "architectures": list(contents.verifier_architectures),
+            },
+        },
+        LAYER_SECTION: layer,
+    }
+
+
+def _layer_keys(contents: Contents) -> dict[str, Any]:
+    """Return the decoder layer's keys, the same in all formats."""
+    config = contents.config
+    rope = {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
+    return {
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "tie_word_embeddings": False,
+        **contents.passed_on,
+    }

@@ -1,15 +1,15 @@
 """A bigram table counted on the texts that heads are trained on: the yardstick for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eaglegbv.drafters.tabular import Table
-from eaglegbv.drafters.training.data import Corpus
-from eaglegbv.drafters.training.texts import TextSettings, gather_texts
+from eaglegbv.drafters.training.data import Corpus, TextSettings, gather_texts
 from eaglegbv.errors import InvalidArgument
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
@@ -38,7 +38,7 @@ class Pairs:
 
     @property
     def unigram(self) -> Tensor:
-        """The distribution of second tokens, ``[V]`` float64, each counted once more than it was."""
+        """Probabilities of second tokens, ``[V]`` float64, each counted once more than it was."""
         counts = 1 + torch.bincount(self.keys % self.vocab, self.counts, self.vocab)
         return counts / counts.sum()
 
@@ -66,8 +66,8 @@ def count_pairs(corpus: Corpus, weights: Tensor, vocab: int) -> Pairs:
 def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
     """Return the ``width`` likeliest followers of every token.
 
-    p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram distribution: MacKay and Peto's
-    Dirichlet prior (1995). The last row, for a missing token, is u.
+    p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram distribution: MacKay
+    and Peto's Dirichlet prior (1995). The last row, for a missing token, is u.
     """
     unigram, firsts = pairs.unigram, pairs.firsts
     width = min(width, pairs.vocab)
@@ -100,8 +100,26 @@ def cross_entropy(pairs: Pairs, prior: float, measured: Pairs) -> float:
     return float(-(measured.counts * probs.log()).sum() / measured.counts.sum())
 
 
-def train_bigram(texts: TextSettings, out: Path, *, width: int, command: str = "") -> str:
+def train_bigram(
+    texts: TextSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    open_model: Callable[[], PreTrainedModel],
+    out: Path,
+    *,
+    vocab: int,
+    width: int,
+    command: str = "",
+) -> str:
     """Count the texts, choose the prior by the held-out ones, and save the table in ``out``.
+
+    Args:
+        texts: Which texts to count.
+        tokenizer: The target's.
+        open_model: Opens the target, where it has to answer.
+        out: Folder to write.
+        vocab: Tokens of the target.
+        width: Followers kept of every token.
+        command: Command line, for the report.
 
     Returns:
         A summary for a reader.
@@ -111,27 +129,17 @@ def train_bigram(texts: TextSettings, out: Path, *, width: int, command: str = "
     """
     if width < 1:
         raise InvalidArgument("width", width, "an integer of at least 1")
-    vocab = int(AutoConfig.from_pretrained(texts.target).get_text_config().vocab_size)
-
-    def open_model() -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(texts.target)
-        return model
-
-    found = gather_texts(texts, open_model)
+    found = gather_texts(texts, tokenizer, open_model)
+    found.training.check_vocabulary(vocab)
     pairs = count_pairs(found.training, found.weights, vocab)
     lengths = found.held_out.lengths
     held_out = count_pairs(found.held_out, torch.ones(len(lengths), dtype=torch.float64), vocab)
     losses = {prior: cross_entropy(pairs, prior, held_out) for prior in _PRIORS}
     prior = min(losses, key=losses.__getitem__)
-    facts = {
-        "prior": prior,
-        "held_out_cross_entropy": losses[prior],
-        "pairs": len(pairs.keys),
-        "tokens": found.training.token_counts(),
-        "command": command,
-    }
-    smoothed(pairs, prior, width).save(out, **facts)
+    tokens = found.training.token_counts()
+    facts = {"prior": prior, "held_out_cross_entropy": losses[prior], "pairs": len(pairs.keys)}
+    smoothed(pairs, prior, width).save(out, **facts, tokens=tokens, command=command)
     return (
-        f"{len(pairs.keys):,} pairs of {sum(found.training.token_counts().values()):,} tokens, "
-        f"prior {prior:g}, held-out cross-entropy {losses[prior]:.3f}; wrote {out}"
+        f"{len(pairs.keys):,} pairs of {sum(tokens.values()):,} tokens, prior {prior:g}, "
+        f"held-out cross-entropy {losses[prior]:.3f}; wrote {out}"
     )

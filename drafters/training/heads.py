@@ -1,16 +1,17 @@
 """Training of EAGLE heads on the hidden states of a frozen target, computed as they are needed."""
 
+import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import (
@@ -21,13 +22,26 @@ from eaglegbv.drafters.eagle_model import (
     EagleHeadConfig,
     default_feature_layers,
 )
-from eaglegbv.drafters.training.data import Corpus, documents_to_fill, draw_documents, evenly
-from eaglegbv.drafters.training.loop import Evaluation, Schedule, Task, optimise, optimise_once
-from eaglegbv.drafters.training.report import TrainingReport
-from eaglegbv.drafters.training.runs import FrozenTarget, KeptRuns
-from eaglegbv.drafters.training.texts import Texts, TextSettings, gather_texts
+from eaglegbv.drafters.training.data import (
+    Corpus,
+    Texts,
+    TextSettings,
+    documents_to_fill,
+    draw_documents,
+    gather_texts,
+)
+from eaglegbv.drafters.training.train import (
+    Evaluation,
+    Schedule,
+    Task,
+    optimise,
+    optimise_once,
+    write_report,
+)
 from eaglegbv.drafters.training.unroll import (
     AcceptanceMeter,
+    FrozenTarget,
+    KeptRuns,
     Loss,
     TargetRun,
     draw_anchors,
@@ -38,19 +52,16 @@ from eaglegbv.errors import InvalidArgument
 
 _COVERAGE = 0.95
 _NOT_IDENTITY = frozenset(
-    {
-        "data",
-        "device",
-        "initial",
-        "keep_runs",
-        "out",
-        "samples",
-        "seed",
-        "target",
-        "validation_prompts",
-    }
+    {"data", "device", "initial", "keep_runs", "out", "samples", "seed", "validation_prompts"}
 )
 """Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
+_FEWEST_LAYERS = 4
+"""Of a target, of whose inputs EAGLE-3 reads three."""
+_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +70,9 @@ class EagleTrainingConfig:
 
     Attributes:
         arch: Which head.
-        texts: Which target, and which texts to train and measure on. Rows are packed with whole
-            texts to ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts
-            acceptance is measured on, at most.
+        texts: Which texts to train and measure on. Rows are packed with whole texts to
+            ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts acceptance
+            is measured on, at most.
         out: Folder to write.
         intermediate: Width of the head's feed-forward layer; None is the target's.
         draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as
@@ -111,31 +122,39 @@ Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
 
 def train_eagle(
     config: EagleTrainingConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     command: str = "",
     resume: bool = False,
     validate: Validate | None = None,
-) -> TrainingReport:
+) -> str:
     """Train a head and save it in the EAGLE repository's format.
 
     Args:
         config: Settings.
+        model: The target, on the device. It is frozen.
+        tokenizer: The target's.
         command: Command line, for the report.
         resume: Continue from the checkpoint in ``config.out``, if there is one.
         validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
             prompts.
 
+    Returns:
+        A report on the run, in Markdown.
+
     Raises:
-        InvalidArgument: No data, or a checkpoint of another run.
-        FloatingPointError: The loss is not finite.
+        InvalidArgument: No data, a target that no such head fits, a checkpoint of another run, or
+            a loss that is not finite.
     """
-    run = _Trainer.of(config, validate)
+    run = _Run(config, model, tokenizer, validate)
     progress = optimise(run.task, config.schedule, config.out, resume=resume)
     save_head(run.head, config.out)
-    saved = _loaded(config.out, run.target.model)
+    saved = _loaded(config.out, model)
     with torch.no_grad():
         final = run.evaluate(saved)
-    report = TrainingReport.of(
+    return write_report(
+        config.out,
         run.task,
         progress,
         final,
@@ -145,18 +164,20 @@ def train_eagle(
         corpus=run.texts.training,
         device=torch.device(config.device),
     )
-    report.save(config.out)
-    return report
 
 
-def try_out(config: EagleTrainingConfig) -> str:
+def try_out(
+    config: EagleTrainingConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Take two steps of a run, and return what the whole of it will need; nothing is saved.
 
     Args:
         config: Settings. Only what ``keep_runs`` and ``texts.samples`` name is written.
+        model: The target, on the device. It is frozen.
+        tokenizer: The target's.
     """
-    run = _Trainer.of(config, None)
-    seconds = [optimise_once(run.task, config.schedule, step) for step in range(2)][-1]
+    run, schedule = _Run(config, model, tokenizer, None), config.schedule
+    seconds = [optimise_once(run.task, schedule, step) for step in range(2)][-1]
     weights = sum(p.numel() for p in run.head.parameters())
     if config.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -167,66 +188,56 @@ def try_out(config: EagleTrainingConfig) -> str:
     if config.keep_runs is not None:
         width = run.head.config.feature_size + run.head.config.target_hidden_size
         disk += 2 * width * int(run.texts.training.lengths.sum())
+    limit = "" if schedule.minutes is None else f", of which {schedule.minutes:g} are taken"
     return (
         f"weights to train  {weights:,}\n"
         f"peak memory       {memory / 1e9:.1f} GB\n"
         f"a step            {seconds:.2f} s, {run.task.tokens_per_step:,} tokens\n"
-        f"all {config.schedule.steps:,} steps  {seconds * config.schedule.steps / 60:,.0f} minutes"
-        f"{_limit(config.schedule.minutes)}, evaluations apart\n"
+        f"all {schedule.steps:,} steps  {seconds * schedule.steps / 60:,.0f} minutes"
+        f"{limit}, evaluations apart\n"
         f"disk              {disk / 1e9:.2f} GB\n"
     )
 
 
-def _limit(minutes: float | None) -> str:
-    return "" if minutes is None else f", of which {minutes:g} are taken"
-
-
-class _Trainer:
+class _Run:
     """The loss of each step and the held-out evaluation."""
 
     def __init__(
         self,
         config: EagleTrainingConfig,
         model: PreTrainedModel,
-        head: EagleHead,
-        texts: Texts,
+        tokenizer: PreTrainedTokenizerBase,
         validate: Validate | None,
     ) -> None:
+        """Gather the texts, and make a head."""
         self.config = config
-        self.head = head
-        self.texts = texts
-        self.target = FrozenTarget(model, head.config.feature_layers, config.texts.window)
-        self.draw, self.held_out = _runs(config, self.target, texts)
         self.validate = validate
-        self.prompts = _prompts(texts.held_out, config.validation_prompts)
-        self.task = Task(
-            module=head,
-            loss=self.loss,
-            evaluate=lambda: self.evaluate(head),
-            keep=lambda: save_head(head, config.out),
-            tokens_per_step=config.batch * config.texts.window,
-            identity=_identity(config),
-        )
-
-    @classmethod
-    def of(cls, config: EagleTrainingConfig, validate: Validate | None) -> Self:
-        """Open the target, gather the texts, and make a head."""
-        dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(config.texts.target, dtype=dtype)
-        model.to(config.device).requires_grad_(False)
+        model.requires_grad_(requires_grad=False)
         config.out.mkdir(parents=True, exist_ok=True)
-        texts = gather_texts(config.texts, lambda: model)
+        self.texts = gather_texts(config.texts, tokenizer, lambda: model)
+        self.texts.training.check_vocabulary(model.config.get_text_config(decoder=True).vocab_size)
         torch.manual_seed(config.schedule.seed)
-        head = _new_head(config, model, texts.training).to(config.device)
+        self.head = _new_head(config, model, self.texts.training).to(config.device)
         if config.compile:
-            for layer in model.base_model.get_submodule("layers").children():
+            for layer in _layers(model):
                 layer.compile()
-        return cls(config, model, head, texts, validate)
+        target = FrozenTarget(model, self.head.config.feature_layers, config.texts.window)
+        self.draw, self.held_out = _runs(config, target, self.texts)
+        self.prompts = _prompts(self.texts.held_out, config.validation_prompts)
+        settings = asdict(config)
+        settings |= settings.pop("texts")
+        self.task = Task(
+            module=self.head,
+            loss=self.loss,
+            evaluate=lambda: self.evaluate(self.head),
+            keep=lambda: save_head(self.head, config.out),
+            tokens_per_step=config.batch * config.texts.window,
+            identity={name: v for name, v in settings.items() if name not in _NOT_IDENTITY},
+        )
 
     def loss(self, step: int, spent: float) -> Tensor:
         """Return the mean over depths, weighted by the decay."""
-        config = self.config
-        seed = config.schedule.step_seed(step)
+        config, seed = self.config, self.config.schedule.step_seed(step)
         run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         depths = list(unroll(self.head, run, anchors, config.depths))
@@ -262,7 +273,8 @@ def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tu
     device = torch.device(config.device)
     batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
     training = texts.training.to(device)
-    held_out = evenly(texts.held_out.to(device), config.texts.held_out)
+    held_out = texts.held_out.to(device)
+    held_out = held_out.of(_evenly(held_out, config.texts.held_out)[: config.texts.held_out])
     if folder is not None:
         kept = KeptRuns.over(target, training, folder / "training", seed=seed)
         others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
@@ -276,11 +288,16 @@ def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tu
     )
 
 
+def _evenly(corpus: Corpus, number: int) -> Tensor:
+    """Return ``number`` documents of ``corpus`` or some more, evenly over lengths, short first."""
+    every = max(1, len(corpus.lengths) // max(1, number))
+    return corpus.lengths.argsort()[::every]
+
+
 def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     """Return what comes before the first response of ``number`` documents, evenly over lengths."""
     prompts = []
-    every = max(1, len(corpus.lengths) // max(1, number))
-    for document in corpus.lengths.argsort()[::every].tolist():
+    for document in _evenly(corpus, number).tolist():
         start, length = int(corpus.starts[document]), int(corpus.lengths[document])
         first = int(corpus.is_response[start : start + length].int().argmax())
         # Plain text is all response.
@@ -289,24 +306,21 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     return prompts[:number]
 
 
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers, whatever the family calls them."""
+    return next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
+
+
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
-    target = model.config.get_text_config()
+    target = model.config.get_text_config(decoder=True)
     initial = None if config.initial is None else _loaded(config.initial, model)
     eagle3 = config.arch is Arch.EAGLE3
+    if eagle3 and target.num_hidden_layers < _FEWEST_LAYERS:
+        expected = f"eagle1 for a target of {target.num_hidden_layers} layers; eagle3 reads three"
+        raise InvalidArgument("arch", str(config.arch), expected)
     chosen = _drafted_tokens(config, initial, training, target.vocab_size)
-    head_config = EagleHeadConfig(
-        arch=config.arch,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate or target.intermediate_size,
-        num_heads=target.num_attention_heads,
-        num_kv_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=len(chosen),
-        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope_parameters),
+    head_config = head_config_of(
+        target, config.arch, draft_vocab=len(chosen), intermediate=config.intermediate
     )
     embedding, lm_head = _embeddings(model)
     if not eagle3:
@@ -315,6 +329,58 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[chosen])
     return _taking_over(initial, head)
+
+
+def head_config_of(
+    target: PreTrainedConfig, arch: Arch, *, draft_vocab: int, intermediate: int | None = None
+) -> EagleHeadConfig:
+    """Return the configuration of a new head for a target, whatever family it is of.
+
+    Args:
+        target: The configuration of the target's decoder. Of its keys only sizes that all have are
+            needed; others are taken where they are there.
+        arch: Which head.
+        draft_vocab: Tokens the head can draft.
+        intermediate: Width of the feed-forward layer; None for the target's.
+    """
+    facts = target.to_dict()
+    hidden, heads = int(target.hidden_size), int(target.num_attention_heads)
+    width = intermediate or facts.get("intermediate_size") or facts.get("n_inner")
+    eps = [facts[key] for key in _NORM_EPS if facts.get(key)]
+    eagle3 = arch is Arch.EAGLE3
+    return EagleHeadConfig(
+        arch=arch,
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        # Some say a number for each layer.
+        intermediate_size=width if isinstance(width, int) else 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=facts.get("num_key_value_heads") or heads,
+        head_dim=facts.get("head_dim") or hidden // heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
+        rms_norm_eps=eps[0] if eps else 1e-6,
+        rope_parameters=_rope(facts),
+    )
+
+
+def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the target's rotary settings where a head can have them, or plain ones of its base.
+
+    A head cannot follow settings that differ among layers (Gemma 3), change with the text's length
+    (dynamic, longrope), or rotate a part of each head (Phi, GPT-NeoX).
+    """
+    found = facts.get("rope_parameters") or {}
+    own = found.get("full_attention", found)
+    if own is found and any(isinstance(value, Mapping) for value in found.values()):
+        own = next(value for value in found.values() if isinstance(value, Mapping))
+    kind, part = own.get("rope_type", "default"), own.get("partial_rotary_factor") or 1.0
+    if own is found and kind in _FIXED_ROPE and part == 1.0 and "rope_theta" in own:
+        return dict(own) | {"rope_type": kind}
+    plain = {"rope_type": "default", "rope_theta": float(own.get("rope_theta") or 10_000.0)}
+    _log.warning("rotary settings of the head: %s; the target's are %s", plain, found or "none")
+    return plain
 
 
 def _drafted_tokens(
@@ -401,10 +467,3 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, number: int | None) -> Tens
     share = float(covered[number - 1])
     tqdm.write(f"draft vocabulary: {number:,} tokens, {share:.2%} of the answers'", file=sys.stderr)
     return order[:number].sort().values
-
-
-def _identity(config: EagleTrainingConfig) -> dict[str, object]:
-    """Return the settings that a resumed run must share, those of its texts among them."""
-    settings = asdict(config)
-    settings |= settings.pop("texts")
-    return {name: value for name, value in settings.items() if name not in _NOT_IDENTITY}

@@ -1,20 +1,24 @@
-"""Training of a small chat model from scratch: a deep and narrow Llama in transformers' format."""
+"""Training of a small chat model from scratch: a tokenizer, and a deep and narrow Llama."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.training.data import (
+    OTHER_SHARE,
+    ROWS_PER_SOURCE,
     Corpus,
     Row,
-    build_corpus,
+    build_corpora,
     documents_to_fill,
     draw_documents,
     find_files,
@@ -22,13 +26,47 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.loop import CHECKPOINT, Evaluation, Schedule, Task, optimise
-from eaglegbv.drafters.training.mixture import FINAL_MIXTURE, MIXTURE, OTHER_SHARE
-from eaglegbv.drafters.training.report import TrainingReport
-from eaglegbv.drafters.training.tokenizer import train_tokenizer
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.drafters.training.train import (
+    CHECKPOINT,
+    Evaluation,
+    Schedule,
+    Task,
+    optimise,
+    write_report,
+)
+from eaglegbv.errors import InvalidArgument, first_line
 
-TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
+BOS = "<|bos|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+END = "<|end|>"
+PAD = "<|pad|>"
+
+# A system message opens the first user turn: the training text has no system role to learn from.
+CHAT_TEMPLATE = """\
+{%- set prefix = '' -%}
+{%- if messages[0]['role'] == 'system' -%}
+{%- set prefix = messages[0]['content'] | trim + '\\n\\n' -%}
+{%- set messages = messages[1:] -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] not in ['user', 'assistant'] -%}
+{{- raise_exception('role ' + message['role'] + ': expected user or assistant') -}}
+{%- endif -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if loop.first -%}{{- prefix -}}{%- endif -%}
+{{- message['content'] | trim + eos_token -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+_TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
+_CONTEXT = 2048
+"""Positions the model is configured for."""
+_HEAD_DIM = 64
+_FINAL_MAX_TOKENS = 320
+"""Longest document of the final phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +81,14 @@ class TargetTrainingConfig:
         hidden: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads.
-        head_dim: Width of a head.
         intermediate: Width of the feed-forward layers.
-        context: Positions the model is configured for.
         window: Tokens of a training row, packed with whole documents.
         batch: Rows of a step.
         dropout: Dropout on what each attention and feed-forward block adds to the residual stream.
         prompt_weight: Loss weight of tokens the assistant did not write.
         final_phase: Fraction of the budget trained on the final mixture.
-        final_max_tokens: Longest document of the final phase.
-        rows_per_source: Rows read of each file at most.
+        mixture: Relative share of the tokens by source; those not named have 0.1.
+        final_mixture: The same in the final phase; also what the score weighs sources by.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the decoder layers.
@@ -67,44 +103,39 @@ class TargetTrainingConfig:
     hidden: int = 256
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 64
     intermediate: int = 640
-    context: int = 2048
     window: int = 1024
     batch: int = 32
     dropout: float = 0.1
     prompt_weight: float = 0.3
     final_phase: float = 0.25
-    final_max_tokens: int = 320
-    rows_per_source: int = 20_000
+    mixture: Mapping[str, float] = field(default_factory=dict)
+    final_mixture: Mapping[str, float] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=5_000))
     device: str = "cpu"
     compile: bool = False
     initial: Path | None = None
 
 
-def train_target(
-    config: TargetTrainingConfig, *, command: str = "", resume: bool = False
-) -> TrainingReport:
+def train_target(config: TargetTrainingConfig, *, command: str = "", resume: bool = False) -> str:
     """Train a tokenizer and a target and save both, bf16, in transformers' format.
 
+    Returns:
+        A report on the run, in Markdown.
+
     Raises:
-        InvalidArgument: No data, or a checkpoint of another run.
-        FloatingPointError: The loss is not finite.
+        InvalidArgument: No data, a checkpoint of another run, or a loss that is not finite.
     """
     device = torch.device(config.device)
-    rows = list(read_rows(find_files(config.data), config.rows_per_source))
+    rows = list(read_rows(find_files(config.data), ROWS_PER_SOURCE))
     tokenizer = _tokenizer(config, rows, resume=resume)
-    training, held_out = (
-        build_corpus([row for row in rows if row.held_out is kept], tokenizer, config.window)
-        for kept in (False, True)
-    )
+    training, held_out = build_corpora(rows, tokenizer, config.window)
     held_out = held_out.to(device)
     torch.manual_seed(config.schedule.seed)
     with device:
         model = LlamaForCausalLM(_model_config(config, tokenizer))
     if config.initial is not None:
-        grow(LlamaForCausalLM.from_pretrained(config.initial, dtype=torch.float32), model)
+        grow(_opened(LlamaForCausalLM, config.initial, dtype=torch.float32), model)
     _add_dropout(model, config.dropout)
     if config.compile:
         for layer in model.model.layers:
@@ -122,7 +153,8 @@ def train_target(
     saved.to(device)  # type: ignore[arg-type]
     with torch.no_grad():
         final = _evaluate(saved, held_out, config)
-    report = TrainingReport.of(
+    return write_report(
+        config.out,
         task,
         progress,
         final,
@@ -132,8 +164,49 @@ def train_target(
         corpus=training,
         device=device,
     )
-    report.save(config.out)
-    return report
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer that decodes every text to exactly what was encoded.
+
+    Each digit is split off, so that numbers of any length are spelled the same way.
+
+    Args:
+        texts: Training text.
+        vocab_size: Number of tokens, the 256 bytes and five special tokens included.
+        context: Number of positions of the model, recorded in the tokenizer.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, USER, ASSISTANT, END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A $B",
+        special_tokens=[(BOS, bpe.token_to_id(BOS))],
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def _tokenizer(
@@ -144,17 +217,25 @@ def _tokenizer(
     folder = config.out if started else config.initial
     tokenizer: PreTrainedTokenizerFast
     if folder is None:
-        tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, config.context)
+        tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, _CONTEXT)
     else:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = _opened(PreTrainedTokenizerFast, folder)
     tokenizer.save_pretrained(config.out)
     return tokenizer
+
+
+def _opened(kind: Any, folder: Path, **settings: object) -> Any:  # noqa: ANN401
+    try:
+        return kind.from_pretrained(folder, **settings)
+    except Exception as error:  # a broken tokenizer.json is a plain Exception
+        expected = f"the folder of a target that this command trained ({first_line(error)})"
+        raise InvalidArgument("initial", str(folder), expected) from error
 
 
 def _tokenizer_texts(rows: list[Row]) -> Iterator[str]:
     characters: Counter[str] = Counter()
     for row in rows:
-        if row.held_out or characters[row.source] > TOKENIZER_CHARACTERS_PER_SOURCE:
+        if row.held_out or characters[row.source] > _TOKENIZER_CHARACTERS_PER_SOURCE:
             continue
         parts = [message["content"] for message in row.messages] or [row.text]
         characters[row.source] += sum(map(len, parts))
@@ -169,8 +250,8 @@ def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFa
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=_CONTEXT,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -221,8 +302,8 @@ class _Batches:
     def __init__(self, corpus: Corpus, config: TargetTrainingConfig) -> None:
         self.corpus = corpus
         self.config = config
-        self.early = mixture_weights(corpus, MIXTURE, OTHER_SHARE, config.window)
-        self.final = mixture_weights(corpus, FINAL_MIXTURE, OTHER_SHARE, config.final_max_tokens)
+        self.early = mixture_weights(corpus, config.mixture, config.window)
+        self.final = mixture_weights(corpus, config.final_mixture, _FINAL_MAX_TOKENS)
         # Compiled code never writes out the vocabulary-wide float32 copies.
         self.token_losses = torch.compile(_token_losses) if config.compile else _token_losses
 
@@ -264,7 +345,7 @@ def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingCon
     found = {
         source: float(nll[i] / count[i]) for i, source in enumerate(corpus.sources) if count[i] > 0
     }
-    share = {source: FINAL_MIXTURE.get(source, OTHER_SHARE) for source in found}
+    share = {source: config.final_mixture.get(source, OTHER_SHARE) for source in found}
     score = sum(share[s] * found[s] for s in share) / sum(share.values())
     values = {f"perplexity, {source}": math.exp(mean) for source, mean in found.items()}
     values["perplexity, all assistant tokens"] = math.exp(float(nll.sum() / count.sum()))

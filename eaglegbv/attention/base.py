@@ -1,10 +1,12 @@
 """Packed forwards over a paged KV pool: the segments of requests, and the attention interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.cuda_graphs import Bucket
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.fused_linears import define
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,14 +186,9 @@ def pack(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pac
     """
     if not segments:
         raise InvalidArgument("segments", segments, "at least one segment")
-    offsets = offsets_of(segment.num_new for segment in segments)
-    if len(segments) == 1:
-        only = segments[0]
-        parts = (only.token_ids, only.positions, only.new_slots)
-        return PackedBatch((only,), offsets, *(send(part, device) for part in parts))
     return PackedBatch(
         segments=tuple(segments),
-        offsets=offsets,
+        offsets=offsets_of(segment.num_new for segment in segments),
         token_ids=joined([segment.token_ids for segment in segments], device),
         positions=joined([segment.positions for segment in segments], device),
         slots=joined([segment.new_slots for segment in segments], device),
@@ -204,9 +202,33 @@ def offsets_of(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:
     """Concatenate tensors of the host or of ``device``, and return the result on ``device``."""
+    if len(parts) == 1:
+        return send(parts[0], device)
     if len({part.device for part in parts}) > 1:
         parts = [send(part, device) for part in parts]
     return send(torch.cat(list(parts)), device)
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asks of attention.
+
+    Attributes:
+        layer: Index of the layer in the pool.
+        scale: Factor on q k.
+        window: Sliding window: a key is seen if it is less than ``window`` positions back.
+        softcap: Scores become softcap * tanh(score / softcap) before masking.
+        sinks: ``[heads]``, an additional score in the denominator of every softmax.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
+""":meth:`PagedAttention.attend` over the batch of one forward."""
 
 
 class PagedAttention(ABC):
@@ -225,87 +247,74 @@ class PagedAttention(ABC):
         """Number of calls left to slower attention, by the feature the faster one lacks."""
         return {}
 
-    def static(self, bucket: Bucket, *, max_context: int) -> "StaticAttention":  # noqa: ARG002
+    def static(self, bucket: Bucket, *, max_context: int) -> "PagedAttention":  # noqa: ARG002
         """Return attention over the same pool for batches of fixed sizes.
 
         Args:
             bucket: Number of requests, including one for padding, and number of rows.
             max_context: Most keys of a request.
         """
-        return UnplannedAttention(self)
+        return self
 
+    def plan(self, batch: PackedBatch) -> None:  # noqa: B027
+        """Prepare for a batch of the fixed sizes; called before a forward over it is replayed."""
+
+    @abstractmethod
     def branches(self, shape: "BranchShape") -> "BranchAttention":
         """Return attention of drafted rows over the first layer of the same pool."""
-        return TorchBranches(self.pool, shape)
 
     @abstractmethod
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        batch: PackedBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch
     ) -> Tensor:
         """Write the new keys and values into the pool, then attend.
 
         Args:
-            layer: Index of the layer in the pool.
+            call: What the layer asks.
             q: ``[rows, heads, head_dim]``; query head h reads key head h // (heads / kv_heads).
             k: ``[rows, kv_heads, head_dim]``.
             v: ``[rows, kv_heads, head_dim]``.
             batch: The packed segments the rows belong to.
-            scale: Factor on q k.
-            window: Sliding window: a key is seen if it is less than ``window`` positions back.
-            softcap: Scores become softcap * tanh(score / softcap) before masking.
-            sinks: ``[heads]``, an additional score in the denominator of every softmax.
 
         Returns:
             ``[rows, heads, head_dim]``.
         """
 
 
-class StaticAttention(PagedAttention):
-    """Attention of batches of fixed sizes, which is planned before a forward is replayed."""
+# Attention within a compiled graph, as one opaque operation. It plans a batch on the host, which a
+# graph cannot contain. Operations take only tensors and numbers, so the forward's attention is set
+# in a context variable around the call.
 
-    @abstractmethod
-    def plan(self, batch: PackedBatch) -> None:
-        """Prepare for a batch of the fixed sizes; called before a forward over it is replayed."""
+_ATTEND: ContextVar[Attend] = ContextVar("eaglegbv_attend")
 
 
-class UnplannedAttention(StaticAttention):
-    """Passes calls on to an attention that plans by itself, and so cannot be recorded."""
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Let compiled code attend with ``attend``."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
 
-    def __init__(self, attention: PagedAttention) -> None:
-        """Attend as ``attention`` does."""
-        self.pool = attention.pool
-        self._attention = attention
 
-    def plan(self, batch: PackedBatch) -> None:
-        """Do nothing: see :meth:`StaticAttention.plan`."""
+def attend_opaque(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend within compiled code; see :meth:`PagedAttention.attend`."""
+    out: Tensor = torch.ops.eaglegbv.attend(q, k, v, *call)
+    return out
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        batch: PackedBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See :meth:`PagedAttention.attend`."""
-        return self._attention.attend(
-            layer, q, k, v, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:  # noqa: ANN401
+    return _ATTEND.get()(AttentionCall(*call), q, k, v).contiguous()  # as the graph expects it
+
+
+define(
+    "attend",
+    "(Tensor q, Tensor k, Tensor v, int layer, float scale,"
+    " int? window, float? softcap, Tensor? sinks) -> Tensor",
+    _run,
+    lambda q, *_: q.new_empty(q.shape),
+)
 
 
 # Attention of drafted rows: each sees the text of its request and its own path, nothing else.
@@ -313,8 +322,8 @@ class UnplannedAttention(StaticAttention):
 # keys of a request | context | level 0: a slot for each branch | level 1: likewise | ...
 #
 # A fixed number of branches of every request are drafted side by side. The slots of their rows are
-# known from the start. Whose path a branch continues (a chain of branches) becomes known only during
-# drafting.
+# known from the start. Whose path a branch continues (a chain of branches) becomes known only
+# while drafting.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,37 +398,3 @@ class BranchAttention(ABC):
         Returns:
             ``[requests * branches, heads, head_dim]``.
         """
-
-
-class TorchBranches(BranchAttention):
-    """Attention in plain PyTorch; its sizes follow the longest context, so it is not recordable."""
-
-    def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
-        """See :meth:`BranchAttention.plan`."""
-        self._load(slots)
-        longest = max(len(context) for context in contexts)
-        # Padding repeats a slot of the request itself, because it must not read another's slots.
-        rows = [torch.cat((c, c[:1].expand(longest - len(c)))) for c in contexts]
-        lengths = torch.tensor([len(context) for context in contexts])
-        device = self.pool.keys.device
-        self._contexts = send(torch.stack(rows), device)
-        self._seen = send(torch.arange(longest) < lengths.unsqueeze(1), device)
-
-    def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:
-        """See :meth:`BranchAttention.attend`."""
-        keys, values = self.pool.write(0, self.slots[:, level].flatten(), k, v)
-        batch, branches, levels = self.shape.requests, self.shape.branches, level + 1
-        kv_heads, dim = keys.shape[1:]
-        grouped = q.view(batch, branches, kv_heads, -1, dim)
-        paths = self.slots[:, :levels].transpose(1, 2)
-        if chains is not None:
-            paths = paths.gather(1, chains)
-        to_text = torch.einsum("bjhgd,bchd->bjhgc", grouped, keys[self._contexts])
-        to_path = torch.einsum("bjhgd,bjthd->bjhgt", grouped, keys[paths])
-        unseen = ~self._seen.view(batch, 1, 1, 1, -1)
-        scores = torch.cat((to_text.masked_fill(unseen, -torch.inf), to_path), dim=-1)
-        weights = (scores.float() * self.shape.scale).softmax(dim=-1).to(q.dtype)
-        text, path = weights.split((to_text.shape[-1], levels), dim=-1)
-        out = torch.einsum("bjhgc,bchd->bjhgd", text, values[self._contexts])
-        out = out + torch.einsum("bjhgt,bjthd->bjhgd", path, values[paths])
-        return out.reshape(q.shape)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 def export(
     drafter: Annotated[
-        str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+        str,
+        typer.Argument(
+            help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
+        ),
     ],
     directory: Annotated[Path, typer.Argument(help="Folder to write, empty or not existing yet.")],
     format_: Annotated[str, typer.Option("--format", help="One of eagle, sglang, speculators.")],

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
 
 
 def open_head(drafter: str) -> "Checkpoint":
-    """Read the head in the folder ``drafter``, or the packaged head with this name."""
+    """Read the head in a folder, of the hub, or the packaged head with this name."""
     from eaglegbv.drafters.checkpoint import CONFIG, read_checkpoint
-    from eaglegbv.loading import TINY_DRAFTERS, named_folder
+    from eaglegbv.loading import drafter_folder
 
-    folder = named_folder(drafter)
-    if not folder.is_dir():
-        names = " or ".join(repr(name) for name in TINY_DRAFTERS)
-        raise InvalidArgument("drafter", drafter, f"a folder with an EAGLE head, or {names}")
+    folder = drafter_folder(drafter, head=True)
     if not (folder / CONFIG).is_file():
         raise InvalidArgument("drafter", drafter, f"a folder with an EAGLE head's {CONFIG}")
     return read_checkpoint(folder)

@@ -9,7 +9,10 @@ from eaglegbv.cli.heads import open_head
 
 def inspect(
     drafter: Annotated[
-        str, typer.Argument(help="Folder of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model.")
+        str,
+        typer.Argument(
+            help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
+        ),
     ],
     target: Annotated[
         str | None,
@@ -27,4 +30,4 @@ def inspect(
         name = str(TINY_TARGET) if target == "tiny" else target
         check_model(name, "target")
         fitted = fit(checkpoint, load_config(name))
-    typer.echo(inspect_head(checkpoint, fitted).text())
+    typer.echo(inspect_head(checkpoint, fitted))

@@ -15,7 +15,9 @@ def serve(
     model: Annotated[str, typer.Argument(help="Folder or hub name of the target.")],
     drafter: Annotated[
         str | None,
-        typer.Option(help="Folder of an EAGLE head.", show_default="none: plain decoding"),
+        typer.Option(
+            help="Folder or hub name of an EAGLE head.", show_default="none: plain decoding"
+        ),
     ] = None,
     verifier: Annotated[
         str, typer.Option(help="A verifier of independently drawn paths, such as gbv.")
@@ -30,13 +32,11 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
-    from eaglegbv.backends.sglang.guard import check_plugin, check_version
-    from eaglegbv.backends.sglang.serving import launch
+    from eaglegbv.backends.sglang.launch import check_ready, launch
     from eaglegbv.backends.sglang.settings import Settings
 
     if not dry_run:
-        check_version()
-        check_plugin()
+        check_ready(context.args)
     settings = Settings(
         verifier=verifier,
         draft_width=draft_width,

@@ -23,7 +23,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.backends.sglang.serving import Launch
+    from eaglegbv.backends.sglang.launch import Launch
     from eaglegbv.config import Plan
     from eaglegbv.eval.questions import Question
     from eaglegbv.eval.records import Record, Setting
@@ -69,7 +69,7 @@ def served(
     Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
-    from eaglegbv.backends.sglang.guard import check_plugin, check_version
+    from eaglegbv.backends.sglang.launch import check_ready
     from eaglegbv.config import Plan
     from eaglegbv.eval.grid import grid
     from eaglegbv.eval.questions import load_questions
@@ -78,8 +78,7 @@ def served(
     from eaglegbv.loading import named_models
     from eaglegbv.utils import require_integer
 
-    check_version()
-    check_plugin()
+    check_ready(context.args)
     require_integer("at-once", at_once, 1, 1024)
     chosen = load_questions(questions_set, data).first(questions)
     sampled = grid(
@@ -135,8 +134,8 @@ def _hold(
     """Hold all conversations that are not yet in the folder of a run, server by server."""
     from tqdm import tqdm
 
-    from eaglegbv.backends.sglang.endpoint import Endpoint
-    from eaglegbv.backends.sglang.server import running
+    from eaglegbv.backends.sglang.client import Endpoint
+    from eaglegbv.backends.sglang.launch import running
     from eaglegbv.eval.served import hold_at_once
 
     total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
@@ -181,25 +180,25 @@ class _Server:
     Attributes:
         settings: Settings of one plan, or of SGLang's own EAGLE, at several temperatures.
         target: Folder or hub name of the target.
-        head: Folder of the EAGLE head, or None.
+        head: Folder or name of the EAGLE head, or None.
         shape: Plan with the shape of its trees.
     """
 
     settings: tuple["Setting", ...]
     target: str
-    head: Path | None
+    head: str | Path | None
     shape: "Plan"
 
     def launch(self, others: "Sequence[str]") -> "Launch":
         """Return the command that starts it."""
-        from eaglegbv.backends.sglang.serving import launch, launch_eagle
+        from eaglegbv.backends.sglang.launch import launch
         from eaglegbv.backends.sglang.settings import Settings
 
         K, L = self.shape.paths, self.shape.depth
         if self.settings[0].baseline is not None:
             if self.head is None:
                 raise InvalidArgument("drafter", None, "a folder with an EAGLE head, for --eagle")
-            return launch_eagle(self.target, self.head, paths=K, depth=L, others=others)
+            return launch(self.target, self.head, paths=K, depth=L, settings=None, others=others)
         plan = self.settings[0].plan
         if not plan.speculative:
             return launch(self.target, None, paths=K, depth=L, settings=Settings(), others=others)
@@ -209,15 +208,12 @@ class _Server:
 
 def _servers(settings: "Sequence[Setting]", models: "NamedModels", eagle: "Plan") -> list[_Server]:
     """Return the servers of a run; ``eagle`` has the shape of SGLang's own trees."""
-    from eaglegbv.loading import named_folder
-
-    head = None if models.drafter is None else named_folder(models.drafter)
     own = dict.fromkeys((setting.baseline, setting.plan) for setting in settings)
     return [
         _Server(
             tuple(s for s in settings if (s.baseline, s.plan) == (baseline, plan)),
             str(models.target),
-            head,
+            models.drafter,
             plan if baseline is None else eagle,
         )
         for baseline, plan in own

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -13,13 +14,16 @@ from eaglegbv.config import Plan
 from eaglegbv.devices import named_device
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
+from eaglegbv.drafters.training.data import TextSettings
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle, try_out
-from eaglegbv.drafters.training.loop import Schedule
 from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
-from eaglegbv.drafters.training.texts import TextSettings
+from eaglegbv.drafters.training.train import Schedule
 from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator
 from eaglegbv.gguf import find_model
+from eaglegbv.loading import check_model
+from eaglegbv.models.hf import load_config, load_model, load_tokenizer
+from eaglegbv.utils import decode_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,15 +33,32 @@ app = typer.Typer(
     help="Train a target, an EAGLE head or a bigram table.",
 )
 
-Data = Annotated[list[Path], typer.Option(help="JSON-lines file or folder; may be repeated.")]
-Out = Annotated[Path, typer.Option(help="Folder to write.")]
-Minutes = Annotated[float | None, typer.Option(help="Time budget; the schedule is fitted to it.")]
-Device = Annotated[str, typer.Option(help="Device: cuda, cpu, or auto.")]
-Bf16 = Annotated[
-    bool | None,
-    typer.Option("--bf16/--no-bf16", help="Run the forward in bfloat16; default: on a GPU."),
-]
-Resume = Annotated[bool, typer.Option(help="Continue from the checkpoint in the folder, if any.")]
+Settings = TypeVar("Settings")
+
+
+def _help(text: str, *names: str, **more: Any) -> Any:  # noqa: ANN401  typer says so too
+    return typer.Option(*names, help=text, **more)
+
+
+Data = Annotated[list[Path], _help("JSON-lines file or folder; may be repeated.")]
+Out = Annotated[Path, _help("Folder to write.")]
+Target = Annotated[str, _help("The target: a folder, a GGUF file, a hub name, or smollm2.")]
+Mixture = Annotated[str, _help("JSON object of the shares of the tokens by file; others: 0.1.")]
+Regenerate = Annotated[int, _help("Prompts the target answers itself first; 0: the data's own.")]
+Samples = Annotated[Path | None, _help("File in which to keep the target's answers for reuse.")]
+Longest = Annotated[int, _help("Most tokens of the target's answers.")]
+Minutes = Annotated[float | None, _help("Time budget; the schedule is fitted to it.")]
+Rate = Annotated[float, _help("Peak learning rate.")]
+FinalRate = Annotated[float, _help("Fraction of the peak learning rate at the end.")]
+EvaluateEvery = Annotated[int, _help("Steps between evaluations.")]
+CheckpointEvery = Annotated[int, _help("Steps between checkpoints.")]
+Batch = Annotated[int, _help("Rows per step.")]
+Window = Annotated[int, _help("Tokens per row, and most tokens per text.")]
+Seed = Annotated[int, _help("Seed of all random numbers.")]
+Device = Annotated[str, _help("Device: cuda, cpu, or auto.")]
+Bf16 = Annotated[bool | None, _help("Forward in bfloat16; default: on a GPU.", "--bf16/--no-bf16")]
+Compile = Annotated[bool, _help("Compile the target's layers.", "--compile/--no-compile")]
+Resume = Annotated[bool, _help("Continue from the checkpoint in the folder, if any.")]
 
 
 class Preset(StrEnum):
@@ -76,238 +97,173 @@ def main() -> None:
 def target(
     data: Data,
     out: Out,
-    tokens: Annotated[int, typer.Option(help="Most tokens to train on.")] = 160_000_000,
+    tokens: Annotated[int, _help("Most tokens to train on.")] = 160_000_000,
+    mixture: Mixture = "{}",
+    final_mixture: Annotated[str, _help("The same of the final phase, and of the score.")] = "{}",
     minutes: Minutes = None,
-    batch: Annotated[int, typer.Option(help="Rows per step.")] = 32,
-    window: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
-    layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 20,
-    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
-    heads: Annotated[
-        int, typer.Option(help="Number of query heads; half as many key and value heads.")
-    ] = 4,
-    intermediate: Annotated[int, typer.Option(help="Width of the feed-forward layers.")] = 640,
-    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 6144,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
-    dropout: Annotated[float, typer.Option(help="Residual dropout.")] = 0.1,
-    evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    final_rate: Annotated[
-        float, typer.Option(help="Fraction of the peak learning rate at the end.")
-    ] = 0.01,
-    final_phase: Annotated[
-        float, typer.Option(help="Final fraction of training that uses only short instructions.")
-    ] = 0.25,
-    prompt_weight: Annotated[
-        float, typer.Option(help="Loss weight of tokens that the assistant did not write.")
-    ] = 0.3,
-    initial: Annotated[
-        Path | None, typer.Option(help="Trained, shallower target to grow from.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    batch: Batch = 32,
+    window: Window = 1024,
+    layers: Annotated[int, _help("Number of decoder layers.")] = 20,
+    hidden: Annotated[int, _help("Width of the residual stream.")] = 256,
+    heads: Annotated[int, _help("Query heads; half as many key and value heads.")] = 4,
+    intermediate: Annotated[int, _help("Width of the feed-forward layers.")] = 640,
+    vocab_size: Annotated[int, _help("Size of the vocabulary.")] = 6144,
+    learning_rate: Rate = 1.5e-3,
+    dropout: Annotated[float, _help("Residual dropout.")] = 0.1,
+    evaluate_every: EvaluateEvery = 250,
+    checkpoint_every: CheckpointEvery = 250,
+    final_rate: FinalRate = 0.01,
+    final_phase: Annotated[float, _help("Final fraction, of short texts of final-mixture.")] = 0.25,
+    prompt_weight: Annotated[float, _help("Loss weight of tokens the assistant reads.")] = 0.3,
+    initial: Annotated[Path | None, _help("Trained, shallower target to grow from.")] = None,
+    seed: Seed = 0,
     device: Device = "auto",
     bf16: Bf16 = None,
-    compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    compile_layers: Compile = False,
     resume: Resume = False,
 ) -> None:
     """Train a tokenizer and a small chat model from scratch."""
-    config = TargetTrainingConfig(
-        data=tuple(data),
-        out=out,
-        vocab_size=vocab_size,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+    given = locals()
+    config = _of(
+        TargetTrainingConfig,
+        given,
+        mixture=_mixture("mixture", mixture),
+        final_mixture=_mixture("final_mixture", final_mixture),
         kv_heads=max(1, heads // 2),
-        intermediate=intermediate,
-        window=window,
-        batch=batch,
-        dropout=dropout,
-        prompt_weight=prompt_weight,
-        final_phase=final_phase,
-        initial=initial,
-        schedule=Schedule(
-            steps=max(1, tokens // (batch * window)),
-            minutes=minutes,
-            learning_rate=learning_rate,
-            final_rate=final_rate,
-            evaluate_every=evaluate_every,
-            checkpoint_every=checkpoint_every,
-            seed=seed,
-            bf16=_resolve(device) == "cuda" if bf16 is None else bf16,
-        ),
+        schedule=_schedule(given, steps=max(1, tokens // (batch * window))),
         device=_resolve(device),
         compile=compile_layers,
     )
-    print(train_target(config, command=_command_line(), resume=resume).card())
+    print(train_target(config, command=_command_line(), resume=resume))
 
 
 @app.command()
 def eagle(
-    arch: Annotated[Arch, typer.Option(help="Kind of head.")],
-    target: Annotated[
-        str, typer.Option(help="The target: a folder, a GGUF file, a hub name, or smollm2.")
-    ],
+    arch: Annotated[Arch, _help("Kind of head.")],
+    target: Target,
     data: Data,
     out: Out,
     preset: Annotated[
         Preset | None,
-        typer.Option(
-            is_eager=True,
-            callback=_take_preset,
-            help="Settings for minutes or for hours, which other options change.",
-        ),
+        _help("Settings that others change.", is_eager=True, callback=_take_preset),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Take two steps, and say what the whole run will need."),
-    ] = False,
-    held_out: Annotated[
-        int, typer.Option(help="Held-out texts that every evaluation reads, at most.")
-    ] = 64,
-    steps: Annotated[int, typer.Option(help="Most steps.")] = 3_000,
+    dry_run: Annotated[bool, _help("Take two steps; say what the run will need.")] = False,
+    held_out: Annotated[int, _help("Most held-out texts that an evaluation reads.")] = 64,
+    steps: Annotated[int, _help("Most steps.")] = 3_000,
     minutes: Minutes = None,
-    batch: Annotated[int, typer.Option(help="Rows per step.")] = 16,
-    window: Annotated[int, typer.Option(help="Tokens per row, and most tokens per text.")] = 256,
-    intermediate: Annotated[
-        int | None, typer.Option(help="Width of the head's feed-forward layer; default: target's.")
-    ] = None,
+    batch: Batch = 16,
+    window: Window = 256,
+    intermediate: Annotated[int | None, _help("Feed-forward width; default: target's.")] = None,
     draft_vocab: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft vocabulary of an EAGLE-3 head; default: 95% of the answers' tokens."
-        ),
+        int | None, _help("Draft vocabulary of EAGLE-3; default: 95% of the answers' tokens.")
     ] = None,
-    depths: Annotated[int, typer.Option(help="Depths of the training-time test.")] = 5,
-    decay: Annotated[float, typer.Option(help="Weight of a depth relative to the last.")] = 0.9,
-    anchors: Annotated[int, typer.Option(help="Positions of a row that are unrolled.")] = 48,
-    loss: Annotated[Loss, typer.Option(help="Loss to minimise.")] = Loss.MIX,
-    feature_weight: Annotated[
-        float, typer.Option(help="Weight of EAGLE-1's feature regression.")
-    ] = 0.1,
-    regenerate: Annotated[
-        int, typer.Option(help="Prompts the target first answers itself; 0 keeps the data's.")
-    ] = 0,
-    samples: Annotated[
-        Path | None, typer.Option(help="File in which to keep the target's answers for reuse.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the target's answers.")] = 128,
+    depths: Annotated[int, _help("Depths of the training-time test.")] = 5,
+    decay: Annotated[float, _help("Weight of a depth relative to the last.")] = 0.9,
+    anchors: Annotated[int, _help("Positions of a row that are unrolled.")] = 48,
+    loss: Annotated[Loss, _help("Loss to minimise.")] = Loss.MIX,
+    feature_weight: Annotated[float, _help("Weight of EAGLE-1's feature regression.")] = 0.1,
+    mixture: Mixture = "{}",
+    regenerate: Regenerate = 0,
+    samples: Samples = None,
+    max_new_tokens: Longest = 128,
     keep_runs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in which to keep what a head learns from, so that the target reads every "
-            "text once."
-        ),
+        Path | None, _help("Folder for what a head learns from: the target reads texts once.")
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    final_rate: Annotated[
-        float, typer.Option(help="Fraction of the peak learning rate at the end.")
-    ] = 0.01,
-    evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    initial: Annotated[Path | None, typer.Option(help="Trained head to continue from.")] = None,
+    learning_rate: Rate = 1e-3,
+    final_rate: FinalRate = 0.01,
+    evaluate_every: EvaluateEvery = 250,
+    checkpoint_every: CheckpointEvery = 250,
+    initial: Annotated[Path | None, _help("Trained head to continue from.")] = None,
     validate: Annotated[
-        int,
-        typer.Option(
-            help="Held-out prompts on which every evaluation measures acceptance, with the engine, "
-            "verifier otbv and a second copy of the target; 0 for none."
-        ),
+        int, _help("Prompts answered at evaluations, by otbv and another copy of the target.")
     ] = 16,
-    validate_tokens: Annotated[int, typer.Option(help="Most tokens of their answers.")] = 64,
-    validate_paths: Annotated[
-        int, typer.Option(help="Paths drafted for them, of --depths tokens each.")
-    ] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    validate_tokens: Annotated[int, _help("Most tokens of their answers.")] = 64,
+    validate_paths: Annotated[int, _help("Paths drafted for them, of --depths tokens.")] = 3,
+    seed: Seed = 0,
     device: Device = "auto",
     bf16: Bf16 = None,
-    compile_layers: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+    compile_layers: Compile = False,
     resume: Resume = False,
 ) -> None:
     """Train an EAGLE head for a target."""
-    del preset  # its settings are the other options' defaults by now
-    model = Path(find_model(target))
-    config = EagleTrainingConfig(
-        arch=arch,
-        texts=TextSettings(
-            target=model,
-            data=tuple(data),
-            regenerate=regenerate,
-            samples=samples or out / "samples.pt",
-            max_new_tokens=max_new_tokens,
-            window=window,
-            held_out=held_out,
-            seed=seed,
-        ),
-        out=out,
-        intermediate=intermediate,
-        draft_vocab=draft_vocab,
-        depths=depths,
-        decay=decay,
-        anchors=anchors,
-        loss=loss,
-        feature_weight=feature_weight,
-        keep_runs=keep_runs,
-        batch=batch,
-        initial=initial,
-        schedule=Schedule(
-            steps=steps,
-            minutes=minutes,
-            learning_rate=learning_rate,
-            final_rate=final_rate,
-            weight_decay=0.01,
-            evaluate_every=evaluate_every,
-            checkpoint_every=checkpoint_every,
-            seed=seed,
-            bf16=_resolve(device) == "cuda" if bf16 is None else bf16,
-        ),
+    given = locals()  # the preset's settings are the other options' defaults by now
+    name = _found(target)
+    config = _of(
+        EagleTrainingConfig,
+        given,
+        texts=_texts(given),
+        schedule=_schedule(given, weight_decay=0.01),
         device=_resolve(device),
         compile=compile_layers,
         validation_prompts=validate,
     )
+    dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
+    opened = load_model(name, dtype=dtype, device=config.device), load_tokenizer(name)
     if dry_run:
-        print(try_out(config), end="")
+        print(try_out(config, *opened), end="")
         return
-    measure = HeadValidator(
-        model,
-        Plan(paths=validate_paths, depth=depths),
-        max_tokens=validate_tokens,
-        device=config.device,
-        seed=seed,
-    )
-    report = train_eagle(config, command=_command_line(), resume=resume, validate=measure)
-    print(report.card())
+    plan = Plan(paths=validate_paths, depth=depths)
+    measure = HeadValidator(name, plan, max_tokens=validate_tokens, device=config.device, seed=seed)
+    command = _command_line()
+    print(train_eagle(config, *opened, command=command, resume=resume, validate=measure))
 
 
 @app.command(short_help="Count a bigram table, the yardstick of heads.")
 def bigram(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")],
+    target: Target,
     data: Data,
     out: Out,
-    width: Annotated[int, typer.Option(help="Followers kept for every token.")] = 256,
-    window: Annotated[int, typer.Option(help="Most tokens of a text.")] = 256,
-    regenerate: Annotated[
-        int, typer.Option(help="Prompts the target first answers itself; 0 keeps the data's.")
-    ] = 0,
-    samples: Annotated[
-        Path | None, typer.Option(help="File in which to keep the target's answers for reuse.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the target's answers.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    width: Annotated[int, _help("Followers kept for every token.")] = 256,
+    window: Window = 256,
+    mixture: Mixture = "{}",
+    regenerate: Regenerate = 0,
+    samples: Samples = None,
+    max_new_tokens: Longest = 128,
+    seed: Seed = 0,
 ) -> None:
     """Count a bigram table, the yardstick of heads, on the texts that heads are trained on.
 
     With the same --data, --window, --regenerate, --samples and --seed, the texts are the same.
     """
+    given, name = locals(), _found(target)
     out.mkdir(parents=True, exist_ok=True)
-    texts = TextSettings(
-        target=target,
-        data=tuple(data),
-        regenerate=regenerate,
-        samples=samples or out / "samples.pt",
-        max_new_tokens=max_new_tokens,
-        window=window,
-        seed=seed,
+    vocab = int(load_config(name).get_text_config(decoder=True).vocab_size)
+    opened = load_tokenizer(name), lambda: load_model(name)
+    told = _command_line()
+    print(train_bigram(_texts(given), *opened, out, vocab=vocab, width=width, command=told))
+
+
+def _found(target: str) -> Path:
+    """Return the folder or hub name of a target, after checking that it is there."""
+    found = find_model(target)
+    check_model(found, "target")
+    return Path(found)
+
+
+def _of(kind: type[Settings], given: Mapping[str, Any], **more: object) -> Settings:
+    """Return settings of a kind: those of a command's options that it has, and ``more``."""
+    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    own = {name: value for name, value in given.items() if name in names}
+    own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
+    return kind(**{**own, **more})
+
+
+def _texts(given: Mapping[str, Any]) -> TextSettings:
+    samples = given["samples"] or given["out"] / "samples.pt"
+    shares = _mixture("mixture", given["mixture"])
+    return _of(TextSettings, given, samples=samples, mixture=shares)
+
+
+def _schedule(given: Mapping[str, Any], **more: float) -> Schedule:
+    bf16 = given["bf16"]
+    return _of(
+        Schedule, given, **more, bf16=_resolve(given["device"]) == "cuda" if bf16 is None else bf16
     )
-    print(train_bigram(texts, out, width=width, command=_command_line()))
+
+
+def _mixture(argument: str, text: str) -> dict[str, float]:
+    shares, shape = dict[str, float], "a JSON object of numbers"
+    return decode_json(text.encode(), shares, argument=argument, place=text, expected=shape)
 
 
 def _command_line() -> str:

@@ -14,19 +14,17 @@ from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs
 from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Shape,
-    VerifyWithState,
     deviation,
     drafted_paths,
     states_by_step,
 )
 from eaglegbv.verifiers.proof.lp import lp_acceptance_length
-from eaglegbv.verifiers.registry import REFERENCES, STATEFUL_VERIFIERS, VERIFIERS
-from eaglegbv.verifiers.stateful import ModifiedTarget
+from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
+from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
 
 Weights = NDArray[np.float64]
 Target = Callable[[np.random.Generator, int], Weights]
@@ -378,7 +376,7 @@ class ExactSubject(Subject):
             )
             total = sizes.depth + 1
             first, *later = states_by_step(self.verify, problems, total)
-            error = deviation([first, *later][-1], problems[0].target_dist, total)
+            error = deviation([first, *later][-1], problems[0].target_probs, total)
             worst = max(worst, error)
             efficiency += committed(first)
             if with_optimum:
@@ -398,16 +396,15 @@ class ExactSubject(Subject):
 
 def package_subjects() -> dict[str, ExactSubject]:
     """Return all verifiers of the package by name."""
-    rules: Mapping[str, type[Rule]] = {**VERIFIERS, **STATEFUL_VERIFIERS}
     return {
         name: ExactSubject(
             name=name,
-            draft_samplings=reference.draft_samplings,
-            default_sampling=rules[name].default_sampling,
-            max_paths=reference.max_paths,
-            verify=reference.verify,
+            draft_samplings=rule.draft_samplings,
+            default_sampling=rule.default_sampling,
+            max_paths=rule.max_paths,
+            verify=REFERENCES[name],
         )
-        for name, reference in REFERENCES.items()
+        for name, rule in ALL_VERIFIERS.items()
     }
 
 
@@ -419,7 +416,7 @@ def committed(states: Mapping[ModifiedTarget, Number]) -> float:
 def optimal_block_efficiency(problem: Problem) -> float:
     """Return the most tokens a lossless step can be expected to commit (GBV, Theorem 4.3)."""
     trees = drafted_paths(problem)
-    return 1 + lp_acceptance_length(problem.target_dist, problem.shape.vocab, trees)
+    return 1 + lp_acceptance_length(problem.target_probs, problem.shape.vocab, trees)
 
 
 def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:

@@ -12,11 +12,10 @@ from eaglegbv.eval.audit_exact import ExactSubject, Subject
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import Rule, Verifier
-from eaglegbv.verifiers.greedy_block import Step
 from eaglegbv.verifiers.proof.chooser import Chooser
-from eaglegbv.verifiers.proof.enumeration import VerifyWithState, stateless
+from eaglegbv.verifiers.proof.enumeration import stateless
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
-from eaglegbv.verifiers.stateful import ModifiedTarget, StatefulVerifier
+from eaglegbv.verifiers.stateful import ModifiedTarget, StatefulVerifier, Step, VerifyWithState
 
 
 class ReferenceVerifier(Rule, ABC):

@@ -21,7 +21,6 @@ from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     SparseProbs,
     StatefulUniforms,
@@ -302,20 +301,19 @@ def _step(
     if drafting:
         trees = _draw(problem, texts.codes, generator)
         codes = _node_codes(trees, texts.codes, vocab)
-        tree = trees.with_probs(_dists(problem.draft_dist, codes, vocab))
+        tree = trees.with_probs(_dists(problem.draft_probs, codes, vocab))
     else:
         tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
-    p = _dists(problem.target_dist, codes, vocab).flatten(0, 1)
+    p = _dists(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
-    debts = Debts(texts.layers, _OwnProbs(texts, vocab))
     uniforms = _uniforms(tree, texts.layers.count, generator)
-    result = verifier.verify(tree, target, uniforms, debts)
+    result = verifier.verify(tree, target, uniforms, texts.layers, _OwnProbs(texts, vocab))
     return RunTexts(
-        codes=_extended(texts.codes, tree, result.verdict, vocab),
-        lengths=texts.lengths + result.verdict.accepted + 1,
+        codes=_extended(texts.codes, tree, result, vocab),
+        lengths=texts.lengths + result.accepted + 1,
         layers=result.layers,
-        draft_dists=(*texts.draft_dists, problem.draft_dist),
+        draft_dists=(*texts.draft_dists, problem.draft_probs),
     )
 
 
@@ -325,7 +323,7 @@ def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTr
 
     def draw(places: Tensor) -> Tensor:
         del places
-        dists = _dists(problem.draft_dist, reached, shape.vocab).flatten(0, 1)
+        dists = _dists(problem.draft_probs, reached, shape.vocab).flatten(0, 1)
         drawn = torch.multinomial(dists, 1, generator=generator).view_as(reached)
         reached.mul_(shape.vocab).add_(drawn)
         return drawn
@@ -439,7 +437,7 @@ def _probs_by_code(problem: Problem) -> list[Tensor]:
     Entry d is ``[vocab ** d, vocab]``; its rows are in the order of prefixes as numbers in base
     ``vocab``.
     """
-    vocab, p = problem.shape.vocab, problem.target_dist
+    vocab, p = problem.shape.vocab, problem.target_probs
     return [
         torch.tensor([p(prefix) for prefix in product(range(vocab), repeat=d)], dtype=torch.float64)
         for d in range(problem.shape.length + 1)
@@ -482,7 +480,7 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
         for k, path in enumerate(tree.paths):
             path_nodes[b, k] = [tree.numbers[path[:d]] for d in range(1, length + 1)]
             path_lengths[b, k] = length
-    draft = torch.tensor([problem.draft_dist(c) for c in prefixes], dtype=torch.float64)
+    draft = torch.tensor([problem.draft_probs(c) for c in prefixes], dtype=torch.float64)
     shared = torch.from_numpy(rows)
     batch = DraftTree(
         draft_sampling=problem.draft_sampling,
@@ -495,7 +493,7 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
         draft_ids=torch.arange(vocab).expand(size, nodes, vocab),
         draft_probs=draft[shared],
     )
-    probs = torch.tensor([problem.target_dist(c) for c in prefixes], dtype=torch.float64)
+    probs = torch.tensor([problem.target_probs(c) for c in prefixes], dtype=torch.float64)
     target = TargetProbs(probs.log(), probs.new_zeros(len(prefixes)), shared)
     masses = torch.tensor([float(mass) for mass in drafted.values()], dtype=torch.float64)
     return batch, target, masses
@@ -649,5 +647,5 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Samp
 
 def _joint(problem: Problem) -> NDArray[np.float64]:
     """Return the probability of each text of L + 1 tokens, by its number in base ``vocab``."""
-    joint = target_joint(problem.target_dist, problem.shape.length + 1)
+    joint = target_joint(problem.target_probs, problem.shape.length + 1)
     return np.array([float(mass) for mass in joint.values()])

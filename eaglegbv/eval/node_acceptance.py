@@ -129,7 +129,7 @@ def _rejection_wor(
 def k_seq_iid(dists: NodeProbs, drafts: int) -> Tensor:
     """K-SEQ (SpecTr): 1 - (1 - beta)^n, all of p that its drafts serve."""
     n = torch.full((1, dists.count), drafts)
-    served = k_seq(dists.target.unsqueeze(0), dists.draft.unsqueeze(0), n).served
+    _, served = k_seq(dists.target.unsqueeze(0), dists.draft.unsqueeze(0), n)
     return served.sum(dim=2)[0]
 
 

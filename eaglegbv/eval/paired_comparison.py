@@ -25,7 +25,7 @@ from eaglegbv.scheduler.batch import Chunk, Forward, Group
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verification import judge_name, probs_of_nodes, sampling_of
+from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -339,7 +339,7 @@ def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
         rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
         rule.check_sampling(sampling_of(plan, rule, drafter, greedy=False), plan.paths)
         dist = sampling_of(plan, rule, drafter, greedy=greedy)
-        verifier = make_verifier(judge_name(plan, greedy=greedy))
+        verifier = make_verifier(verifier_name(plan, greedy=greedy))
         size = {"paths": 1, "depth": 1} if dist is DraftSampling.IID else {}
         alike = msgspec.structs.replace(plan, verifier=Plan().verifier, draft_sampling=dist, **size)
         member = _Member(number, verifier, plan.paths, plan.depth)

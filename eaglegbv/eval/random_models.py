@@ -27,6 +27,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.machine import barrier_of
 from eaglegbv.loading import feature_spec, head_drafter
 from eaglegbv.models.hf import HFTarget
+from eaglegbv.sampling import SamplingParams
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +186,7 @@ def build_rig(
             max_slots=slots,
             compile_backend=compile_backend,
             graphs=graphs,
+            must_pass=False,  # what it finds is logged, and reported with the times
         )
         head = random_head(head_config, target.input_embeddings)
     drafter = head_drafter(
@@ -199,7 +201,9 @@ def build_rig(
     )
     barrier = barrier_of(device)
     overlapping = None if barrier is None else make_engine()
-    return Rig(make_engine(barrier=barrier), overlapping, target, drafter, shape)
+    engine = make_engine(barrier=barrier)
+    engine.record(setting.plan, SamplingParams(temperature=setting.temperature))
+    return Rig(engine, overlapping, target, drafter, shape)
 
 
 def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:

@@ -26,7 +26,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
 from eaglegbv.verifiers.global_resolution import TOLERANCE, Solver, solve
 from eaglegbv.verifiers.spectr import k_seq
-from eaglegbv.verifiers.transport import Drafts, RankedProbs, Transport, labels, transport
+from eaglegbv.verifiers.transport import RankedProbs, Transport, labels, transport
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -336,27 +336,27 @@ def exact(node: Node) -> Answer:
     plan = transport(ranked, drafts)
     tokens = torch.from_numpy(node.ids[node.drawn])
     ranks = (ranked.ids.view(-1, 1) == tokens).to(torch.int64).argmax(dim=0).view(1, -1)
-    at = Drafts(nodes=torch.zeros_like(ranks), ranks=ranks)
-    int(labels(ranked, plan, at, torch.from_numpy(node.uniforms).unsqueeze(0)).argmax())
+    uniforms = torch.from_numpy(node.uniforms).unsqueeze(0)
+    int(labels(plan, torch.zeros_like(ranks), ranks, uniforms).argmax())
     seconds = process_time() - start
 
     places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
     dist, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
-    dist[places] = plan.dist.numpy().ravel()
-    selected[places] = _probs_by_labels(ranked, plan, len(node.drawn))
+    dist[places] = plan.selected.numpy().ravel()
+    selected[places] = _probs_by_labels(plan, len(node.drawn))
     return _answer(node, seconds, dist, selected, 0.0)
 
 
-def _probs_by_labels(ranked: RankedProbs, plan: Transport, n: int) -> Floats:
+def _probs_by_labels(plan: Transport, n: int) -> Floats:
     """Return the distribution of the selected draft, from how drafts are relabelled.
 
     A draft of rank x has label y with probability K(x, y). With l(y) = sum_x q(x) K(x, y), the
     highest of n labels is y with probability L(y)^n - L(y-)^n, where L is the cdf of l, and the
     token under it is x with probability q(x) K(x, y) / l(y).
     """
-    q = ranked.draft.numpy().ravel()
+    q = plan.draft.numpy().ravel()
     v = plan.highest.numpy().ravel()
-    moved = plan.dist.numpy().ravel() - v
+    moved = plan.selected.numpy().ravel() - v
     gives, receives = np.maximum(-moved, 0).cumsum(), np.maximum(moved, 0).cumsum()
     # Givers and receivers are matched by cumulative sums: between two cuts, one meets one.
     end = min(gives[-1], receives[-1])
@@ -396,8 +396,8 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
     chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
     seconds = process_time() - start
-    draft_sampling = np.array(plan.dist, dtype=np.float64)
-    return _answer(node, seconds, draft_sampling, draft_sampling, plan.shortfall)
+    probs = np.array(plan.probs, dtype=np.float64)
+    return _answer(node, seconds, probs, probs, plan.shortfall)
 
 
 def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: float) -> Answer:
@@ -411,12 +411,12 @@ def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: f
 def _k_seq(node: Node, start: float) -> Answer:
     """Accept the drafts in order with min(1, p / (rho q))."""
     p, q = torch.from_numpy(node.wanted).view(1, 1, -1), torch.from_numpy(node.draft).view(1, 1, -1)
-    plan = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
-    rho = float(plan.rho)
+    rho_of_node, served = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
+    rho = float(rho_of_node)
     np.argmax(node.uniforms[:, 0] < node.wanted[node.drawn] / (rho * node.draft[node.drawn]))
     seconds = process_time() - start
     once = node.draft * np.minimum(1.0, node.wanted / (rho * node.draft))
     tries = sum((1 - once.sum()) ** k for k in range(len(node.drawn)))
     residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - plan.served.numpy().ravel(), 0.0)
+    residual[node.ids] = np.maximum(node.wanted - served.numpy().ravel(), 0.0)
     return Answer(seconds, once * tries, residual, None)

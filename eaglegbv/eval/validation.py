@@ -13,8 +13,11 @@ from eaglegbv.engine import Engine
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.loading import feature_spec, head_drafter
 from eaglegbv.metrics import RequestMetrics
-from eaglegbv.models.hf import HFTarget, load_config
+from eaglegbv.models.hf import HFTarget, load_config, load_model
 from eaglegbv.sampling import SamplingParams
+
+_SLOTS = 16_384
+"""Tokens that the KV pools hold."""
 
 
 class HeadValidator:
@@ -30,9 +33,7 @@ class HeadValidator:
         plan: Plan,
         *,
         max_tokens: int,
-        temperature: float = 1.0,
         device: str = "cpu",
-        slots: int = 16_384,
         seed: int = 0,
     ) -> None:
         """Define what is measured.
@@ -41,27 +42,15 @@ class HeadValidator:
             target: Folder of the target.
             plan: How to speculate.
             max_tokens: Most tokens of an answer.
-            temperature: Temperature of the answers.
             device: Device of the target and the head.
-            slots: Number of tokens that the KV pools hold.
             seed: Seed of the first prompt's answer; the others have the following seeds.
         """
         self._folder = target
         self._plan = plan
-        self._params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        self._params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
         self._device = torch.device(device)
-        self._slots = slots
         self._seed = seed
         self._target: HFTarget | None = None
-
-    @property
-    def name(self) -> str:
-        """Description of the measurement, for a reader."""
-        plan = self._plan
-        return (
-            f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, "
-            f"temperature {self._params.temperature:g}"
-        )
 
     def __call__(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> Mapping[str, float]:
         """Return the acceptance length, and the share of forwards that accept so many tokens.
@@ -72,9 +61,11 @@ class HeadValidator:
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch.autocast(self._device.type, enabled=False):
             metrics = self._answer(head, prompts)
-        found = Acceptance.of(metrics, self._plan.depth)
-        return {f"acceptance length, {self.name}": found.length} | {
-            f"{depth} or more accepted, {self.name}": share
+        plan = self._plan
+        found = Acceptance.of(metrics, plan.depth)
+        name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
+        return {f"acceptance length, {name}": found.length} | {
+            f"{depth} or more accepted, {name}": share
             for depth, share in enumerate(found.shares, start=1)
         }
 
@@ -82,8 +73,8 @@ class HeadValidator:
         target = self._opened(head)
         engine = Engine(
             target,
-            head_drafter(self._loaded(head, target), slots=self._slots),
-            EngineConfig(kv_slots=self._slots, seed=self._seed),
+            head_drafter(self._loaded(head, target), slots=_SLOTS),
+            EngineConfig(kv_slots=_SLOTS, seed=self._seed),
         )
         requests = [engine.add(prompt, self._params, self._plan) for prompt in prompts]
         while engine.has_work:
@@ -95,11 +86,10 @@ class HeadValidator:
 
     def _opened(self, head: EagleHead) -> HFTarget:
         if self._target is None:
-            self._target = HFTarget.from_pretrained(
-                self._folder,
-                dtype=torch.bfloat16 if self._device.type == "cuda" else torch.float32,
-                device=self._device,
-                max_slots=self._slots,
+            dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+            self._target = HFTarget(
+                load_model(self._folder, dtype=dtype, device=self._device),
+                max_slots=_SLOTS,
                 features=feature_spec(head.config),
             )
         return self._target

@@ -1,6 +1,6 @@
-"""Attention functions for transformers' layers: one for uncompiled and one for compiled models."""
+"""What transformers' layers call for attention, and the check that a model honours it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from eaglegbv.attention.base import PackedBatch, PagedAttention, Segment
-from eaglegbv.attention.opaque import PagedCall, attend_opaque
+from eaglegbv.attention.base import Attend, AttentionCall, Segment, attend_opaque
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
@@ -37,14 +36,27 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
     *,
-    eaglegbv_call: PagedCall | None = None,
+    eaglegbv_attend: Attend | None = None,
     **settings: Unpack[_Settings],
 ) -> tuple[Tensor, None]:
-    if eaglegbv_call is None:
-        raise ModelNotSupported(
-            "model", type(module).__name__, "attention that is handed the forward's keywords"
-        )
-    return _attend_by(eaglegbv_call.attend, module, query, key, value, **settings)
+    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
+    name = type(module).__name__
+    if eaglegbv_attend is None:
+        expected = "attention that is handed the forward's keywords"
+        raise ModelNotSupported("model", name, expected)
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ModelNotSupported("model", name, "attention that knows its layer")
+    scale = settings.get("scaling")
+    call = AttentionCall(
+        layer,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        settings.get("sliding_window"),
+        settings.get("softcap"),
+        settings.get("s_aux"),
+    )
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
 
 
 def _attend_compiled(
@@ -52,48 +64,12 @@ def _attend_compiled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001
+    attention_mask: Tensor | None,
     **settings: Unpack[_Settings],
 ) -> tuple[Tensor, None]:
-    return _attend_by(attend_opaque, module, query, key, value, **settings)
-
-
-def _attend_by(
-    attend: Callable[..., Tensor],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
-    out = attend(
-        _layer_of(module),
-        _by_row(query),
-        _by_row(key),
-        _by_row(value),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+    return _attend(
+        module, query, key, value, attention_mask, eaglegbv_attend=attend_opaque, **settings
     )
-    return out.unsqueeze(0), None
-
-
-def _by_row(part: Tensor) -> Tensor:
-    return part.squeeze(0).transpose(0, 1)
-
-
-def _layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise ModelNotSupported("model", type(module).__name__, "attention that knows its layer")
-    return layer
 
 
 AttentionInterface.register(PLAIN, _attend)
@@ -147,7 +123,7 @@ class LayerCall:
     window: int | None
 
 
-class Probe(PagedAttention):
+class Probe:
     """Attention of a single first token, which sees only itself; records each layer's call."""
 
     def __init__(self) -> None:
@@ -159,21 +135,9 @@ class Probe(PagedAttention):
         zero = torch.zeros(1, dtype=torch.int64)
         return Segment.causal(zero, zero[:0], zero)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        batch: PackedBatch,  # noqa: ARG002
-        *,
-        scale: float,  # noqa: ARG002
-        window: int | None = None,
-        softcap: float | None = None,  # noqa: ARG002
-        sinks: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the token's value, once per query head."""
-        self.calls.append(LayerCall(layer, k.shape[1], k.shape[2], v.shape[2], window))
+        self.calls.append(LayerCall(call.layer, k.shape[1], k.shape[2], v.shape[2], call.window))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 

@@ -114,6 +114,15 @@ class Target(ABC):
     features: FeatureSpec
     allocator: SlotAllocator
 
+    def record(self, requests: int, nodes: int) -> None:
+        """Record now what steps would otherwise record when they first need it.
+
+        Args:
+            requests: Most requests of a step.
+            nodes: Most nodes of a request's tree.
+        """
+        del requests, nodes
+
     @property
     def graph_counts(self) -> Mapping[str, int]:
         """Number of forwards that replayed a recording, or by why not; empty without recordings."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eaglegbv.eval import plots as picture
-from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
@@ -49,8 +49,8 @@ def test_all_is_every_verifier_with_every_distribution(cli) -> None:
     rows = [tuple(line.split()[:2]) for line in result.out.splitlines()[1:]]
     expected = [
         (name, str(draft_sampling))
-        for name, ref in REFERENCES.items()
-        for draft_sampling in ref.draft_samplings
+        for name, rule in ALL_VERIFIERS.items()
+        for draft_sampling in rule.draft_samplings
     ]
     assert sorted(rows) == sorted(expected)
 
@@ -82,7 +82,7 @@ def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
 
 
 BATCHED = """
-from eaglegbv.verifiers.tokenwise import TokenVerifier
+from eaglegbv.verifiers.token import TokenVerifier
 
 class Mine(TokenVerifier):
     name = "mine"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.backends.sglang.serving import Launch
+from eaglegbv.backends.sglang.launch import Launch
 from eaglegbv.config import Plan
 from eaglegbv.eval.runner import load_results
 from eaglegbv.loading import TINY_TARGET
@@ -48,10 +48,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield "http://nowhere"
 
     home = "eaglegbv.backends.sglang"
-    for check in ("check_version", "check_plugin"):
-        monkeypatch.setattr(f"{home}.guard.{check}", lambda: None)
-    monkeypatch.setattr(f"{home}.server.running", running)
-    monkeypatch.setattr(f"{home}.endpoint.Endpoint", FakeEndpoint)
+    monkeypatch.setattr(f"{home}.launch.check_ready", lambda _: None)
+    monkeypatch.setattr(f"{home}.launch.running", running)
+    monkeypatch.setattr(f"{home}.client.Endpoint", FakeEndpoint)
     monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
     return commands
 

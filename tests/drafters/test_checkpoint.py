@@ -1,18 +1,19 @@
 """Saving and strict loading of heads."""
 
-import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.small_heads import config_of
 from torch import Tensor
 from transformers import LlamaConfig
 
 from eaglegbv.drafters.checkpoint import load_head, read_head_config, save_head
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.errors import DrafterMismatch
 
 VOCAB = 30
@@ -34,19 +35,9 @@ def saved_head(
     arch: Arch, folder: Path, *, draft_vocab: int = 12, target_hidden: int = 24
 ) -> EagleHead:
     eagle3 = arch is Arch.EAGLE3
-    config = EagleHeadConfig(
-        arch=arch,
-        hidden_size=24,
-        target_hidden_size=target_hidden,
-        intermediate_size=40,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        vocab_size=VOCAB,
-        draft_vocab_size=draft_vocab if eagle3 else VOCAB,
-        feature_layers=(2, 4, 5) if eagle3 else (),
-        fc_bias=not eagle3,
-    )
+    config = config_of(arch, target_hidden_size=target_hidden, fc_bias=not eagle3)
+    if eagle3:
+        config = replace(config, draft_vocab_size=draft_vocab)
     torch.manual_seed(0)
     head: EagleHead = (
         Eagle3Head(config, EMBEDDING, 2 * torch.arange(draft_vocab) + 1)
@@ -76,11 +67,6 @@ def edit(folder: Path, changes: dict[str, Tensor | None]) -> None:
     tensors |= changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors")
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def pass_through(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -185,38 +171,14 @@ def test_config_alone(tmp_path: Path) -> None:
     assert read_head_config(tmp_path, target_config()) == head.config
 
 
-def test_feature_layers_default_to_the_published_ones(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE3, tmp_path)
-    edit_config(tmp_path, eagle_config={})
-    assert read_head_config(tmp_path, target_config()).feature_layers == (2, 4, 5)
-
-
-def test_rope_settings_are_read_in_both_spellings(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE1, tmp_path)
-    edit_config(tmp_path, rope_theta=500000.0)
-    assert read_head_config(tmp_path, target_config()).rope_parameters["rope_theta"] == 500000.0
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    edit_config(tmp_path, rope_scaling=scaling)
-    found = read_head_config(tmp_path, target_config()).rope_parameters
-    assert (found["rope_type"], found["factor"], found["rope_theta"]) == ("linear", 2.0, 500000.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"midlayer.mlp.up_proj.weight": None}, "midlayer.mlp.up_proj.weight"),
-        ({"norm.weight": None}, "norm.weight"),
-        ({"d2t": None}, "d2t"),
-        ({"t2d": None}, "t2d"),
-        ({"extra.weight": torch.zeros(2)}, "extra.weight"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.k_norm.weight"),
         ({"fc.weight": torch.zeros(24, 48)}, "fc.weight"),
         ({"lm_head.weight": torch.zeros(13, 24)}, "lm_head.weight"),
         ({"fc.weight": torch.zeros(24, 72, dtype=torch.int64)}, "fc.weight"),
         ({"d2t": torch.zeros(12)}, "d2t"),
-        ({"d2t": torch.full((12,), 19)}, "d2t"),
-        ({"d2t": -torch.arange(12)}, "d2t"),
-        ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "t2d"),
     ],
 )
 def test_wrong_tensors_are_named(
@@ -229,52 +191,16 @@ def test_wrong_tensors_are_named(
     assert caught.value.argument == named
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"vocab_size": 31}, "config.json key vocab_size"),
-        ({"hidden_size": 32}, "config.json key target_hidden_size"),
-        ({"num_hidden_layers": 5}, "eagle_aux_hidden_state_layer_ids"),
-    ],
-)
-def test_a_head_of_another_target_is_refused(
-    changes: dict[str, int], named: str, tmp_path: Path
-) -> None:
+def test_a_head_of_a_deeper_target_is_refused(tmp_path: Path) -> None:
     saved_head(Arch.EAGLE3, tmp_path)
-    with pytest.raises(DrafterMismatch) as caught:
-        load(tmp_path, target_config(**changes))
-    assert caught.value.argument == named
-
-
-def test_draft_vocabulary_beyond_the_target_is_refused(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE3, tmp_path)
-    edit_config(tmp_path, draft_vocab_size=31)
-    with pytest.raises(DrafterMismatch, match=r"^draft_vocab_size=31"):
-        load(tmp_path)
-
-
-def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE1, tmp_path)
-    edit_config(tmp_path, intermediate_size=None)
-    with pytest.raises(DrafterMismatch, match="intermediate_size"):
-        load(tmp_path)
+    with pytest.raises(DrafterMismatch, match=r"^eagle_aux_hidden_state_layer_ids="):
+        load(tmp_path, target_config(num_hidden_layers=5))
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DrafterMismatch, match=r"config\.json"):
         load(tmp_path)
     saved_head(Arch.EAGLE1, tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(DrafterMismatch, match=r"model\.safetensors.*complete"):
-        load(tmp_path)
-    weights.unlink()
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(DrafterMismatch, match=r"model\.safetensors"):
-        load(tmp_path)
-
-
-def test_tensors_of_neither_kind_are_refused(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE1, tmp_path)
-    save_file({"model.layers.0.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(DrafterMismatch, match="midlayer"):
         load(tmp_path)

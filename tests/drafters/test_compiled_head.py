@@ -20,8 +20,7 @@ from torch._dynamo.utils import counters
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
-from eaglegbv.drafters.eagle_model import Arch, HeadForward, LevelRows
-from eaglegbv.drafters.graph_drafting import CompiledHeadForward
+from eaglegbv.drafters.eagle_model import Arch, HeadForward, Rows
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.fused_linears import Quantization
 
@@ -49,9 +48,7 @@ def pool() -> KVPool:
 def forward(pair: Pair, quantization: Quantization, backend: str | None) -> HeadForward:
     head = copy.deepcopy(pair.head)
     attention = TorchPagedAttention(pool())
-    if backend is None:
-        return HeadForward(head, attention, quantization=quantization)
-    return CompiledHeadForward(head, attention, quantization=quantization, compile_backend=backend)
+    return HeadForward(head, attention, quantization=quantization, compile_backend=backend)
 
 
 def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Tensor]:
@@ -108,7 +105,7 @@ def test_levels_of_a_recorded_loop_equal_plain_ones(backend: str, arch: Arch) ->
         )
         for levels in (
             HeadForward,
-            partial(CompiledHeadForward, compile_backend=backend, recorded=True),
+            partial(HeadForward, compile_backend=backend, recorded=True),
         )
     )
     called: list[int] = []
@@ -121,7 +118,7 @@ def test_levels_of_a_recorded_loop_equal_plain_ones(backend: str, arch: Arch) ->
         for rows in (1, 2, 8, 1, 5):
             hidden = torch.randn((rows, HIDDEN))
             angles = pair.head.rotary(torch.arange(rows) + 40, hidden.dtype)
-            level = LevelRows(torch.arange(rows) % 7, angles)
+            level = Rows(torch.arange(rows) % 7, angles)
             found, expected = (each.level(level, hidden, attend) for each in (ours, plain))
             for own, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(own, other, atol=OF_SUMS, rtol=OF_SUMS)

@@ -1,9 +1,9 @@
-"""What is drawn follows the distribution that is returned: every distribution, every head, three temperatures.
+"""What is drawn follows the probs returned: every sampling, every drafter, three temperatures.
 
-A drafter's tree is a function of the distributions it returns and of the request's numbers (checked to the
-last token, for many requests in a batch), and over 50,000 draws and more that function draws from
-those very distributions (G-tests; seeds are fixed, and a right drafter fails one of them once in ten
-thousand choices).
+A drafter's tree is a function of the probs it returns and of the request's numbers (checked to the
+last token, for many requests in a batch), and over 50,000 draws that function draws from those very
+probs (G-tests; seeds are fixed, and a right drafter fails one of them once in ten thousand
+choices).
 """
 
 from collections import Counter
@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.drafting import Session, prefix_of, random_pair
+from support.drafting import Session, random_pair
+from support.grown_trees import Prefix, assert_grown, grown, paths_of, prefixes
 from support.token_drafting import TokenSession, random_llama
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.tree_growth import GreedyTree, HubTree, IidTree, WorTree
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.sampling import SamplingParams
@@ -30,12 +30,6 @@ WIDTH = 4
 DEPTH = 2
 DRAWS = 50_000
 LEVEL = 1e-4
-CLASSES = {
-    DraftSampling.IID: IidTree,
-    DraftSampling.WOR: WorTree,
-    DraftSampling.GREEDY: GreedyTree,
-    DraftSampling.HUB: HubTree,
-}
 FORKS = {
     DraftSampling.WOR: draw_wor,
     DraftSampling.GREEDY: draw_greedy,
@@ -45,7 +39,7 @@ PATHS = {DraftSampling.IID: 16, DraftSampling.WOR: 3, DraftSampling.GREEDY: 3, D
 TEMPERATURES = (0.3, 1.0, 1.5)
 PROMPT = [5, 17, 3, 3, 28, 9]
 
-ProbsOf = dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
+ProbsOf = dict[Prefix, tuple[np.ndarray, np.ndarray]]
 """Ids and probabilities by what was drafted before."""
 
 
@@ -68,13 +62,10 @@ def plan_of(draft_sampling: DraftSampling, *, paths: int | None = None) -> Plan:
 
 
 def probs_by_prefix(tree: DraftTree, b: int) -> ProbsOf:
-    inner = {int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]}
+    found = prefixes(tree, b)
     return {
-        tuple(prefix_of(tree, b, node)): (
-            tree.draft_ids[b, node].numpy(),
-            tree.draft_probs[b, node].numpy(),
-        )
-        for node in inner
+        found[node]: (tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+        for node in {int(p) for p in tree.parents[b, 1 : len(found)]}
     }
 
 
@@ -83,44 +74,25 @@ def returned_probs(make, temperature: float) -> ProbsOf:
     session = make()
     plan = plan_of(DraftSampling.WOR, paths=WIDTH)  # without replacement: every possible child
     request = session.start(PROMPT, 11, plan, params=SamplingParams(temperature=temperature))
-    draft_samplings = probs_by_prefix(session.draft([request], DraftSampling.WOR), 0)
-    assert len(draft_samplings) == 1 + WIDTH
-    return draft_samplings
+    probs = probs_by_prefix(session.draft([request], DraftSampling.WOR), 0)
+    assert len(probs) == 1 + WIDTH
+    return probs
 
 
-def grow(draft_sampling: DraftSampling, uniforms: np.ndarray, dists: ProbsOf, root: int = 11):
-    """The tree that these distributions and numbers make."""
-    tree = CLASSES[draft_sampling](root, uniforms, WIDTH)
-    frontier = [0]
-    for _ in range(uniforms.shape[1]):
-        found = [dists[tuple(tree.tokens_to(node))] for node in frontier]
-        frontier = tree.grow(
-            frontier, np.stack([ids for ids, _ in found]), np.stack([probs for _, probs in found])
-        )
-    return tree.finish()
-
-
-def tokens_of_paths(grown) -> list[tuple[int, ...]]:
-    return [tuple(grown.token_ids[node] for node in path) for path in grown.paths]
-
-
-@pytest.mark.parametrize("draft_sampling", list(CLASSES))
-def test_a_drafters_tree_is_what_its_distributions_and_the_requests_numbers_make(make, dist):
-    session, plan = make(), plan_of(dist)
+@pytest.mark.parametrize("draft_sampling", list(PATHS))
+def test_a_drafters_tree_is_what_its_probs_and_the_requests_numbers_make(
+    make, draft_sampling
+) -> None:
+    session, plan = make(), plan_of(draft_sampling)
     requests = [
         session.start(PROMPT[: 2 + n % 5], 11, plan, params=SamplingParams(temperature=t), seed=n)
         for n, t in enumerate(TEMPERATURES * 8)
     ]
-    batch = session.draft(requests, dist)
-    for b, request in enumerate(requests):
-        numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
-        grown = grow(dist, numbers.reshape(plan.paths, plan.depth), probs_by_prefix(batch, b))
-        drafted = [
-            tuple(batch.token_ids[b, nodes[:length]].tolist())
-            for nodes, length in zip(batch.path_nodes[b], batch.path_lengths[b], strict=True)
-            if length
-        ]
-        assert drafted == tokens_of_paths(grown)
+    batch, shape = session.draft(requests, draft_sampling), (plan.paths, plan.depth)
+    numbers = [r.stream.draw(r.step, Purpose.DRAFT, plan.paths * plan.depth) for r in requests]
+    uniforms = np.stack(numbers).reshape(-1, *shape)
+    probs = [probs_by_prefix(batch, b).__getitem__ for b in range(batch.batch)]
+    assert_grown(batch, plan, draft_sampling, probs, uniforms)
 
 
 def children_of(paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,39 +102,38 @@ def children_of(paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> tuple[
 
 
 def tables(
-    draft_sampling: DraftSampling, dists: ProbsOf, drawn: ProbsOf
+    draft_sampling: DraftSampling, probs: ProbsOf, drawn: ProbsOf
 ) -> list[tuple[Counter, dict]]:
-    """Draw 50,000 times from ``drawn``; return each place's counts and its draft_sampling by ``dists``.
+    """Draw 50,000 times from ``drawn``; return each place's counts, and what ``probs`` expects.
 
     For ``iid`` a draw is a path, for the others the ordered children of a node.
     """
-    paths, counts, total, seed = PATHS[draft_sampling], {}, 0, 0
-    while total < DRAWS:
-        block = RequestRng(seed).draw(0, Purpose.DRAFT, 500 * paths * DEPTH)
-        for uniforms in block.reshape(500, paths, DEPTH):
-            found = tokens_of_paths(grow(draft_sampling, uniforms, drawn))
-            if draft_sampling is DraftSampling.IID:
-                counts.setdefault((), Counter()).update(found)
-                total += len(found)
-                continue
-            for prefix in {(), *(path[:1] for path in found)}:
-                children = children_of(found, prefix)
-                if children:
-                    counts.setdefault(prefix, Counter())[children] += 1
-                    total += len(children)
-        seed += 1
-    return [(own, expected_probs(draft_sampling, dists, prefix)) for prefix, own in counts.items()]
+    paths, counts = PATHS[draft_sampling], {}
+    trees = DRAWS // paths
+    uniforms = RequestRng(0).draw(0, Purpose.DRAFT, trees * paths * DEPTH)
+    uniforms = uniforms.reshape(trees, paths, DEPTH)
+    tree = grown(plan_of(draft_sampling), draft_sampling, [drawn.__getitem__] * trees, uniforms)
+    for b in range(trees):
+        found = paths_of(tree, b)
+        if draft_sampling is DraftSampling.IID:
+            counts.setdefault((), Counter()).update(found)
+            continue
+        for prefix in {(), *(path[:1] for path in found)}:
+            children = children_of(found, prefix)
+            if children:
+                counts.setdefault(prefix, Counter())[children] += 1
+    return [(own, expected_probs(draft_sampling, probs, prefix)) for prefix, own in counts.items()]
 
 
 def expected_probs(
-    draft_sampling: DraftSampling, dists: ProbsOf, prefix: tuple[int, ...]
-) -> dict[tuple[int, ...], float]:
-    ids, probs = dists[prefix]
+    draft_sampling: DraftSampling, known: ProbsOf, prefix: Prefix
+) -> dict[Prefix, float]:
+    ids, probs = known[prefix]
     if draft_sampling is DraftSampling.IID:
         return {
             (int(x), int(y)): float(p * q)
             for x, p in zip(ids, probs, strict=True)
-            for y, q in zip(*dists[(int(x),)], strict=True)
+            for y, q in zip(*known[(int(x),)], strict=True)
         }
     dense = np.zeros(40)
     dense[ids] = probs
@@ -177,10 +148,10 @@ def expected_probs(
 def p_value(found: list[tuple[Counter, dict]]) -> float:
     """The G-test of all places together; cells expected less than 5 times are one a place."""
     statistic, freedom = 0.0, 0
-    for counts, dist in found:
-        assert set(counts) <= {cell for cell, mass in dist.items() if mass > 0}
+    for counts, probs in found:
+        assert set(counts) <= {cell for cell, mass in probs.items() if mass > 0}
         total = counts.total()
-        cells = [(counts[cell], total * mass) for cell, mass in dist.items() if mass > 0]
+        cells = [(counts[cell], total * mass) for cell, mass in probs.items() if mass > 0]
         kept = [(o, e) for o, e in cells if e >= 5]
         rest = [(o, e) for o, e in cells if e < 5]
         if sum(e for _, e in rest) >= 5:
@@ -191,26 +162,26 @@ def p_value(found: list[tuple[Counter, dict]]) -> float:
     return float(stats.chi2.sf(statistic, max(1, freedom)))
 
 
-@pytest.mark.parametrize("draft_sampling", list(CLASSES))
+@pytest.mark.parametrize("draft_sampling", list(PATHS))
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_drawn_paths_follow_the_distribution_returned(make, dist, temperature):
-    dists = returned_probs(make, temperature)
-    assert p_value(tables(dist, dists, dists)) > LEVEL
+def test_drawn_paths_follow_the_probs_returned(make, draft_sampling, temperature) -> None:
+    probs = returned_probs(make, temperature)
+    assert p_value(tables(draft_sampling, probs, probs)) > LEVEL
 
 
-@pytest.mark.parametrize("draft_sampling", list(CLASSES))
-def test_paths_drawn_from_another_distribution_are_noticed(dist):
+@pytest.mark.parametrize("draft_sampling", list(PATHS))
+def test_paths_drawn_from_other_probs_are_noticed(draft_sampling) -> None:
     rng = np.random.default_rng(1)
     ids = np.arange(WIDTH)
     q = {prefix: rng.dirichlet(np.ones(WIDTH)) for prefix in [(), *((int(x),) for x in ids)]}
-    dists = {prefix: (ids, probs) for prefix, probs in q.items()}
-    # A draft temperature of 0.93, say, in place of 1.
-    sharper = {prefix: (ids, probs**1.07 / (probs**1.07).sum()) for prefix, probs in q.items()}
-    assert max(abs(dists[p][1] - sharper[p][1]).sum() / 2 for p in dists) < 0.03
-    assert p_value(tables(dist, dists, sharper)) < LEVEL
+    # A draft temperature of 0.93, say, in place of 1. Below the last level nothing is read.
+    probs = {prefix: (ids, own) for prefix, own in q.items()}
+    sharper = {prefix: (ids, own**1.07 / (own**1.07).sum()) for prefix, own in q.items()}
+    assert max(abs(probs[p][1] - sharper[p][1]).sum() / 2 for p in probs) < 0.03
+    assert p_value(tables(draft_sampling, probs, sharper)) < LEVEL
 
 
-def test_fixed_trees_use_no_numbers(make):
+def test_fixed_trees_use_no_numbers(make) -> None:
     trees = []
     for seed in (1, 2):
         session = make()

@@ -4,22 +4,20 @@ The plain head has neither pages nor caches and runs in float64; the drafter run
 logits of size 10 are right to a few 1e-6, and so are probabilities: 1e-5 is asked for.
 """
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 import pytest
 import torch
-from support.drafting import (
-    VOCAB,
-    Pair,
-    Session,
-    prefix_of,
-    random_pair,
-    text_of,
-)
+from support.drafting import VOCAB, Pair, Session, random_pair
+from support.token_drafting import advance, full_probs, inner_nodes, prefix_of, text_of
+from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleState
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.request import DraftState, Request
+from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree, check_tree
@@ -38,13 +36,6 @@ def pair(request) -> Pair:
     return random_pair(Arch(request.param))
 
 
-def full_probs(tree: DraftTree, b: int, node: int) -> np.ndarray:
-    """A node's distribution over the target's vocabulary."""
-    dist = np.zeros(VOCAB)
-    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return dist
-
-
 def expected_probs(pair: Pair, text, drafted, *, temperature=1.0, width=VOCAB) -> np.ndarray:
     """The plain head's distribution, tempered and cut to its most likely tokens."""
     scores = pair.log_probs(text, drafted)
@@ -55,18 +46,14 @@ def expected_probs(pair: Pair, text, drafted, *, temperature=1.0, width=VOCAB) -
     return dist
 
 
-def inner_nodes(tree: DraftTree, b: int) -> list[int]:
-    return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
-
-
 def check_samplings(pair: Pair, tree: DraftTree, b: int, text, **settings) -> None:
     for node in inner_nodes(tree, b):
         expected = expected_probs(pair, text, prefix_of(tree, b, node), **settings)
-        np.testing.assert_allclose(full_probs(tree, b, node), expected, atol=ATOL, rtol=0)
+        np.testing.assert_allclose(full_probs(tree, b, node, VOCAB), expected, atol=ATOL, rtol=0)
 
 
 def check_drawn(tree: DraftTree, b: int, request: Request) -> None:
-    """The paths are what the request's numbers select from the very distributions the tree carries."""
+    """The paths are what the request's numbers select from the very probs the tree carries."""
     plan = request.plan
     numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
     for nodes, uniforms in zip(
@@ -96,18 +83,9 @@ def best_first_prefixes(pair: Pair, text, plan: Plan) -> set[tuple[int, ...]]:
     return {(), *best[: plan.paths * plan.depth]}
 
 
-def advance(session: Session, request: Request, tree: DraftTree, b: int, accepted: int) -> None:
-    """Commit the first ``accepted`` nodes of a path that reaches so deep, and a token more."""
-    lengths = tree.path_lengths[b].tolist()
-    path = next(k for k, length in enumerate(lengths) if length >= min(accepted, max(lengths)))
-    nodes = tree.path_nodes[b, path, : min(accepted, lengths[path])].tolist()
-    correction = (7 * request.step + 3) % VOCAB
-    session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
-
-
 def test_the_pair_can_tell_right_from_wrong(pair):
-    # If the distributions did not depend on the text, its order and the drafted tokens, nothing below
-    # would test anything.
+    # If they did not depend on the text, its order and the drafted tokens, nothing below would test
+    # anything.
     text = [*PROMPT, 11]
     dist = expected_probs(pair, text, [4, 8])
     for other in (
@@ -132,7 +110,7 @@ def test_sampled_trees_carry_the_heads_distributions_over_several_commits(pair):
         assert int(tree.token_ids[0, 0]) == request.token_ids[-1]
         check_samplings(pair, tree, 0, text_of(request))
         check_drawn(tree, 0, request)
-        advance(session, request, tree, 0, accepted)
+        advance(session, request, tree, 0, accepted, VOCAB)
 
 
 def test_fixed_trees_are_the_best_nodes_over_several_commits(pair):
@@ -145,14 +123,14 @@ def test_fixed_trees_are_the_best_nodes_over_several_commits(pair):
         assert tree.width == 0
         drafted = {tuple(prefix_of(tree, 0, n)) for n in range(int(tree.num_nodes[0]))}
         assert drafted == best_first_prefixes(pair, text_of(request), PLAN)
-        advance(session, request, tree, 0, accepted)
+        advance(session, request, tree, 0, accepted, VOCAB)
 
 
 def test_a_request_served_step_by_step_drafts_like_one_that_saw_the_text_at_once(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in ACCEPTED:
-        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted)
+        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted, VOCAB)
     text = text_of(request)
     assert len(text) == len(PROMPT) + 1 + sum(a + 1 for a in ACCEPTED)
     fresh = Session(pair)
@@ -169,7 +147,8 @@ def test_a_request_served_step_by_step_drafts_like_one_that_saw_the_text_at_once
 
 def all_full_probs(tree: DraftTree) -> torch.Tensor:
     dists = [
-        [full_probs(tree, b, n) for n in range(int(tree.num_nodes[b]))] for b in range(tree.batch)
+        [full_probs(tree, b, n, VOCAB) for n in range(int(tree.num_nodes[b]))]
+        for b in range(tree.batch)
     ]
     return torch.from_numpy(np.array(dists))
 
@@ -221,12 +200,15 @@ def test_two_requests_together_get_what_each_gets_alone(pair, draft_sampling):
                 assert torch.equal(getattr(both, name)[b, :nodes], getattr(own, name)[0, :nodes])
             for node in inner_nodes(own, 0):
                 np.testing.assert_allclose(
-                    full_probs(both, b, node), full_probs(own, 0, node), atol=ATOL, rtol=0
+                    full_probs(both, b, node, VOCAB),
+                    full_probs(own, 0, node, VOCAB),
+                    atol=ATOL,
+                    rtol=0,
                 )
             # Requests advance by different numbers of tokens.
             take = (accepted + b) % 5
-            advance(session, request, own, 0, take)
-            advance(together, batch[b], both, b, take)
+            advance(session, request, own, 0, take, VOCAB)
+            advance(together, batch[b], both, b, take, VOCAB)
             assert text_of(batch[b]) == text_of(request)
 
 
@@ -262,7 +244,9 @@ def test_distributions_are_cut_as_the_request_asks(pair):
     for node in inner_nodes(tree, 0):
         dist = expected_probs(pair, text_of(request), prefix_of(tree, 0, node), width=4)
         dist[dist < 0.05 * dist.max()] = 0
-        np.testing.assert_allclose(full_probs(tree, 0, node), dist / dist.sum(), atol=ATOL, rtol=0)
+        np.testing.assert_allclose(
+            full_probs(tree, 0, node, VOCAB), dist / dist.sum(), atol=ATOL, rtol=0
+        )
     check_drawn(tree, 0, request)
 
 
@@ -286,7 +270,7 @@ def test_a_reduced_vocabulary_drafts_the_targets_tokens():
         tree = session.draft([request], draft_sampling)
         count = int(tree.num_nodes[0])
         assert set(tree.token_ids[0, 1:count].tolist()) <= known
-        advance(session, request, tree, 0, 1)
+        advance(session, request, tree, 0, 1, VOCAB)
 
 
 def test_more_paths_than_tokens_to_draft():
@@ -298,7 +282,7 @@ def test_more_paths_than_tokens_to_draft():
         tree = session.draft([request], draft_sampling)
         check_tree(tree)
         assert int(tree.num_nodes[0]) <= plan.tree_nodes
-        advance(session, request, tree, 0, 2)
+        advance(session, request, tree, 0, 2, VOCAB)
     fixed = session.draft([request], DraftSampling.FIXED)
     drafted = {tuple(prefix_of(fixed, 0, n)) for n in range(int(fixed.num_nodes[0]))}
     assert drafted == best_first_prefixes(pair, text_of(request), plan)
@@ -343,14 +327,14 @@ def test_what_was_skipped_is_as_if_the_text_began_later(pair, paths):
         assert not torch.allclose(
             all_full_probs(tree)[:, :1], all_full_probs(others)[:, :1], atol=1e-3
         )
-        advance(session, request, tree, 0, accepted)
+        advance(session, request, tree, 0, accepted, VOCAB)
 
 
 def test_what_was_run_already_is_skipped_too(pair):
     session = Session(pair)
     request = session.start(PROMPT, 11, PLAN, seed=3)
     for accepted in (1, 0, 2):
-        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted)
+        advance(session, request, session.draft([request], DraftSampling.IID), 0, accepted, VOCAB)
     assert session.drafter.behind(request) == 3
     session.drafter.skip(request, keep=2)
     assert session.drafter.behind(request) == 2
@@ -432,4 +416,131 @@ def test_trees_of_the_other_distributions_carry_the_heads_distributions_over_sev
             2 if draft_sampling is DraftSampling.HUB else PLAN.paths
         )
         check_samplings(pair, tree, 0, text_of(request))
-        advance(session, request, tree, 0, accepted)
+        advance(session, request, tree, 0, accepted, VOCAB)
+
+
+# --- draft replay: what an earlier step would have drawn
+#
+# The plain head reads the text up to that step's root on true features, and what was committed
+# since on its own features.
+
+SHORT = Plan(paths=2, depth=4, draft_width=VOCAB)
+BEYOND = [31, 2]
+"""Tokens a path goes on by, of no tree."""
+
+
+def replayed(session: Session, snapshots: Sequence[DraftSnapshot]) -> Tensor:
+    found = session.drafter.probs_at(snapshots)
+    full = torch.zeros((len(snapshots), VOCAB), dtype=torch.float64)
+    return full.scatter_add_(1, found.ids, found.probs)
+
+
+def follow(
+    session: Session, request: Request, snapshot: DraftSnapshot, tokens: Sequence[int]
+) -> list[Tensor]:
+    """The distributions after none, one, ... all of the tokens."""
+    slots = session.allocator.allocate(len(tokens))
+    dists = [replayed(session, [snapshot])[0]]
+    for token, slot in zip(tokens, slots.split(1), strict=True):
+        [snapshot] = session.drafter.advance([request], [snapshot], torch.tensor([token]), slot)
+        dists.append(replayed(session, [snapshot])[0])
+    session.allocator.release(slots)
+    return dists
+
+
+def step(session: Session, request: Request, accepted: int) -> DraftSnapshot:
+    """Draft, remember, and commit the first nodes of the first path and a token more."""
+    tree = session.draft([request], DraftSampling.IID)
+    snapshot = session.drafter.snapshot(request)
+    nodes = tree.path_nodes[0, 0, :accepted].tolist()
+    correction = (7 * request.step + 3) % VOCAB
+    session.commit(request, [*tree.token_ids[0, nodes].tolist(), correction], nodes)
+    return snapshot
+
+
+def test_replayed_distributions_are_those_of_the_tree_itself(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, SHORT)
+    tree = session.draft([request], DraftSampling.IID)
+    nodes = tree.path_nodes[0, 0].tolist()
+    tokens = tree.token_ids[0, nodes].tolist()
+    dists = follow(session, request, session.drafter.snapshot(request), tokens[:-1])
+    for node, found in zip([0, *nodes[:-1]], dists, strict=True):
+        drawn = torch.zeros(VOCAB, dtype=torch.float64)
+        drawn.scatter_add_(0, tree.draft_ids[0, node], tree.draft_probs[0, node])
+        torch.testing.assert_close(found, drawn, atol=ATOL, rtol=0)
+
+
+def test_replayed_distributions_continue_their_own_step_whatever_came_after(pair):
+    session = Session(pair)
+    request = session.start(PROMPT, 11, SHORT)
+    kept: list[tuple[list[int], DraftSnapshot]] = []
+    far = 0.0
+    for accepted in (1, 0, 2, 0):
+        root = text_of(request)
+        kept.append((root, step(session, request, accepted)))
+        for text, snapshot in kept:
+            since = [*text_of(request)[len(text) :], *BEYOND]
+            dists = follow(session, request, snapshot, since)
+            for end, found in enumerate(dists):
+                expected = expected_probs(pair, text, since[:end])
+                np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+        # On true features the same text has another distribution.
+        current = expected_probs(pair, [*root, *since[: accepted + 1]], [])
+        far = max(far, 0.5 * float(np.abs(dists[accepted + 1].numpy() - current).sum()))
+    assert far > 0.02
+
+
+def test_replaying_leaves_the_next_drafts_alone(pair):
+    trees = []
+    for replays in (False, True):
+        session = Session(pair)
+        request = session.start(PROMPT, 11, SHORT, seed=4)
+        snapshot = step(session, request, 1)
+        if replays:
+            follow(session, request, snapshot, [*request.token_ids[1:], *BEYOND])
+        step(session, request, 0)
+        trees.append(session.draft([request], DraftSampling.IID))
+    assert torch.equal(trees[0].token_ids, trees[1].token_ids)
+    torch.testing.assert_close(trees[0].draft_probs, trees[1].draft_probs, atol=ATOL, rtol=0)
+
+
+def test_a_snapshot_keeps_its_steps_own_settings(pair):
+    session = Session(pair)
+    params = SamplingParams(temperature=0.8)
+    request = session.start(PROMPT, 11, SHORT, params=params)
+    request.plan = msgspec.structs.replace(SHORT, draft_temperature=1.5, draft_width=7)
+    text = text_of(request)
+    old = step(session, request, 0)
+    request.plan = msgspec.structs.replace(SHORT, draft_temperature=0.5, draft_width=11)
+    new_text = text_of(request)
+    new = step(session, request, 1)
+    dists = replayed(session, [old, new])
+    hot = expected_probs(pair, text, [], temperature=1.2, width=7)
+    cold = expected_probs(pair, new_text, [], temperature=0.4, width=11)
+    np.testing.assert_allclose(dists, np.stack((hot, cold)), atol=ATOL, rtol=0)
+
+
+def test_snapshots_of_several_requests_go_on_together(pair):
+    session = Session(pair)
+    requests = [session.start(PROMPT[: 3 + n], 11, SHORT, seed=n) for n in range(3)]
+    snapshots = []
+    for request in requests:
+        snapshots.append(step(session, request, request.number))
+        snapshots.append(step(session, request, 0))
+    owners = [request for request in requests for _ in range(2)]
+    tokens = torch.tensor([4, 8, 15, 16, 23, 39])
+    slots = session.allocator.allocate(12)
+    once = session.drafter.advance(owners, snapshots, tokens, slots[:6])
+    twice = session.drafter.advance(owners, once, tokens.flip(0), slots[6:])
+    together = replayed(session, twice)
+    session.allocator.release(slots)
+    for n, (owner, snapshot) in enumerate(zip(owners, snapshots, strict=True)):
+        alone = follow(session, owner, snapshot, [int(tokens[n]), int(tokens[5 - n])])
+        np.testing.assert_allclose(together[n], alone[-1], atol=ATOL, rtol=0)
+
+
+def test_a_snapshot_of_another_drafter_is_refused(pair):
+    session = Session(pair)
+    with pytest.raises(TypeError, match="a snapshot belongs to another drafter"):
+        session.drafter.probs_at([DraftSnapshot()])

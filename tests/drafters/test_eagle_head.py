@@ -6,8 +6,11 @@ import pytest
 import torch
 from support.small_heads import config_of, make_head
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eaglegbv.drafters.eagle_model import Arch, EagleHead
+from eaglegbv.drafters.eagle_model import Arch, EagleHead, default_feature_layers
+from eaglegbv.errors import DrafterMismatch
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,3 +175,75 @@ def test_names_of_the_norms_are_the_published_ones() -> None:
 def test_weights_exclude_what_belongs_to_the_target() -> None:
     names = set(make_head(config_of(Arch.EAGLE1)).state_dict())
     assert not names & {"embedding", "target_lm_head", "draft_to_target", "rotary.frequencies"}
+
+
+def test_default_feature_layers_of_a_32_layer_target() -> None:
+    assert default_feature_layers(32) == (2, 16, 29)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "named"),
+    [
+        (Arch.EAGLE1, {"target_hidden_size": 16}, "hidden_size"),
+        (Arch.EAGLE1, {"draft_vocab_size": 10}, "draft_vocab_size"),
+        (Arch.EAGLE1, {"feature_layers": (1, 2, 3)}, "feature_layers"),
+        (Arch.EAGLE1, {"norm_output": True}, "norm_output"),
+        (Arch.EAGLE1, {"fc_norm": True}, "fc_norm"),
+        (Arch.EAGLE3, {"draft_vocab_size": 31}, "draft_vocab_size"),
+        (Arch.EAGLE3, {"num_kv_heads": 3}, "num_kv_heads"),
+        (Arch.EAGLE3, {"rope_parameters": {"rope_type": "longrope"}}, "rope_type"),
+        (
+            Arch.EAGLE3,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_impossible_sizes_are_refused(arch: Arch, changes: dict[str, object], named: str) -> None:
+    with pytest.raises(DrafterMismatch, match=f"^{named}="):
+        config_of(arch, **changes)
+
+
+# --- rotary embeddings against those of transformers
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3_ROPE, YARN_ROPE]
+)
+def test_rotation_equals_transformers(rope: dict[str, object]) -> None:
+    config = config_of(Arch.EAGLE1, rope_parameters=rope)
+    positions = torch.tensor([[0, 1, 5, 300]])
+    q, k = torch.randn(1, 4, 4, 6), torch.randn(1, 4, 2, 6)
+
+    rotation = make_head(config).rotary(positions, torch.float32)
+
+    llama = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=24, num_attention_heads=4, head_dim=6, rope_parameters=rope)
+    )
+    expected = apply_rotary_pos_emb(q, k, *llama(q, positions), unsqueeze_dim=2)
+    torch.testing.assert_close((rotation(q), rotation(k)), expected)
+
+
+def test_half_precision_keeps_exact_frequencies() -> None:
+    head = make_head(config_of(Arch.EAGLE3))
+    exact = head.rotary.frequencies.clone()
+
+    head.to(torch.bfloat16)
+
+    assert torch.equal(head.rotary.frequencies, exact)
+    assert head.fc.weight.dtype == torch.bfloat16

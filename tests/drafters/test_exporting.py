@@ -14,11 +14,6 @@ from support.published_heads import (
     PUBLISHED,
     TARGETS,
     VOCAB,
-    eagle1_llama3,
-    eagle3_llama31,
-    sglang_eagle3,
-    speculators_qwen3,
-    speculators_residual,
 )
 from torch import Tensor
 
@@ -26,6 +21,7 @@ from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.formats.read import FORMATS, FormatName
+from eaglegbv.drafters.formats.write import check_holds
 from eaglegbv.engine import Engine
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.loading import TINY, TINY_TARGET, load_pair
@@ -37,7 +33,7 @@ TARGET = ExportTarget("some/target", ("LlamaForCausalLM",), LAYERS, lambda: TABL
 
 def holds(form: FormatName, checkpoint: Checkpoint) -> bool:
     try:
-        FORMATS[form].check_holds(checkpoint.config)
+        check_holds(FORMATS[form], checkpoint.config)
     except DrafterMismatch:
         return False
     return True
@@ -87,7 +83,7 @@ def test_round_trips_keep_every_bit(name: str, form: FormatName, tmp_path: Path)
 
 
 def test_a_way_round_all_formats(tmp_path: Path) -> None:
-    published = sglang_eagle3()
+    published = PUBLISHED["sglang_eagle3"]()
     first = checkpoint = read_checkpoint(published.write(tmp_path / "0"))
     order = ("eagle", "speculators", "sglang", "speculators", "eagle", "sglang")
     for i, form in enumerate(order, start=1):
@@ -124,7 +120,11 @@ def test_what_sglang_reads(tmp_path: Path) -> None:
     assert (config["draft_vocab_size"], config["tie_word_embeddings"]) == (24, False)
     assert config["max_position_embeddings"] == 128
     assert "midlayer.self_attn.q_proj.weight" in tensors
-    export_head(read_checkpoint(eagle1_llama3().write(tmp_path / "1")), "sglang", tmp_path / "2")
+    export_head(
+        read_checkpoint(PUBLISHED["eagle1_llama3"]().write(tmp_path / "1")),
+        "sglang",
+        tmp_path / "2",
+    )
     config, tensors = stored(tmp_path / "2")
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert (config["bias"], config["rope_theta"]) == (False, 500000.0)
@@ -157,20 +157,20 @@ def test_two_norms_before_fc_are_too_many_for_speculators(tmp_path: Path) -> Non
 
 
 def test_speculators_heads_keep_the_name_of_their_target(tmp_path: Path) -> None:
-    source = read_checkpoint(speculators_residual().write(tmp_path / "source"))
+    source = read_checkpoint(PUBLISHED["speculators_residual"]().write(tmp_path / "source"))
     assert source.verifier == "meta-llama/Llama-3.1-8B-Instruct"
     export_head(source, "speculators", tmp_path / "there")
     assert read_checkpoint(tmp_path / "there").verifier == source.verifier
 
 
 def speculators_without_variants(folder: Path) -> Path:
-    head = speculators_residual()
+    head = PUBLISHED["speculators_residual"]()
     head.config["norm_before_residual"] = False
     return head.write(folder)
 
 
 def test_what_speculators_reads(tmp_path: Path) -> None:
-    source = read_checkpoint(sglang_eagle3().write(tmp_path / "source"))
+    source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     export_head(source, "speculators", tmp_path / "there", TARGET)
     config, tensors = stored(tmp_path / "there")
     assert config["architectures"] == ["Eagle3Speculator"]
@@ -182,14 +182,14 @@ def test_what_speculators_reads(tmp_path: Path) -> None:
     }
     assert config["transformer_layer_config"]["model_type"] == "llama"
     assert {"embed_tokens.weight", "layers.0.hidden_norm.weight", "d2t", "t2d"} <= set(tensors)
-    source = read_checkpoint(speculators_qwen3().write(tmp_path / "qwen3"))
+    source = read_checkpoint(PUBLISHED["speculators_qwen3"]().write(tmp_path / "qwen3"))
     export_head(source, "speculators", tmp_path / "again")
     layer = stored(tmp_path / "again")[0]["transformer_layer_config"]
     assert (layer["model_type"], layer["head_dim"], layer["rope_theta"]) == ("qwen3", 16, 1e6)
 
 
 def test_layers_left_open_stay_open(tmp_path: Path) -> None:
-    source = read_checkpoint(eagle3_llama31().write(tmp_path / "source"))
+    source = read_checkpoint(PUBLISHED["eagle3_llama31"]().write(tmp_path / "source"))
     for form in FormatName:
         export_head(source, form, tmp_path / form, TARGET)
         found = read_checkpoint(tmp_path / form)
@@ -198,13 +198,13 @@ def test_layers_left_open_stay_open(tmp_path: Path) -> None:
 
 
 def test_an_export_without_its_embedding_is_refused(tmp_path: Path) -> None:
-    source = read_checkpoint(sglang_eagle3().write(tmp_path / "source"))
+    source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     with pytest.raises(DrafterMismatch, match=r"^embed_tokens\.weight=None.*name the target"):
         export_head(source, "speculators", tmp_path / "there")
 
 
 def test_formats_and_folders_are_checked(tmp_path: Path) -> None:
-    source = read_checkpoint(sglang_eagle3().write(tmp_path / "source"))
+    source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     with pytest.raises(InvalidArgument, match=r"^format='gguf'.*one of eagle, sglang, speculators"):
         export_head(source, "gguf", tmp_path / "there")
     with pytest.raises(InvalidArgument, match=r"^directory="):

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.drafting import prefix_of
-from support.token_drafting import TokenSession
+from support.token_drafting import TokenSession, prefix_of
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter
@@ -104,7 +103,7 @@ def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, 
 def test_what_is_not_a_lookup_is_refused():
     session = TokenSession(NgramDrafter())
     request = session.start([1, 1], 1, Plan())
-    with pytest.raises(InvalidArgument, match="distribution='iid'"):
+    with pytest.raises(InvalidArgument, match="draft_sampling='iid'"):
         session.draft([request], DraftSampling.IID)
     session.drafter.forget(request)
     session.drafter.catch_up([request])

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from support.drafting import prefix_of, text_of
-from support.token_drafting import TokenSession, random_llama
+from support.token_drafting import (
+    TokenSession,
+    advance,
+    full_probs,
+    inner_nodes,
+    prefix_of,
+    random_llama,
+    text_of,
+)
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
@@ -49,29 +56,10 @@ def plain_dist(model, tokens, temperature=1.0, width=VOCAB):
     return dist.numpy()
 
 
-def probs_of(tree, b, node):
-    dist = np.zeros(VOCAB)
-    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return dist
-
-
-def inner_nodes(tree, b):
-    return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
-
-
 def check_samplings(model, tree, b, request, **settings):
     for node in inner_nodes(tree, b):
         expected = plain_dist(model, text_of(request) + prefix_of(tree, b, node), **settings)
-        np.testing.assert_allclose(probs_of(tree, b, node), expected, atol=ATOL, rtol=0)
-
-
-def advance(session, request, tree, b, accepted):
-    lengths = tree.path_lengths[b].tolist()
-    accepted = min(accepted, max(lengths))
-    path = next(k for k, length in enumerate(lengths) if length >= accepted)
-    nodes = tree.path_nodes[b, path, :accepted].tolist()
-    correction = (7 * request.step + 3) % VOCAB
-    session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
+        np.testing.assert_allclose(full_probs(tree, b, node, VOCAB), expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +76,8 @@ def test_trees_carry_the_models_distributions_over_several_commits(model, sessio
         assert tree.draft_sampling is draft_sampling
         check_samplings(model, tree, 0, first)
         check_samplings(model, tree, 1, second, temperature=0.7)
-        advance(session, first, tree, 0, accepted)
-        advance(session, second, tree, 1, (accepted + 1) % 5)
+        advance(session, first, tree, 0, accepted, VOCAB)
+        advance(session, second, tree, 1, (accepted + 1) % 5, VOCAB)
 
 
 def test_catching_up_is_optional_and_may_be_repeated(session):

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafting import prefix_of, text_of
-from support.token_drafting import TokenSession, random_table
+from support.token_drafting import (
+    TokenSession,
+    full_probs,
+    inner_nodes,
+    prefix_of,
+    random_table,
+    text_of,
+)
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -16,12 +22,6 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, check_tree
 
 VOCAB = 6
-
-
-def draft_samplings(tree, b, node):
-    dist = np.zeros(VOCAB)
-    np.add.at(dist, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-    return dist
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -39,13 +39,14 @@ def test_trees_carry_the_tables_distributions(order, draft_sampling):
     tree = session.draft(requests, draft_sampling)
     check_tree(tree)
     for b, request in enumerate(requests):
-        for node in {int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]}:
+        for node in inner_nodes(tree, b):
             tokens = [VOCAB] * order + text_of(request) + prefix_of(tree, b, node)
             state = 0
             for token in tokens[-order:]:
                 state = state * (VOCAB + 1) + token
             expected = (logits[state].double() / 0.6).softmax(0).numpy()
-            np.testing.assert_allclose(draft_samplings(tree, b, node), expected, atol=1e-6, rtol=0)
+            found = full_probs(tree, b, node, VOCAB)
+            np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
 
 
 def test_a_distribution_recalled_is_the_one_at_other_tokens():

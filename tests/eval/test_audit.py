@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.batched_trees import assert_sound
 from support.saved_pair import save_pair
 
 from eaglegbv.config import Plan
@@ -29,14 +30,13 @@ from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_p
 from eaglegbv.llm import LLM
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, check_tree
-from eaglegbv.verifiers.base import check_inputs
+from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.proof.tree import Outcome
-from eaglegbv.verifiers.registry import make_stateful_verifier, make_verifier
+from eaglegbv.verifiers.registry import make_any_verifier, make_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 PAIRS = [
@@ -79,10 +79,10 @@ def test_an_audit_is_reproducible_and_depends_on_its_seed() -> None:
 def block_without_weight(tree, chooser) -> Outcome:
     """A residual without w decides about acceptance, as one paper prints it."""
     (path,) = tree.paths
-    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
     w = block_weights(tree, path, dists)
     for i in range(len(path), -1, -1):
-        p = tree.target_dist(path[:i])
+        p = tree.target_probs(path[:i])
         h = w[i]
         if i < len(path):
             mass = sum(residual(1, p, dists[i]))
@@ -169,7 +169,7 @@ def test_instances_reach_the_corners() -> None:
     pairs = []
     for number in range(len(ROUND) * len(DRAFTS)):
         for problem in instance(DraftSampling.IID, shape, number, steps=2, seed=1):
-            p, q = problem.target_dist(()), problem.draft_dist(())
+            p, q = problem.target_probs(()), problem.draft_probs(())
             assert sum(p) == pytest.approx(1, abs=1e-15)
             assert sum(q) == pytest.approx(1, abs=1e-15)
             pairs.append((p, q))
@@ -186,8 +186,8 @@ def test_instances_reach_the_corners() -> None:
 
 def test_steps_share_the_target_and_have_their_own_draft_distributions() -> None:
     first, second = instance(DraftSampling.IID, Shape(3, 2, 2), 5, steps=2, seed=0)
-    assert first.target_dist((1,)) == second.target_dist((1,))
-    assert first.draft_dist((1,)) != second.draft_dist((1,))
+    assert first.target_probs((1,)) == second.target_probs((1,))
+    assert first.draft_probs((1,)) != second.draft_probs((1,))
 
 
 SAMPLED = [
@@ -229,7 +229,7 @@ def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
     name: str, paths: int
 ) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
-    result = sampled_subject(make_stateful_verifier(name), 4000).audit(DraftSampling.IID, sizes)
+    result = sampled_subject(make_any_verifier(name), 4000).audit(DraftSampling.IID, sizes)
     assert result.passed(0.0)
     assert result.detectable_shift < 0.1
     exact = package_subjects()[name].audit(DraftSampling.IID, sizes)
@@ -241,20 +241,18 @@ class Forgetful(GreedyBlockVerifier):
 
     name = "forgetful"
 
-    def verify(self, tree, target, uniforms, debts):
-        paid = replace(debts.layers, remaining=torch.zeros_like(debts.layers.remaining))
-        return super().verify(tree, target, uniforms, replace(debts, layers=paid))
+    def verify(self, tree, target, uniforms, layers, layer_probs):
+        none = replace(layers, remaining=torch.zeros_like(layers.remaining))
+        return super().verify(tree, target, uniforms, none, layer_probs)
 
 
 class Mixed(GreedyBlockVerifier):
-    """Pays every debt by the draft distribution of the first step."""
+    """Takes the draft distribution of the first step for that of every layer."""
 
     name = "mixed"
 
-    def verify(self, tree, target, uniforms, debts):
-        return super().verify(
-            tree, target, uniforms, replace(debts, draft_samplings=FirstProbs(debts.dists))
-        )
+    def verify(self, tree, target, uniforms, layers, layer_probs):
+        return super().verify(tree, target, uniforms, layers, FirstProbs(layer_probs))
 
 
 @dataclass(frozen=True)
@@ -281,8 +279,7 @@ def test_listed_trees_are_sound(draft_sampling: DraftSampling) -> None:
     for number in (0, 1, 8):
         [problem] = instance(draft_sampling, Shape(3, 2, 2), number, steps=1, seed=2)
         tree, target, masses = batch_of(problem)
-        check_tree(tree)
-        check_inputs(tree, target)
+        assert_sound(tree, target)
         assert float(masses.sum()) == pytest.approx(1)
         assert tree.batch == len(drafted_paths(problem))
 
@@ -394,8 +391,7 @@ def test_synthetic_trees_are_sound() -> None:
     settings = SyntheticSettings(vocab=5, depth=3)
     for paths in (1, 4):
         batch = draw_batch(settings, 40, paths, 0.7, torch.Generator().manual_seed(paths))
-        check_tree(batch.tree)
-        check_inputs(batch.tree, batch.target)
+        assert_sound(batch.tree, batch.target)
         shared = batch.tree.num_nodes < 1 + 3 * paths
         assert bool(shared.any()) == (paths > 1)
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.tables import KINDS, Model, Shape, problem
+from support.acceptance import alpha_greedy, alpha_iid, alpha_wor, inside_wor_race
+from support.tables import KINDS, Model, Shape, acceptance_length, iterate, problem
 
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_wor, rejection_wor
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.enumeration import Problem, acceptance_length, iterate
-from eaglegbv.verifiers.proof.lp import alpha_greedy, alpha_iid, alpha_wor, inside_wor_race
+from eaglegbv.verifiers.proof.enumeration import Problem
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.transport import ranked
 
@@ -40,7 +40,7 @@ def probs_of(p: Sequence[float], q: Sequence[float]) -> NodeProbs:
 def exact_length(name: str, case: Problem) -> float:
     """The chance that a draft of one level is accepted, over all drafts and decisions."""
     dist: dict = {}
-    for state, mass in iterate(REFERENCES[name].verify, [case], 2).items():
+    for state, mass in iterate(REFERENCES[name], [case], 2).items():
         dist[state.context] = dist.get(state.context, 0) + mass
     return float(acceptance_length(dist))
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.tables import iterate
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -26,7 +27,7 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
-from eaglegbv.verifiers.proof.enumeration import Problem, Shape, iterate
+from eaglegbv.verifiers.proof.enumeration import Problem, Shape
 from eaglegbv.verifiers.registry import REFERENCES, VERIFIERS
 from eaglegbv.verifiers.traversal import TraversalVerifier
 
@@ -61,7 +62,7 @@ def softmax(logits: torch.Tensor, temperature: float) -> tuple[float, ...]:
 
 def moments(name: str, problem: Problem) -> tuple[float, float]:
     """Exact mean and variance of the tokens a step commits."""
-    states = iterate(REFERENCES[name].verify, [problem], problem.shape.length + 1)
+    states = iterate(REFERENCES[name], [problem], problem.shape.length + 1)
     mean = sum(float(mass) * len(state.context) for state, mass in states.items())
     square = sum(float(mass) * len(state.context) ** 2 for state, mass in states.items())
     return mean, square - mean**2

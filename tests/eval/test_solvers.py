@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support.acceptance import alpha_iid
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import solvers
@@ -16,16 +17,14 @@ from eaglegbv.eval.solvers import (
     planned,
     settings_of,
 )
-from eaglegbv.verifiers import global_resolution as convex
-from eaglegbv.verifiers import global_resolution as race
+from eaglegbv.verifiers import global_resolution
 from eaglegbv.verifiers.global_resolution import (
     MOST_SETS,
     Solver,
-    convex_selection,
     count_draft_sets,
-    race_selection,
+    weighted_selection,
 )
-from eaglegbv.verifiers.proof.lp import alpha_iid, draft_sets_iid
+from eaglegbv.verifiers.proof.lp import draft_sets_iid
 
 TINY = Setting(vocab=4, drafts=3, width=4)
 SIZES = [s for s in settings_of() if s.vocab <= 1000 or s.width <= 64]
@@ -51,7 +50,7 @@ def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: drafts are relabelled by another rule than the distribution b belongs to."""
     node = next(nodes(Setting(vocab=10, drafts=3, width=10), 1, 0))
     assert exact(node).deviation(node) < 1e-12
-    monkeypatch.setattr(solvers, "_probs_by_labels", lambda ranked, plan, n: plan.highest.ravel())
+    monkeypatch.setattr(solvers, "_probs_by_labels", lambda plan, n: plan.highest.ravel())
     assert exact(node).deviation(node) > 1e-3
 
 
@@ -72,19 +71,19 @@ def test_a_convex_selection_has_the_distribution_it_says(
     monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, limit: int
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
-    monkeypatch.setattr(convex, "MOST_MULTISETS", limit)
+    monkeypatch.setattr(global_resolution, "MOST_MULTISETS", limit)
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
-        found = convex_selection(node.wanted, node.draft, drafts)
+        found = weighted_selection(node.wanted, node.draft, drafts, distinct=True)
         assert found.kept.all() == (limit == 10**6)
         dist = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
             mass = node.draft[list(drawn)].prod()
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
                 dist[x] += mass * chance
-        np.testing.assert_allclose(found.dist, dist, atol=1e-14)
+        np.testing.assert_allclose(found.probs, dist, atol=1e-14)
         lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
-        gradient = convex.GRADIENT_TOLERANCE * width
+        gradient = global_resolution.GRADIENT_TOLERANCE * width
         if found.truncated == 0:
             assert found.shortfall <= gradient
         kept_violations = np.where(found.low, node.wanted - dist, dist - node.wanted)[found.kept]
@@ -98,20 +97,20 @@ def test_a_race_has_the_distribution_it_says(
     monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, truncated: float
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
-    monkeypatch.setattr(race, "TRUNCATED", truncated)
+    monkeypatch.setattr(global_resolution, "TRUNCATED", truncated)
     cut = 0
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
-        found = race_selection(node.wanted, node.draft, drafts)
+        found = weighted_selection(node.wanted, node.draft, drafts, distinct=False)
         cut += found.truncated > 0
         dist = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
             mass = node.draft[list(drawn)].prod()
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
                 dist[x] += mass * chance
-        np.testing.assert_allclose(found.dist, dist, atol=1e-14)
+        np.testing.assert_allclose(found.probs, dist, atol=1e-14)
         lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
-        gradient = race.GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
+        gradient = global_resolution.RACE_GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
         assert found.shortfall <= 1.5 * gradient + found.truncated
     assert bool(cut) == bool(truncated)
 
@@ -136,8 +135,8 @@ def test_weights_of_a_race_with_tokens_at_its_edges() -> None:
         ([0.0, 0.0, 0.0], [0.2, 0.3, 0.5]),
     ]
     for p, q in cases:
-        found = race_selection(np.array(p), np.array(q), 3)
-        assert found.dist.sum() == pytest.approx(1, abs=1e-14)
+        found = weighted_selection(np.array(p), np.array(q), 3, distinct=False)
+        assert found.probs.sum() == pytest.approx(1, abs=1e-14)
         assert found.shortfall < 1e-5
 
 

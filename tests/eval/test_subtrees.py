@@ -5,8 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grown_trees import Candidates, Prefix, grown
 
-from eaglegbv.drafters.tree_growth import IidTree, stack_trees
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
@@ -14,29 +16,17 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
 VOCAB = 3
 
 
-def probs_after(tokens: list[int]) -> np.ndarray:
+def probs_after(prefix: Prefix) -> Candidates:
     """A draft distribution for every prefix."""
-    weights = np.random.default_rng([7, *tokens]).random(VOCAB)
-    return weights / weights.sum()
-
-
-def grown(uniforms: np.ndarray, min_confidence: float) -> IidTree:
-    tree = IidTree(0, uniforms, VOCAB, min_confidence=min_confidence)
-    frontier = [0]
-    for _ in range(uniforms.shape[1]):
-        if not frontier:
-            break
-        dists = np.stack([probs_after(tree.tokens_to(node)) for node in frontier])
-        ids = np.tile(np.arange(VOCAB), (len(frontier), 1))
-        frontier = tree.grow(frontier, ids, dists)
-    return tree
+    weights = np.random.default_rng([7, *prefix]).random(VOCAB)
+    return range(VOCAB), (weights / weights.sum()).tolist()
 
 
 def drafted(uniforms: np.ndarray, min_confidence: float = 0.0) -> DraftTree:
     """Trees of numbers ``[batch, paths, length]``."""
-    _, paths, length = uniforms.shape
-    trees = [grown(numbers, min_confidence).finish() for numbers in uniforms]
-    return stack_trees(trees, DraftSampling.IID, paths=paths, length=length)
+    batch, paths, length = uniforms.shape
+    plan = Plan(paths=paths, depth=length, min_confidence=min_confidence)
+    return trimmed(grown(plan, DraftSampling.IID, [probs_after] * batch, uniforms))
 
 
 def offer_of(tree: DraftTree) -> Offer:

@@ -195,8 +195,8 @@ def one_more(verify: Verify) -> Verify:
 def no_debts(verify: Verify) -> Verify:
     """Nothing is owed to later steps."""
 
-    def wrong(self: object, tree: Any, target: Any, uniforms: Any, debts: Any) -> Any:
-        verdict = verify(self, tree, target, uniforms, debts)
+    def wrong(self: object, tree: Any, target: Any, uniforms: Any, *layers: Any) -> Any:
+        verdict = verify(self, tree, target, uniforms, *layers)
         nothing = torch.zeros_like(verdict.layers.remaining)
         return replace(verdict, layers=replace(verdict.layers, remaining=nothing))
 

@@ -1,4 +1,4 @@
-"""SGLang's own EAGLE with the stand-in kernel: what ours is compared with samples the same distribution."""
+"""SGLang's own EAGLE with the stand-in kernel samples the same distribution as ours."""
 
 from pathlib import Path
 

@@ -1,188 +1,116 @@
-"""What cannot be served is refused before a server starts, with the reason and the remedy."""
+"""``eaglegbv serve`` says to SGLang what was asked for."""
 
-import pickle
+import shlex
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from support.sglang_pair import SGLangPair, save_sglang_pair
+from support.cli import run
+from support.saved_pair import save_pair
+from support.sglang_pair import save_sglang_pair
 
-from eaglegbv.backends.sglang.launch import NotServed, settle_arguments
+from eaglegbv.backends.sglang.launch import (
+    check_ready,
+    launch,
+    server_arguments,
+)
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.models.hf import load_config
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> SGLangPair:
-    return save_sglang_pair(tmp_path_factory.mktemp("pair"))
-
-
-def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
-    """SGLang's defaults on a GPU, as far as they are looked at."""
-    own: dict[str, object] = {
-        "model_path": str(pair.target),
-        "device": "cuda",
-        "pp_size": 1,
-        "revision": None,
-        "trust_remote_code": False,
-        "attn_dp_size": 1,
-        "enable_attn_tp_input_scattered": False,
-        "disaggregation_mode": "null",
-        "enable_lora": None,
-        "lora_paths": None,
-        "speculative_algorithm": "EAGLEGBV",
-        "speculative_use_rejection_sampling": False,
-        "speculative_use_block_verification": False,
-        "speculative_accept_threshold_single": 1.0,
-        "speculative_accept_threshold_acc": 1.0,
-        "enable_custom_logit_processor": False,
-        "enable_watermark": False,
-        "enable_multi_layer_eagle": False,
-        "speculative_eagle_topk": 3,
-        "speculative_num_steps": 4,
-        "speculative_num_draft_tokens": None,
-        "speculative_draft_model_path": str(pair.eagle1),
-        "max_running_requests": None,
-        "disable_overlap_schedule": False,
-        "enable_mixed_chunk": False,
-        "attention_backend": "flashinfer",
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "page_size": 1,
-        "tp_size": 1,
-        "kv_cache_dtype": "auto",
-        "speculative_draft_kv_cache_dtype": None,
-        "speculative_draft_window_size": None,
+def test_flags_and_environment(tmp_path: Path) -> None:
+    pair = save_sglang_pair(tmp_path)
+    settings = Settings(verifier="gbv", seed=5)
+    start = launch(
+        pair.target, pair.eagle3, paths=2, depth=5, settings=settings, others=["--port", "31000"]
+    )
+    assert start.command[1:3] == ["-m", "sglang.launch_server"]
+    flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
+    assert flags == {
+        "--model-path": str(pair.target),
+        "--speculative-algorithm": "EAGLEGBV3",
+        "--speculative-draft-model-path": str(pair.eagle3),
+        "--speculative-eagle-topk": "2",
+        "--speculative-num-steps": "5",
+        "--port": "31000",
     }
-    return SimpleNamespace(**(own | changes))
+    assert Settings.from_environment(start.environment) == settings
 
 
-def settle(
-    own: SimpleNamespace, verifier: str = "otbv", *, eagle3: bool = False, latent: bool = False
+def test_heads_of_other_formats_are_written_anew(tmp_path: Path) -> None:
+    target, head = save_pair(tmp_path)
+    named = server_arguments(target, head, paths=3, depth=4)
+    folder = Path(named["speculative_draft_model_path"])
+    assert named["speculative_algorithm"] == "EAGLEGBV"
+    assert folder != head
+    assert "LlamaForCausalLMEagle" in (folder / "config.json").read_text()
+    assert server_arguments(target, head, paths=3, depth=4) == named
+
+
+def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path / "one")
+    other = save_sglang_pair(tmp_path / "two")
+    with pytest.raises(DrafterMismatch):
+        server_arguments(target, other.eagle1, paths=3, depth=4)
+
+
+def test_the_targets_configuration_is_read_as_sglang_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle_arguments(own, Settings(verifier=verifier), eagle3=eagle3, latent=latent)
+    pair = save_sglang_pair(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    def load(model: Path, **options: Any) -> Any:
+        asked.append(options)
+        return load_config(model)
+
+    monkeypatch.setattr("eaglegbv.backends.sglang.launch.load_config", load)
+    for others in ([], ["--tp", "2", "--revision", "abc", "--trust-remote-code"]):
+        launch(pair.target, pair.eagle1, paths=3, depth=4, settings=Settings(), others=others)
+    assert asked == [
+        {"revision": None, "trust_remote_code": False},
+        {"revision": "abc", "trust_remote_code": True},
+    ]
 
 
-def test_what_follows_from_the_shape_is_filled_in(pair: SGLangPair) -> None:
-    own = arguments(pair)
-    settle(own)
-    assert own.speculative_num_draft_tokens == 13
-    assert own.max_running_requests == 48
-    assert not own.disable_overlap_schedule
-    assert own.speculative_draft_model_path == str(pair.eagle1)
+def test_without_a_drafter_nothing_is_drafted(tmp_path: Path) -> None:
+    assert server_arguments("some/model", None, paths=3, depth=4) == {"model_path": "some/model"}
 
 
-def test_the_shape_has_defaults(pair: SGLangPair) -> None:
-    own = arguments(pair, speculative_eagle_topk=None, speculative_num_steps=None)
-    settle(own)
-    assert (own.speculative_eagle_topk, own.speculative_num_steps) == (3, 4)
+def test_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = save_sglang_pair(tmp_path)
+    options = ("--drafter", str(pair.eagle1), "--dry-run", "--tp", "2")
+    words = shlex.split(run(capsys, "serve", str(pair.target), *options).out)
+    assert words[0].startswith("EAGLEGBV_SETTINGS=")
+    assert words[-2:] == ["--tp", "2"]
+    assert "EAGLEGBV" in words
 
 
-def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
-    own = arguments(pair, device="cpu", enable_mixed_chunk=True)
-    settle(own)
-    assert own.disable_overlap_schedule
-    assert not own.enable_mixed_chunk
+def test_sglangs_own_eagle_has_as_many_nodes(tmp_path: Path) -> None:
+    pair = save_sglang_pair(tmp_path)
+    shape = {"paths": 2, "depth": 5}
+    start = launch(pair.target, pair.eagle3, **shape, settings=None, others=["--tp", "2"])
+    flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
+    assert flags == {
+        "--model-path": str(pair.target),
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(pair.eagle3),
+        "--speculative-eagle-topk": "2",
+        "--speculative-num-steps": "5",
+        "--speculative-num-draft-tokens": "11",
+        "--tp": "2",
+    }
+    assert start.environment == {}
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "reason"),
-    [
-        ("pp_size", 2, "pipeline stages; use --tp"),
-        ("attn_dp_size", 2, "have not been tried"),
-        ("disaggregation_mode", "prefill", "not transferred"),
-        ("enable_lora", True, "base model only"),
-        ("lora_paths", ["a"], "base model only"),
-        ("speculative_use_rejection_sampling", True, "EAGLEGBV_VERIFIER"),
-        ("speculative_use_block_verification", True, "EAGLEGBV_VERIFIER=block"),
-        ("speculative_accept_threshold_acc", 0.9, "changes the distribution"),
-        ("enable_custom_logit_processor", True, "does not apply custom processors"),
-        ("enable_watermark", True, "forced tokens"),
-        ("enable_attn_tp_input_scattered", True, "features whole"),
-        ("attention_backend", "torch_native", "no tree masks; use flashinfer"),
-        ("attention_backend", "trtllm_mha", "chains only; use flashinfer, fa3, triton, aiter"),
-        ("attention_backend", "fa4", "chains only"),
-    ],
-)
-def test_options_that_would_be_ignored_are_refused(
-    pair: SGLangPair, option: str, value: object, reason: str
-) -> None:
-    with pytest.raises(NotServed, match=reason) as caught:
-        settle(arguments(pair, **{option: value}))
-    assert str(caught.value).startswith(f"--{option.replace('_', '-')} {value}: ")
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_large_pages_need_a_backend_that_can(pair: SGLangPair) -> None:
-    settle(arguments(pair, page_size=16))
-    settle(arguments(pair, page_size=16, attention_backend="aiter", speculative_eagle_topk=1))
-    with pytest.raises(NotServed, match="use --page-size 1"):
-        settle(arguments(pair, page_size=16, attention_backend="aiter"))
-
-
-@pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutedsl_mla", "aiter"])
-def test_latent_attention_reads_masks_by_few_backends(pair: SGLangPair, backend: str) -> None:
-    settle(arguments(pair, attention_backend=backend, speculative_eagle_topk=1), latent=True)
-    settle(arguments(pair, attention_backend="fa3"), latent=True)
-    settle(arguments(pair, attention_backend="triton"), latent=True)
-    with pytest.raises(NotServed, match=r"\(MLA\); use fa3 or triton, or --spec.*-topk 1$"):
-        settle(arguments(pair, attention_backend=backend), latent=True)
-
-
-def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair) -> None:
-    for split in ("prefill_attention_backend", "decode_attention_backend"):
-        settle(arguments(pair, attention_backend=None, **{split: "fa3"}))
-        with pytest.raises(NotServed, match="fa4: it verifies chains only"):
-            settle(arguments(pair, **{split: "fa4"}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"speculative_eagle_topk": 17}, r"speculative_eagle_topk=17: expected .* \[1, 16\]"),
-        ({"speculative_num_steps": 0}, r"speculative_num_steps=0"),
-        ({"speculative_num_draft_tokens": 8}, r"speculative_num_draft_tokens=8: expected 13"),
-        ({"speculative_draft_model_path": None}, "speculative_draft_model_path=None"),
-    ],
-)
-def test_values_out_of_range_are_named(
-    pair: SGLangPair, changes: dict[str, object], said: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=said):
-        settle(arguments(pair, **changes))
-
-
-def test_a_head_of_the_other_kind_is_refused(pair: SGLangPair) -> None:
-    with pytest.raises(InvalidArgument, match="expected EAGLEGBV3, for the head in"):
-        settle(arguments(pair, speculative_draft_model_path=str(pair.eagle3)))
-    with pytest.raises(InvalidArgument, match="expected EAGLEGBV, for the head in"):
-        settle(arguments(pair, speculative_algorithm="EAGLEGBV3"), eagle3=True)
-
-
-def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -> None:
-    from support.saved_pair import save_pair
-
-    target, _ = save_pair(tmp_path)
-    with pytest.raises(EagleGBVError, match="vocab_size=16"):
-        settle(arguments(pair, model_path=str(target)))
-
-
-@pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
-def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> None:
-    own = arguments(pair, speculative_eagle_topk=1)
-    settle(own, verifier)
-    assert own.disable_overlap_schedule
-    for option, value in (("tp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
-        with pytest.raises(NotServed, match="use a verifier without debts"):
-            settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
-        settle(arguments(pair, **{option: value}), "otbv")
-
-
-def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:
-    settle(arguments(pair, speculative_eagle_topk=1), "block")
-    with pytest.raises(SamplingMismatch, match="at most 1 for 'block'"):
-        settle(arguments(pair), "block")
-    with pytest.raises(SamplingMismatch, match="spechub"):
-        settle(arguments(pair), "spechub")
-    with pytest.raises(InvalidArgument, match="nosuch"):
-        settle(arguments(pair), "nosuch")
+def test_without_an_accelerator_a_device_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("check_version", "check_plugin"):
+        monkeypatch.setattr(f"eaglegbv.backends.sglang.launch.{check}", lambda: None)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    check_ready(["--tp", "2", "--device=cpu"])
+    check_ready(device="cpu")
+    with pytest.raises(InvalidArgument, match=r"^device=None: expected 'cpu', as there is no"):
+        check_ready(["--tp", "2"])
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    check_ready()

@@ -1,53 +1,43 @@
 """Acceptance, from what SGLang counts."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from eaglegbv.backends.sglang.metrics import (
-    acceptance_length,
-    corrected,
-    corrected_rate,
-    request_metrics,
-)
+from eaglegbv.backends.sglang import metrics
+from eaglegbv.backends.sglang.metrics import Delivered, request_metrics
 from eaglegbv.config import PLAIN, Plan
 
-
-def test_acceptance_length_is_accepted_tokens_per_forward() -> None:
-    assert acceptance_length([3, 5, 2, 1]) == pytest.approx((5 + 4 + 3) / 11)
-    assert acceptance_length([]) == 0.0
-
-
-def test_what_sglang_says_is_put_right() -> None:
-    said = {
-        "spec_accept_rate": 12 / 99,
-        "spec_accept_length": 24 / 11,
-        "spec_verify_ct": 11,
-        "spec_correct_drafts_histogram": [3, 5, 2, 1],
-        "id": "a",
-    }
-    right = corrected(said, length=3)
-    assert right["acceptance_length"] == pytest.approx(12 / 11)
-    assert right["block_efficiency"] == right["spec_accept_length"] == pytest.approx(23 / 11)
-    assert right["spec_accept_rate"] == pytest.approx(12 / 33)
-    assert right["id"] == "a"
-    assert said["spec_accept_length"] == 24 / 11
-
-
-def test_requests_without_verification_are_left_alone() -> None:
-    assert corrected({"id": "b"}, length=3) == {"id": "b"}
+SAID = {
+    "prompt_tokens": 7,
+    "completion_tokens": 24,
+    "spec_correct_drafts_histogram": [3, 5, 2, 1],
+}
 
 
 def test_counts_of_a_request_as_the_local_engine_counts_them() -> None:
-    said = {
-        "prompt_tokens": 7,
-        "completion_tokens": 24,
-        "spec_correct_drafts_histogram": [3, 5, 2, 1],
-    }
-    counts = request_metrics(said, Plan(paths=2, depth=3))
+    counts = request_metrics(SAID, Plan(paths=2, depth=3))
     assert (counts.prompt_tokens, counts.committed_tokens) == (7, 23)
     assert (counts.target_forwards, counts.accepted_tokens, counts.drafted_nodes) == (11, 12, 66)
     assert counts.offered_by_depth == [11, 11, 11]
     assert counts.accepted_by_depth == [8, 3, 1]
-    assert counts.acceptance_length == acceptance_length([3, 5, 2, 1])
+    assert counts.acceptance_length == pytest.approx((5 + 4 + 3) / 11)
+    assert counts.block_efficiency == pytest.approx(23 / 11)
+
+
+@pytest.mark.parametrize(
+    ("completion", "retractions", "committed", "accepted"),
+    [(23, 0, 22, 12), (22, 0, 21, 11), (21, 0, 20, 10), (24, 1, 22, 12), (25, 1, 23, 12)],
+)
+def test_tokens_beyond_the_end_are_not_counted(
+    completion: int, retractions: int, committed: int, accepted: int
+) -> None:
+    """The token that the target adds is the first to fall away."""
+    said = SAID | {"completion_tokens": completion, "num_retractions": retractions}
+    counts = request_metrics(said, Plan(paths=2, depth=3))
+    assert (counts.committed_tokens, counts.accepted_tokens) == (committed, accepted)
 
 
 def test_counts_without_speculation() -> None:
@@ -57,6 +47,59 @@ def test_counts_without_speculation() -> None:
     assert counts.offered_by_depth == []
 
 
-def test_rate_of_the_gauges() -> None:
-    assert corrected_rate(2.5, length=3) == pytest.approx(0.5)
-    assert corrected_rate(0.0, length=3) == 0.0
+@dataclass
+class Req:
+    """What is read of SGLang's requests."""
+
+    output_ids: list[int]
+    finished_len: int | None = None
+    is_retracted: bool = False
+
+    def finished(self) -> bool:
+        return self.finished_len is not None
+
+
+@dataclass
+class Gauge:
+    values: dict[str, float] = field(default_factory=dict)
+
+    def labels(self, **labels: str) -> "Gauge":
+        return self
+
+    def set(self, value: float) -> None:
+        self.values["now"] = value
+
+
+def test_the_scheduler_counts_what_was_delivered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "ours", lambda: True)
+    reporter = SimpleNamespace(
+        forward_ct_decode=0,
+        decode_log_interval=2,
+        is_stats_logging_rank=True,
+        current_scheduler_metrics_enabled=True,
+        metrics_collector=SimpleNamespace(labels={"model": "m"}),
+    )
+    processor = SimpleNamespace(metrics_reporter=reporter)
+    going, ending, ended = Req([5]), Req([5]), Req([5, 6], finished_len=2)
+    gauges = {"acceptance_length": Gauge(), "block_efficiency": Gauge()}
+    delivered = Delivered(gauges=gauges)
+
+    def process(_: object, batch: Any, result: Any) -> None:
+        """Every request commits as many tokens; one ends with its second."""
+        for req, correct in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
+            req.output_ids += [9] * (correct + 1)
+        ending.finished_len = 3
+        reporter.forward_ct_decode += 1
+
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            batch = SimpleNamespace(reqs=[going, ending, ended])
+            result = SimpleNamespace(num_correct_drafts_per_req_cpu=[1, 3, 3])
+            delivered.process(process, processor, batch, result)
+    # Rounds of 2 and 2 tokens by the first, and one by the second, of whose 4 tokens 2 count.
+    assert gauges["acceptance_length"].values["now"] == pytest.approx((1 + 1 + 2) / 3)
+    assert gauges["block_efficiency"].values["now"] == pytest.approx((2 + 2 + 2) / 3)
+    assert "acceptance length: 1.33, block efficiency: 2.00, verifications: 3" in caplog.text
+    assert delivered.counts.target_forwards == 0

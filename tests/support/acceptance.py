@@ -2,16 +2,31 @@
 
 import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import permutations
 
 import numpy as np
+from scipy.integrate import quad
 
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.gbv import skewed_probs
-from eaglegbv.verifiers.global_resolution import race_selection
-from eaglegbv.verifiers.proof.chooser import Number, Prefix, ProbsAt, support
+from eaglegbv.verifiers.global_resolution import weighted_selection
+from eaglegbv.verifiers.proof.chooser import (
+    Number,
+    Prefix,
+    Probs,
+    ProbsAt,
+    exact_tail_probs,
+    most_likely,
+    support,
+)
+from eaglegbv.verifiers.proof.chooser import (
+    share as ratio_of,
+)
+from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import ReferenceTree
-from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs
+from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked
 
 
 def otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
@@ -23,7 +38,7 @@ def otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
         node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.dist[x]
+            b = node.probs[x]
             if b > 0:
                 v = min(1, w * p(prefix)[x] / b)
                 inner = sum(
@@ -46,7 +61,7 @@ def global_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) ->
         node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            accepted = min(p(prefix)[x], node.dist[x])
+            accepted = min(p(prefix)[x], node.probs[x])
             if accepted > 0:
                 inner = sum(
                     share * below((*prefix, x), m)
@@ -66,12 +81,12 @@ def race_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> N
     def below(prefix: Prefix, drafts: int) -> Number:
         if len(prefix) == length:
             return 0
-        found = race_selection(np.array(p(prefix)), np.array(q(prefix)), drafts)
+        found = weighted_selection(np.array(p(prefix)), np.array(q(prefix)), drafts, distinct=False)
         total: Number = 0
         for drawn in itertools.product(support(q(prefix)), repeat=drafts):
             mass = math.prod(q(prefix)[x] for x in drawn)
             for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                accepted = min(1, p(prefix)[x] / found.dist[x]) if chance > 0 else 0
+                accepted = min(1, p(prefix)[x] / found.probs[x]) if chance > 0 else 0
                 if accepted > 0:
                     inner = below((*prefix, x), drawn.count(x))
                     total += mass * chance * accepted * (1 + inner)
@@ -90,7 +105,7 @@ def weighted_otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Num
         node = exact_transport(wanted, q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.dist[x]
+            b = node.probs[x]
             if b > 0:
                 v = min(1, wanted[x] / b)
                 inner = sum(
@@ -113,7 +128,7 @@ def spectr_gbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number
         node = exact_transport(p(prefix), q(prefix), drafts)
         total: Number = 0
         for x in node.order:
-            b = node.dist[x]
+            b = node.probs[x]
             for m, share in enumerate(multiplicity_probs(node, x) if b > 0 else (), start=1):
                 symbol_p, symbol_b = joint_p * p(prefix)[x] * share, joint_b * b * share
                 if symbol_b > 0:
@@ -163,3 +178,85 @@ def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
 def claimed_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
     """SpecTr-GBV's Theorem 5.3: sum of p [1 - (1 - min(1, q/p))^K] over prefixes."""
     return sum(a * (1 - (1 - min(1, b / a)) ** paths) for a, b in prefixes(p, q, length) if a > 0)
+
+
+def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:
+    """Return alpha* = 1 + min_H [P(H) - Q(H)], Q(H) = Pr(all drafts lie in H) = ``inside(H)``.
+
+    The minimum is reached on a prefix of the tokens by q/p descending (Hu et al., ICLR 2025).
+    """
+    order = ranked(p, q)
+    least: Number = 0
+    for size in range(1, len(order) + 1):
+        H = order[:size]
+        least = min(least, sum(p[x] for x in H) - inside(H))
+    return 1 + least
+
+
+def alpha_iid(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for independent drafts."""
+    return optimal_acceptance(p, q, lambda H: sum(q[x] for x in H) ** drafts)
+
+
+def alpha_wor(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for drafts without replacement (all of the support where it is smaller)."""
+    count = min(drafts, len(support(q)))
+    return optimal_acceptance(p, q, lambda H: inside_wor(q, H, count))
+
+
+def alpha_greedy(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return the acceptance of the top n - 1 tokens with one drawn from the rest of q."""
+    kept = most_likely(q, drafts - 1)
+    covered = sum(p[x] for x in kept)
+    if len(kept) == len(support(q)):
+        return covered
+    r = exact_tail_probs(q, kept)
+    return covered + sum(min(p[x], r[x]) for x in range(len(p)) if x not in kept)
+
+
+def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
+    """Return the probability that all of ``drafts`` draws without replacement lie in H.
+
+    Successive sampling: the sum over ordered tuples in H of prod q_j / (1 - earlier).
+    """
+    total: Number = 0
+    for drawn in permutations(H, drafts):
+        mass: Number = 1
+        left = sum(q)
+        for x in drawn:
+            mass *= ratio_of(q[x], left)
+            left -= q[x]
+        total += mass
+    return total
+
+
+def lp_acceptance(p: Probs, sets: DraftSets) -> float:
+    """Return the value of :func:`transport_plan`: the optimal acceptance of one node."""
+    return sum(transport_plan(p, sets).values())
+
+
+def inside_wor_race(q: Sequence[float], H: Sequence[int], drafts: int) -> float:
+    """The probability that all drafts without replacement lie in H, as an exponential race.
+
+    Token x arrives at an Exp(q_x) time; the first ``drafts`` arrivals lie in H iff that many have
+    arrived when the first token off H does, at rate 1 - q(H).
+    """
+    rate = sum(q) - sum(q[x] for x in H)
+    if rate <= 0:
+        return 1.0
+
+    def at_least(t: float) -> float:
+        counts = np.zeros(drafts + 1)
+        counts[0] = 1.0
+        for x in H:
+            arrived = -np.expm1(-q[x] * t)
+            counts[drafts] += counts[drafts - 1] * arrived
+            counts[1:drafts] = counts[1:drafts] * (1 - arrived) + counts[: drafts - 1] * arrived
+            counts[0] *= 1 - arrived
+        return float(counts[drafts])
+
+    def integrand(u: float) -> float:
+        return at_least(-np.log(u) / rate)  # u = exp(-rate t)
+
+    value, _ = quad(integrand, 0.0, 1.0, epsabs=1e-12, epsrel=1e-12, limit=200)
+    return float(value)

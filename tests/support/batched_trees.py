@@ -1,24 +1,24 @@
 """Random batches of draft trees over tiny vocabularies, for the batched verifiers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
+from eaglegbv.verifiers.paths import draft_counts
 from eaglegbv.verifiers.proof.chooser import (
-    Chooser,
-    GeneratorChooser,
     Prefix,
     Probs,
     ProbsAt,
     UniformChooser,
 )
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
-from eaglegbv.verifiers.selection import PathSteps
-from support.tables import KINDS, Model, Shape, draft
+from eaglegbv.verifiers.proof.tree import Outcome, from_draft_tree
+from eaglegbv.verifiers.registry import REFERENCES
+from eaglegbv.verifiers.stateful import ModifiedTarget
+from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,17 @@ class _Numbered:
         self.numbers = {prefix: n for n, prefix in enumerate(self.prefixes)}
 
 
+def assert_sound(tree: DraftTree, target: TargetProbs) -> None:
+    """Trees are well formed, drafts can be drawn, and all distributions sum to one."""
+    check_tree(tree)
+    assert not find_faults(tree, target).any()
+    sums = torch.logsumexp(target.logits.double(), dim=1) - target.log_normaliser
+    assert sums.abs().max() < 1e-6
+
+
 def forks(tree: DraftTree) -> list[int]:
     """Return how many nodes of each tree several paths leave."""
-    counts: list[int] = (PathSteps.of(tree).draft_counts(tree) > 1).sum(dim=1).tolist()
+    counts: list[int] = (draft_counts(tree) > 1).sum(dim=1).tolist()
     return counts
 
 
@@ -157,24 +165,11 @@ def outcomes(tree: DraftTree, verdict: Verdict) -> list[Outcome]:
     return result
 
 
-def reference_outcomes(
-    verify: Callable[[ReferenceTree, Chooser], Outcome], batch: Batch
-) -> list[Outcome]:
+def reference_outcomes(name: str, batch: Batch) -> list[Outcome]:
+    """What the reference of that name decides on the batch's uniforms."""
     result = []
     for b in range(batch.tree.batch):
-        reference = from_draft_tree(batch.tree, batch.target, b)
-        result.append(verify(reference, UniformChooser(batch.uniforms, b)))
+        tree = from_draft_tree(batch.tree, batch.target, b)
+        chooser = UniformChooser(batch.uniforms, b)
+        result.append(REFERENCES[name](tree, ModifiedTarget(), chooser).outcome)
     return result
-
-
-def disagreements(
-    verifier: Verifier, verify: Callable[[ReferenceTree, Chooser], Outcome], batch: Batch
-) -> list[tuple[int, Outcome, Outcome]]:
-    """Requests of a batch on which the batched verifier and the reference decide differently."""
-    got = outcomes(batch.tree, verifier.verify(batch.tree, batch.target, batch.uniforms))
-    expected = reference_outcomes(verify, batch)
-    return [
-        (b, mine, its)
-        for b, (mine, its) in enumerate(zip(got, expected, strict=True))
-        if mine != its
-    ]

@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
+from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.request import Request
-from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree
+from support.token_drafting import TokenSession, text_of
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
 FEATURE_LAYERS = (2, 3, 4)
@@ -125,20 +124,20 @@ def _randomise(module: torch.nn.Module) -> None:
                 parameter.normal_(std=0.25)
 
 
-class Session:
+class Session(TokenSession):
     """A drafter, and requests whose target is the plain model: every commit has true features.
 
     Slots nobody wrote to hold NaN, so that reading one of them shows.
     """
+
+    drafter: EagleDrafter
 
     def __init__(self, pair: Pair, *, slots: int = SLOTS) -> None:
         self.pair = pair
         pool = KVPool(1, slots, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
         pool.keys.fill_(torch.nan)
         pool.values.fill_(torch.nan)
-        self.drafter = EagleDrafter(pair.head, TorchPagedAttention(pool))
-        self.allocator = SlotAllocator(slots)
-        self._tree_slots: dict[int, Tensor] = {}
+        super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), slots=slots)
 
     def start(
         self,
@@ -151,50 +150,13 @@ class Session:
         observe: bool = True,
     ) -> Request:
         """A request whose prompt was read and whose first token is ``first``."""
-        request = Request(
-            number=seed,
-            prompt_ids=tuple(prompt),
-            params=params or SamplingParams(),
-            plan=plan,
-            stream=RequestRng(seed),
-            max_tokens=100,
-        )
-        request.slots = self.allocator.allocate(len(prompt))
-        request.token_ids.append(first)
-        request.step = 1
+        request = super().start(prompt, first, plan, params=params, seed=seed)
         if observe:
             self.drafter.observe(request, self.pair.features(prompt))
         return request
 
-    def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
-        slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
-        self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
-        return self.drafter.draft(
-            requests, requests[0].plan, draft_sampling, [s[1:] for s in slots]
-        )
-
     def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
-        """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""
-        slots = self._tree_slots.pop(request.number)
-        keep = torch.zeros(len(slots), dtype=torch.bool)
-        keep[[0, *nodes]] = True
-        request.slots = torch.cat((request.slots, slots[keep]))
-        self.allocator.release(slots[~keep])
+        """See :meth:`TokenSession.commit`."""
         features = self.pair.features(text_of(request) + list(tokens[:-1]))
-        request.token_ids += tokens
-        request.step += 1
+        super().commit(request, tokens, nodes)
         self.drafter.observe(request, features[-(len(nodes) + 1) :])
-
-
-def text_of(request: Request) -> list[int]:
-    """Everything known: the prompt and the tokens, the root of the next tree last."""
-    return [*request.prompt_ids, *request.token_ids]
-
-
-def prefix_of(tree: DraftTree, b: int, node: int) -> list[int]:
-    """The drafted tokens down to ``node``."""
-    tokens: list[int] = []
-    while node:
-        tokens.append(int(tree.token_ids[b, node]))
-        node = int(tree.parents[b, node])
-    return tokens[::-1]

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from eaglegbv.attention.base import pack
-from eaglegbv.attention.flashinfer import FlashInferPagedAttention, Kernels
+from eaglegbv.attention.base import AttentionCall, pack
+from eaglegbv.attention.flashinfer import FlashInferKernels, FlashInferPagedAttention
 from eaglegbv.attention.torch import TorchPagedAttention
 from support.ragged_batches import BATCHES, LAYERS, SCALE, SIZES, Sizes, moved, new_rows, pools
 
@@ -16,7 +16,7 @@ class Place:
     """Where kernels run, and what makes their wrappers."""
 
     device: str
-    kernels: Kernels
+    kernels: FlashInferKernels
 
 
 def check_kernels(place: Place, name: str, sizes: Sizes = SIZES, **scores: Any) -> None:
@@ -28,6 +28,7 @@ def check_kernels(place: Place, name: str, sizes: Sizes = SIZES, **scores: Any) 
     for layer in range(LAYERS):
         q, k, v = new_rows(batch.rows, place.device, sizes=sizes)
         found, expected = (
-            a.attend(layer, q, k, v, batch, scale=SCALE, **scores) for a in (attention, expected_by)
+            a.attend(AttentionCall(layer, SCALE, **scores), q, k, v, batch)
+            for a in (attention, expected_by)
         )
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)

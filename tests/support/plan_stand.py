@@ -9,25 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaglegbv.attention.flashinfer import FlashInferKernels, TreeBuffers
 from support.ragged_batches import SIZES, Sizes
 
 
 class Stand:
     """A wrapper that attends by definition from what it was planned with."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.plans = 0
         self._mask_indptr_buf: Tensor | None = None
 
     def plan(self, *arguments: Any, **named: Any) -> None:
         self.plans += 1
-        if self.kind == "decode":
-            indptr, indices, last, heads, kv_heads, dim, page = arguments
-            queries = torch.arange(len(indptr), dtype=torch.int32)
-            named = {"causal": True, "packed_custom_mask": None, **named}
-        else:
-            queries, indptr, indices, last, heads, kv_heads, dim, page = arguments
+        queries, indptr, indices, last, heads, kv_heads, dim, page = arguments
         for offsets in (queries, indptr, indices, last):
             assert offsets.dtype == torch.int32
         assert Sizes(heads, kv_heads, dim) == SIZES
@@ -68,18 +63,16 @@ class Stand:
         return bool(octet >> bit % 8 & 1)
 
 
-class StandKernels:
+class StandKernels(FlashInferKernels):
+    """Makes stand-ins, and keeps them."""
+
     def __init__(self) -> None:
         self.made: list[Stand] = []
 
     def processors(self, device: torch.device) -> int:
         return 1
 
-    def prefill(self, workspace: Tensor) -> Stand:
-        self.made.append(Stand("prefill"))
-        return self.made[-1]
-
-    def decode(self, workspace: Tensor, *, tensor_cores: bool) -> Stand:
-        assert not tensor_cores  # two query heads a key head are too few for them
-        self.made.append(Stand("decode"))
+    def prefill(self, workspace: Tensor, buffers: TreeBuffers | None = None) -> Stand:
+        assert buffers is None
+        self.made.append(Stand())
         return self.made[-1]

@@ -116,8 +116,8 @@ def _tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str
 
 
 def _flat(**changes: Any) -> dict[str, Any]:
-    """The keys all flat configurations share."""
-    return {
+    """The keys all flat configurations share; None removes one."""
+    keys = {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -138,6 +138,7 @@ def _flat(**changes: Any) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": VOCAB,
     } | changes
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _layer(prefix: str, inputs: int, *, hidden: int, kv: int, dim: int) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _layer(prefix: str, inputs: int, *, hidden: int, kv: int, dim: int) -> dict[
     }
 
 
-def _eagle1(*, fc_bias: bool, kv: int = 2) -> dict[str, Tensor]:
+def _eagle1(*, fc_bias: bool = False, kv: int = 2) -> dict[str, Tensor]:
     shapes = {
         "embed_tokens.weight": (VOCAB, HIDDEN),
         "fc.weight": (HIDDEN, 2 * HIDDEN),
@@ -245,178 +246,130 @@ _SGLANG3 = {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat1
 _FC_NORM = {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
 
 
-def eagle1_vicuna() -> Published:
-    """EAGLE repository: no key ``bias``, which means a bias, and no grouped heads."""
-    config = _flat()
-    del config["num_key_value_heads"]
-    return Published(config, _eagle1(fc_bias=True, kv=4), pickled=True, reads=())
+def _flat3(tensors: dict[str, Tensor] | None = None, **changes: Any) -> Published:
+    """An EAGLE-3 head in a flat format, of the reduced vocabulary unless another is given."""
+    target, pickled = changes.pop("target", "llama"), changes.pop("pickled", False)
+    config = _flat(**{"draft_vocab_size": DRAFT_VOCAB} | changes)
+    return Published(config, tensors or _eagle3(), pickled=pickled, target=target)
 
 
-def eagle1_llama3() -> Published:
-    """EAGLE repository: ``"bias": false``."""
-    config = _flat(bias=False, rope_theta=500000.0)
-    return Published(config, _eagle1(fc_bias=False), pickled=True, target="llama3", reads=())
+def _nested3(
+    config: dict[str, Any],
+    more: dict[str, Any] | None = None,
+    *,
+    target: str = "llama",
+    dim: int = 8,
+) -> Published:
+    """An EAGLE-3 head in speculators' format, with its embedding."""
+    tensors = _eagle3("layers.0.", dim=dim, more=_EMBEDDING | (more or {}))
+    return Published(config, tensors, target=target)
 
 
-def eagle1_qwen2() -> Published:
-    """EAGLE repository: biases of queries, keys and values."""
-    tensors = _eagle1(fc_bias=True)
-    biases = {f"layers.0.self_attn.{n}_proj.bias": (32 if n == "q" else 16,) for n in "qkv"}
-    tensors |= _tensors(biases, torch.float16)
-    return Published(_flat(qkv_bias=True), tensors, target="qwen2", reads=())
+def _biases(prefix: str, **widths: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}self_attn.{n}_proj.bias": (width,) for n, width in widths.items()}
 
 
-def eagle3_llama31() -> Published:
-    """EAGLE repository: no layer ids, no rope_theta, half precision, pickled."""
-    config = _flat(draft_vocab_size=DRAFT_VOCAB)
-    tensors = _eagle3(dtype=torch.float16)
-    return Published(config, tensors, pickled=True, target="llama3")
+def _ids(ids: list[int]) -> dict[str, Any]:
+    return {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
 
 
-def eagle3_vicuna13b() -> Published:
-    """EAGLE repository: full vocabulary, and the target's number of layers in the configuration."""
-    config = _flat(draft_vocab_size=VOCAB, num_hidden_layers=40)
-    del config["num_key_value_heads"]
-    return Published(config, _eagle3(kv=4, draft_vocab=VOCAB), pickled=True)
-
-
-def eagle3_narrow() -> Published:
-    """EAGLE repository, as for the 70B target: narrower than the target, with an embedding."""
-    config = _flat(
-        hidden_size=24, target_hidden_size=HIDDEN, draft_vocab_size=DRAFT_VOCAB, head_dim=8
-    )
-    return Published(config, _eagle3(hidden=24, more={"embed_tokens.weight": (VOCAB, 24)}))
-
-
-def eagle3_vllm() -> Published:
-    """Layer ids for vLLM, which counts inputs."""
-    eagle = {"eagle_aux_hidden_state_layer_ids": INPUTS, "use_aux_hidden_state": True}
-    config = _flat(draft_vocab_size=DRAFT_VOCAB, eagle_config=eagle)
-    return Published(config, _eagle3(), target="mistral")
-
-
-def sglang_eagle1() -> Published:
-    """The EAGLE repository's weights with SGLang's ``architectures``."""
-    config = _flat(architectures=["LlamaForCausalLMEagle"], bias=False)
-    return Published(config, _eagle1(fc_bias=False), reads=())
-
-
-def sglang_eagle3() -> Published:
-    """Layer ids for SGLang, which counts outputs."""
-    eagle = {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
-    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, eagle_config=eagle)
-    return Published(config, _eagle3(), target="qwen3")
-
-
-def sglang_eagle31() -> Published:
-    """EAGLE-3.1: features normed one by one, normed state fed back."""
-    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, fc_norm=True, norm_output=True)
-    return Published(config, _eagle3("layers.0.", more=_FC_NORM))
-
-
-def sglang_aux_norms() -> Published:
-    """The older names of EAGLE-3.1's norms."""
-    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, use_aux_norm=True)
-    norms = {f"aux_norm_{where}.weight": (HIDDEN,) for where in ("low", "mid", "high")}
-    return Published(config, _eagle3(more=norms))
-
-
-def specforge_sglang() -> Published:
-    """``specforge export --to sglang``: no embedding, rotary scaling in the older spelling."""
-    rope = {"type": "llama3"} | {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_type"}
-    config = _flat(
-        **_SGLANG3, draft_vocab_size=DRAFT_VOCAB, rope_theta=500000.0, rope_scaling=rope, head_dim=8
-    )
-    return Published(config, _eagle3(), target="llama3")
-
-
-def specforge_hf() -> Published:
-    """``specforge export --to hf``: with the embedding, and maps of a full vocabulary."""
-    config = _flat(**_SGLANG3, draft_vocab_size=VOCAB)
-    tensors = _eagle3(draft_vocab=VOCAB, more=_EMBEDDING)
-    tensors["d2t"] = torch.zeros(VOCAB, dtype=torch.int64)
-    tensors["t2d"] = torch.ones(VOCAB, dtype=torch.bool)
-    return Published(config, tensors, target="qwen2")
-
-
-def speculators_plain() -> Published:
-    """Converted from the EAGLE repository: no layer ids."""
-    return Published(_speculators(), _eagle3("layers.0.", more=_EMBEDDING))
-
-
-def speculators_residual() -> Published:
-    """Trained by speculators: ``norm_before_residual``, ids that count inputs."""
-    config = _speculators(norm_before_residual=True, ids=INPUTS)
-    return Published(config, _eagle3("layers.0.", more=_EMBEDDING), target="mistral")
-
-
-def speculators_norms() -> Published:
-    """EAGLE-3.1 by speculators, and the target's own tensors that older files carry."""
-    more = _EMBEDDING | _FC_NORM
-    more |= {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
-    flags = ("norm_before_residual", "fc_norm", "norm_output")
-    config = _speculators(**dict.fromkeys(flags, True))
-    return Published(config, _eagle3("layers.0.", more=more))
-
-
-def speculators_norm_before_fc() -> Published:
-    """Features normed together, as for gpt-oss."""
-    more = _EMBEDDING | {"input_norm.weight": (3 * HIDDEN,)}
-    return Published(_speculators(norm_before_fc=True), _eagle3("layers.0.", more=more))
-
-
-def sglang_norm_before_fc() -> Published:
-    """The same for SGLang, the key inside ``eagle_config``."""
-    config = _flat(**_SGLANG3, draft_vocab_size=DRAFT_VOCAB, eagle_config={"norm_before_fc": True})
-    return Published(config, _eagle3(more={"input_norm.weight": (3 * HIDDEN,)}))
-
-
-def sglang_eagle1_zeros() -> Published:
-    """EAGLE-1 without a bias, and zeros in its place for SGLang, which builds one always."""
-    head = sglang_eagle1()
-    head.tensors["fc.bias"] = torch.zeros(HIDDEN, dtype=torch.float16)
-    return head
-
-
-def speculators_qwen3() -> Published:
-    """A Qwen3 layer, which norms queries and keys."""
-    norms = {f"layers.0.self_attn.{n}_norm.weight": (16,) for n in "qk"}
-    config = _speculators(layer={"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6})
-    tensors = _eagle3("layers.0.", dim=16, more=_EMBEDDING | norms)
-    return Published(config, tensors, target="qwen3")
-
-
-def speculators_biases() -> Published:
-    """Biases of all of attention, by one key."""
-    widths = {"q": 32, "k": 16, "v": 16, "o": HIDDEN}
-    biases = {f"layers.0.self_attn.{n}_proj.bias": (w,) for n, w in widths.items()}
-    config = _speculators(layer={"attention_bias": True})
-    return Published(config, _eagle3("layers.0.", more=_EMBEDDING | biases))
-
+_OLD_ROPE = {"type": "llama3"} | {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_type"}
+_QKV = _biases("layers.0.", q=32, k=16, v=16)
+_FULL_MAPS = {
+    "d2t": torch.zeros(VOCAB, dtype=torch.int64),
+    "t2d": torch.ones(VOCAB, dtype=torch.bool),
+}
+_ZEROS = {"fc.bias": torch.zeros(HIDDEN, dtype=torch.float16)}
+_INPUT_NORM = {"input_norm.weight": (3 * HIDDEN,)}
+_NORMS = {f"layers.0.self_attn.{n}_norm.weight": (16,) for n in "qk"}
+_AUX_NORMS = {f"aux_norm_{where}.weight": (HIDDEN,) for where in ("low", "mid", "high")}
+_VERIFIER = {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
+_SGLANG1 = {"architectures": ["LlamaForCausalLMEagle"], "bias": False}
 
 PUBLISHED: dict[str, Callable[[], Published]] = {
-    function.__name__: function
-    for function in (
-        eagle1_vicuna,
-        eagle1_llama3,
-        eagle1_qwen2,
-        eagle3_llama31,
-        eagle3_vicuna13b,
-        eagle3_narrow,
-        eagle3_vllm,
-        sglang_eagle1,
-        sglang_eagle3,
-        sglang_eagle31,
-        sglang_aux_norms,
-        sglang_norm_before_fc,
-        sglang_eagle1_zeros,
-        specforge_sglang,
-        specforge_hf,
-        speculators_plain,
-        speculators_residual,
-        speculators_norms,
-        speculators_norm_before_fc,
-        speculators_qwen3,
-        speculators_biases,
-    )
+    # EAGLE repository: no key ``bias``, which means a bias, and no grouped heads.
+    "eagle1_vicuna": lambda: Published(
+        _flat(num_key_value_heads=None), _eagle1(fc_bias=True, kv=4), pickled=True, reads=()
+    ),
+    # EAGLE repository: ``"bias": false``.
+    "eagle1_llama3": lambda: Published(
+        _flat(bias=False, rope_theta=500000.0), _eagle1(), pickled=True, target="llama3", reads=()
+    ),
+    # EAGLE repository: biases of queries, keys and values.
+    "eagle1_qwen2": lambda: Published(
+        _flat(qkv_bias=True),
+        _eagle1(fc_bias=True) | _tensors(_QKV, torch.float16),
+        target="qwen2",
+        reads=(),
+    ),
+    # EAGLE repository: no layer ids, no rope_theta, half precision, pickled.
+    "eagle3_llama31": lambda: _flat3(_eagle3(dtype=torch.float16), pickled=True, target="llama3"),
+    # EAGLE repository: full vocabulary, and the target's number of layers in the configuration.
+    "eagle3_vicuna13b": lambda: _flat3(
+        _eagle3(kv=4, draft_vocab=VOCAB),
+        draft_vocab_size=VOCAB,
+        num_hidden_layers=40,
+        num_key_value_heads=None,
+        pickled=True,
+    ),
+    # EAGLE repository, as for the 70B target: narrower than the target, with an embedding.
+    "eagle3_narrow": lambda: _flat3(
+        _eagle3(hidden=24, more={"embed_tokens.weight": (VOCAB, 24)}),
+        hidden_size=24,
+        target_hidden_size=HIDDEN,
+        head_dim=8,
+    ),
+    # Layer ids for vLLM, which counts inputs.
+    "eagle3_vllm": lambda: _flat3(eagle_config=_ids(INPUTS), target="mistral"),
+    # The EAGLE repository's weights with SGLang's ``architectures``.
+    "sglang_eagle1": lambda: Published(_flat(**_SGLANG1), _eagle1(), reads=()),
+    # Layer ids for SGLang, which counts outputs.
+    "sglang_eagle3": lambda: _flat3(**_SGLANG3, eagle_config=_ids(OUTPUTS), target="qwen3"),
+    # EAGLE-3.1: features normed one by one, normed state fed back.
+    "sglang_eagle31": lambda: _flat3(
+        _eagle3("layers.0.", more=_FC_NORM), **_SGLANG3, fc_norm=True, norm_output=True
+    ),
+    # The older names of EAGLE-3.1's norms.
+    "sglang_aux_norms": lambda: _flat3(_eagle3(more=_AUX_NORMS), **_SGLANG3, use_aux_norm=True),
+    # Features normed together, as for gpt-oss, the key inside ``eagle_config``.
+    "sglang_norm_before_fc": lambda: _flat3(
+        _eagle3(more=_INPUT_NORM), **_SGLANG3, eagle_config={"norm_before_fc": True}
+    ),
+    # EAGLE-1 without a bias, and zeros in its place for SGLang, which builds one always.
+    "sglang_eagle1_zeros": lambda: Published(_flat(**_SGLANG1), _eagle1() | _ZEROS, reads=()),
+    # ``specforge export --to sglang``: no embedding, rotary scaling in the older spelling.
+    "specforge_sglang": lambda: _flat3(
+        **_SGLANG3, rope_theta=500000.0, rope_scaling=_OLD_ROPE, head_dim=8, target="llama3"
+    ),
+    # ``specforge export --to hf``: with the embedding, and maps of a full vocabulary.
+    "specforge_hf": lambda: _flat3(
+        _eagle3(draft_vocab=VOCAB, more=_EMBEDDING) | _FULL_MAPS,
+        **_SGLANG3,
+        draft_vocab_size=VOCAB,
+        target="qwen2",
+    ),
+    # Converted from the EAGLE repository: no layer ids.
+    "speculators_plain": lambda: _nested3(_speculators()),
+    # Trained by speculators: ``norm_before_residual``, ids that count inputs.
+    "speculators_residual": lambda: _nested3(
+        _speculators(norm_before_residual=True, ids=INPUTS), target="mistral"
+    ),
+    # EAGLE-3.1 by speculators, and the target's own tensors that older files carry.
+    "speculators_norms": lambda: _nested3(
+        _speculators(norm_before_residual=True, fc_norm=True, norm_output=True),
+        _FC_NORM | _VERIFIER,
+    ),
+    # Features normed together.
+    "speculators_norm_before_fc": lambda: _nested3(_speculators(norm_before_fc=True), _INPUT_NORM),
+    # A Qwen3 layer, which norms queries and keys.
+    "speculators_qwen3": lambda: _nested3(
+        _speculators(layer={"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6}),
+        _NORMS,
+        target="qwen3",
+        dim=16,
+    ),
+    # Biases of all of attention, by one key.
+    "speculators_biases": lambda: _nested3(
+        _speculators(layer={"attention_bias": True}), _QKV | _biases("layers.0.", o=HIDDEN)
+    ),
 }

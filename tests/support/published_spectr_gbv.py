@@ -36,7 +36,7 @@ def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
         if _accepted(_whole(tree, path, K), chooser, number * L + L - 1):
             best = path
             break
-    weights = tree.target_dist(best) if len(best) == L else _correction(tree, best, K)
+    weights = tree.target_probs(best) if len(best) == L else _correction(tree, best, K)
     return Outcome(best, chooser.choose(weights, Purpose.CORRECTION, 0))
 
 
@@ -48,7 +48,7 @@ def _accepted(h: Number, chooser: Chooser, index: int) -> bool:
 
 def _joint(tree: ReferenceTree, prefix: Prefix) -> tuple[Number, Number]:
     dists = [
-        (tree.target_dist(prefix[:i]), tree.draft_dist(prefix[:i])) for i in range(len(prefix))
+        (tree.target_probs(prefix[:i]), tree.draft_probs(prefix[:i])) for i in range(len(prefix))
     ]
     return (
         prod(p[x] for (p, _), x in zip(dists, prefix, strict=True)),
@@ -69,7 +69,7 @@ def _chance(tree: ReferenceTree, prefix: Prefix, K: int) -> Number:
     p, q = _joint(tree, prefix)
     missed: Number = 0
     found: Number = 0
-    for p_next, q_next in zip(tree.target_dist(prefix), tree.draft_dist(prefix), strict=True):
+    for p_next, q_next in zip(tree.target_probs(prefix), tree.draft_probs(prefix), strict=True):
         miss = (1 - _covered(p * p_next, q * q_next)) ** K
         missed += p * p_next * miss
         found += p * p_next * (1 - miss)
@@ -80,9 +80,9 @@ def _chance(tree: ReferenceTree, prefix: Prefix, K: int) -> Number:
 
 def _correction(tree: ReferenceTree, prefix: Prefix, K: int) -> list[Number]:
     p, q = _joint(tree, prefix)
-    dist = tree.target_dist(prefix)
+    dist = tree.target_probs(prefix)
     weights = [
         a * (1 - _covered(p * a, q * b) ** K)
-        for a, b in zip(dist, tree.draft_dist(prefix), strict=True)
+        for a, b in zip(dist, tree.draft_probs(prefix), strict=True)
     ]
     return weights if sum(weights) > 0 else list(dist)

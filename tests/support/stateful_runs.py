@@ -9,26 +9,26 @@ import torch
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.proof.chooser import GeneratorChooser, Prefix, Probs, ProbsAt, inverse_cdf
-from eaglegbv.verifiers.proof.enumeration import After, StopAfter, VerifyWithState
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.enumeration import After
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
 from eaglegbv.verifiers.stateful import (
-    Debts,
     Layers,
     ModifiedTarget,
     SparseProbs,
     StatefulUniforms,
     StatefulVerifier,
+    VerifyWithState,
 )
 from support.batched_trees import Batch, Request, build_batch, outcomes
-from support.tables import KINDS, Model, Shape, draft
+from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
 
 
 @dataclass
 class Snapshot:
     """The draft distribution and stopping rule of the step that pushed a layer, by all tokens."""
 
-    draft_dist: ProbsAt
+    draft_probs: ProbsAt
     stop: Stop
 
 
@@ -48,7 +48,7 @@ class Running:
 
 @dataclass(frozen=True)
 class TableProbs:
-    """Distributions of layers by table; ``current`` plants the mistake of using the current draft distributions."""
+    """Draft distributions of layers by table; ``current`` plants those of the current step."""
 
     requests: list[Running]
     width: int
@@ -61,7 +61,7 @@ class TableProbs:
             context = (*request.state.context, *tokens[b].tolist())
             for k, snapshot in enumerate(request.snapshots):
                 if not snapshot.stop(context):
-                    dist = self.current[b] if self.current else snapshot.draft_dist
+                    dist = self.current[b] if self.current else snapshot.draft_probs
                     probs[b, k] = torch.tensor(dist(context), dtype=torch.float64)
         return SparseProbs(torch.arange(self.width).expand_as(probs), probs)
 
@@ -156,9 +156,9 @@ def step(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Take one step by both; every request goes on with its own state of each.
 
-    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft distributions; with all
-    of them half of the steps draft by distributions related to the target's. ``planted``: the batched
-    verifier is given the current draft distributions in place of the layers' own.
+    Shapes of length 0 take a step without drafts. ``kinds`` are those of the draft distributions;
+    with all of them half of the steps draft by ones related to the target's. ``planted``: the
+    batched verifier is given the current draft distributions in place of the layers' own.
     """
     drafted, trees = [], []
     for request in requests:
@@ -171,7 +171,7 @@ def step(
         def stop(prefix: Prefix, end: int = end, root: int = len(context)) -> bool:
             return len(prefix) > root and prefix[-1] == end
 
-        q, below = After(dist, context), StopAfter(stop, context)
+        q, below = After(dist, context), After(stop, context)
         paths = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
         # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
         p = After(request.p, context)
@@ -180,9 +180,9 @@ def step(
     batch = _batch([r for r, _ in drafted], shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)
-    current = [snapshot.draft_dist for _, snapshot in drafted] if planted else None
-    debts = Debts(layers, TableProbs(requests, shape.vocab, current))
-    result = verifier.verify(batch.tree, batch.target, uniforms, debts)
+    current = [snapshot.draft_probs for _, snapshot in drafted] if planted else None
+    probs = TableProbs(requests, shape.vocab, current)
+    result = verifier.verify(batch.tree, batch.target, uniforms, layers, probs)
     expected = []
     for b, (request, tree) in enumerate(zip(requests, trees, strict=True)):
         chooser = StatefulChooser(uniforms, b, len(request.state.layers))
@@ -205,4 +205,4 @@ def step(
             )
             for _, k in kept
         ]
-    return outcomes(batch.tree, result.verdict), expected
+    return outcomes(batch.tree, result), expected

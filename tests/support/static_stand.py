@@ -87,7 +87,7 @@ class StandKernels:
     def processors(self, device: torch.device) -> int:
         return 1
 
-    def static_prefill(self, workspace: Tensor, buffers: TreeBuffers) -> StaticStand:
+    def prefill(self, workspace: Tensor, buffers: TreeBuffers) -> StaticStand:
         self.trees.append(StaticStand(buffers, self.most_keys))
         return self.trees[-1]
 

@@ -1,6 +1,6 @@
 """Tiny models as tables of distributions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
@@ -14,10 +14,19 @@ from eaglegbv.eval.audit_exact import (
     tied_weights,
     weights_with_zeros,
 )
+from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt
-from eaglegbv.verifiers.proof.enumeration import Problem, Shape, draft
-from eaglegbv.verifiers.proof.tree import Stop, never
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.enumeration import (
+    Problem,
+    Shape,
+    deviation,
+    draft,
+    stateless,
+    states_by_step,
+)
+from eaglegbv.verifiers.proof.tree import Stop, Verify, never
+from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
 
 __all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_probs", "constant", "draft", "problem"]
 
@@ -120,3 +129,38 @@ def constant(*weights: Number | str) -> ProbsAt:
     """A context-free distribution of exact fractions."""
     dist = tuple(Fraction(w) for w in weights)
     return lambda prefix: dist
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorChooser:
+    """Samples: every decision takes a fresh number from ``generator``."""
+
+    generator: np.random.Generator
+
+    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
+        """Return a random entry."""
+        del purpose, index
+        return inverse_cdf(weights, self.generator.random())
+
+
+def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
+    """Return the exact distribution of the tokens that one step commits."""
+    states = iterate(stateless(verify), [problem], problem.shape.length + 1)
+    return {state.context: mass for state, mass in states.items()}
+
+
+def acceptance_length(probs: Mapping[Prefix, Number]) -> Number:
+    """Return E[tau] of an output distribution: committed tokens less one."""
+    return sum(mass * (len(tokens) - 1) for tokens, mass in probs.items())
+
+
+def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
+    """Return :func:`deviation` after one step for each of ``problems``."""
+    return deviation(iterate(verify, problems, total), problems[0].target_probs, total)
+
+
+def iterate(
+    verify: VerifyWithState, problems: Sequence[Problem], total: int
+) -> dict[ModifiedTarget, Number]:
+    """Return the exact distribution of the state after one step for each of ``problems``."""
+    return list(states_by_step(verify, problems, total))[-1]

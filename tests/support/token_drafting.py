@@ -1,8 +1,10 @@
-"""Requests of drafters that read tokens alone, without an engine."""
+"""Requests of a drafter, without an engine."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,3 +91,40 @@ class TokenSession:
         self.allocator.release(slots[~keep])
         request.token_ids += tokens
         request.step += 1
+
+
+def text_of(request: Request) -> list[int]:
+    """Everything known: the prompt and the tokens, the root of the next tree last."""
+    return [*request.prompt_ids, *request.token_ids]
+
+
+def prefix_of(tree: DraftTree, b: int, node: int) -> list[int]:
+    """The drafted tokens down to ``node``."""
+    tokens: list[int] = []
+    while node:
+        tokens.append(int(tree.token_ids[b, node]))
+        node = int(tree.parents[b, node])
+    return tokens[::-1]
+
+
+def inner_nodes(tree: DraftTree, b: int) -> list[int]:
+    return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
+
+
+def full_probs(tree: DraftTree, b: int, node: int, vocab: int) -> NDArray[np.float64]:
+    """The distribution that a node carries, over the target's vocabulary."""
+    probs = np.zeros(vocab)
+    np.add.at(probs, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return probs
+
+
+def advance(
+    session: TokenSession, request: Request, tree: DraftTree, b: int, accepted: int, vocab: int
+) -> None:
+    """Commit the first ``accepted`` nodes of a path that reaches so deep, and a token more."""
+    lengths = tree.path_lengths[b].tolist()
+    accepted = min(accepted, max(lengths))
+    path = next(k for k, length in enumerate(lengths) if length >= accepted)
+    nodes = tree.path_nodes[b, path, :accepted].tolist()
+    correction = (7 * request.step + 3) % vocab
+    session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)

@@ -8,7 +8,7 @@ from support.tiny_models import CONFIGS, LAYERS, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eaglegbv.attention.base import PackedBatch, Segment, pack
+from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import ModelNotSupported
@@ -67,8 +67,8 @@ def test_other_kinds_of_attention_are_refused() -> None:
 class SeesSiblings(TorchPagedAttention):
     """Ignores who sees whom."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
-        return super().attend(layer, q, k, v, self.blind(batch), **how)
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
+        return super().attend(call, q, k, v, self.blind(batch))
 
     def blind(self, batch: PackedBatch) -> PackedBatch:
         return pack([self.change(segment) for segment in batch.segments])
@@ -87,14 +87,23 @@ class ForgetsContext(SeesSiblings):
 class IgnoresWindow(TorchPagedAttention):
     """Attends without a window."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
-        return super().attend(layer, q, k, v, batch, **{**how, "window": None})
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
+        return super().attend(call._replace(window=None), q, k, v, batch)
 
 
 @pytest.mark.parametrize("broken", [SeesSiblings, ForgetsContext, IgnoresWindow])
 def test_wrong_attention_is_noticed(broken: type[TorchPagedAttention]) -> None:
     with pytest.raises(ModelNotSupported, match="logits of the plain model"):
         HFTarget(tiny_model("mistral"), max_slots=64, attention=broken)
+
+
+def test_a_benchmark_may_go_on_with_what_the_check_found(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("mistral")
+    target = HFTarget(model, max_slots=64, attention=SeesSiblings, must_pass=False)
+    assert target.self_check is not None
+    assert "logits of the plain model" in target.self_check
+    assert ["self-check" in record.getMessage() for record in caplog.records] == [True]
+    assert HFTarget(tiny_model("mistral"), max_slots=64, must_pass=False).self_check is None
 
 
 def test_even_a_freshly_initialised_model_shows_it() -> None:

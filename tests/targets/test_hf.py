@@ -1,6 +1,8 @@
 """A transformers model behind our attention computes what it computes alone."""
 
+import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, OutOfSlots
-from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec
 
 SUPPORTED = [
@@ -227,7 +229,7 @@ def test_the_pool_runs_out() -> None:
 def test_loading_a_folder(tmp_path) -> None:
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path)
-    target = HFTarget.from_pretrained(tmp_path, max_slots=64)
+    target = HFTarget(load_model(tmp_path), max_slots=64)
     slots = target.allocator.allocate(3)
     out = target.forward([Segment.causal(torch.tensor([1, 2, 3]), slots[:0], slots)])
     assert_close(out.logits, Plain(model).logits([1, 2, 3]))
@@ -240,26 +242,64 @@ def test_loading_incomplete_weights(tmp_path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelNotSupported, match=r"not without .*layers\.1\.mlp\.up_proj"):
-        HFTarget.from_pretrained(tmp_path)
+        load_model(tmp_path)
     file.write_bytes(b"\0" * 100)
     with pytest.raises(ModelNotSupported, match="weights of a causal language model"):
-        HFTarget.from_pretrained(tmp_path)
+        load_model(tmp_path)
 
 
 def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidArgument, match=r"config\.json"):
-        HFTarget.from_pretrained(tmp_path)
+        load_model(tmp_path)
     with pytest.raises(InvalidArgument, match="existing model folder"):
-        HFTarget.from_pretrained(tmp_path / "missing")
+        load_model(tmp_path / "missing")
     with pytest.raises(InvalidArgument, match="existing model folder"):
-        HFTarget.from_pretrained("nobody/no-such-model")
+        load_model("nobody/no-such-model")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(ModelNotSupported, match="model type"):
-        HFTarget.from_pretrained(tmp_path)
+        load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelNotSupported, match="weights"):
-        HFTarget.from_pretrained(tmp_path)
+        load_model(tmp_path)
+
+
+QUANTISED = {
+    # The package that reads it, and a checkpoint's settings.
+    "optimum": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    "gptqmodel": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "compressed_tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "hqq": {"quant_method": "hqq"},
+}
+
+
+@pytest.mark.parametrize("package", sorted(QUANTISED))
+def test_a_quantised_model_without_its_package_is_refused_in_a_line(package, tmp_path) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = QUANTISED[package]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelNotSupported, match=QUANTISED[package]["quant_method"]) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_configuration_or_tokenizer_is_called_by_its_name(tmp_path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
+    with pytest.raises(InvalidArgument, match="a model with a tokenizer"):
+        load_tokenizer(tmp_path)
+    for content in (
+        '{"model_type": "llama", ',
+        "[]",
+        '{"model_type": "llama", "hidden_size": "x"}',
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(InvalidArgument, match=r"config\.json"):
+            load_config(tmp_path)
 
 
 def test_outputs_are_ordinary_tensors() -> None:

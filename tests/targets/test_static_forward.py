@@ -11,7 +11,7 @@ from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.attention.base import PackedBatch
+from eaglegbv.attention.base import AttentionCall, PackedBatch
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
 from eaglegbv.errors import InvalidArgument
@@ -23,7 +23,7 @@ MAX_CONTEXT = 128
 
 
 def llama(graphs: GraphMode | Recorder) -> HFTarget:
-    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=512, graphs=graphs)
+    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=1024, graphs=graphs)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_padded_forwards_equal_plain_ones(
     assert_same(tree_outputs(padded, batch, seed), tree_outputs(plain, batch, seed))
     assert padded.graph_counts["replayed"] == before + 1
     # The same slots hold the same keys: padding wrote to the spare one alone.
-    torch.testing.assert_close(padded.pool.keys[:, :512], plain.pool.keys, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded.pool.keys[:, :-1], plain.pool.keys, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_padded_is_counted_by_reason() -> None:
@@ -108,6 +108,18 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     assert llama(GraphMode.OFF).graph_counts == {}
 
 
+def test_what_a_draining_batch_needs_can_be_recorded_before() -> None:
+    recorder = TapeRecorder()
+    target = llama(recorder)
+    target.record(3, 9)
+    recorded = recorder.recorded
+    assert target.graph_counts == {}
+    for batch in ([(3, 9)] * 3, [(2, 1), (5, 7), (3, 9)], [(3, 9), (4, 2)], [(5, 5)], [(9, 9)]):
+        tree_outputs(target, batch, 0)
+    assert target.graph_counts == {"prefill": 5, "replayed": 5}
+    assert recorder.recorded == recorded
+
+
 def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
     with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'.*need a CUDA device"):
         llama(GraphMode.ON)
@@ -121,10 +133,10 @@ class Obstinate(TorchPagedAttention):
 
     refusing = False
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, **how):
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
         if self.refusing and batch.rows == 8:
             raise NotRecordable("sinks")
-        return super().attend(layer, q, k, v, batch, **how)
+        return super().attend(call, q, k, v, batch)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:

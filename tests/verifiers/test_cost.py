@@ -57,7 +57,7 @@ def test_peak_memory_is_noticed() -> None:
 
 
 def large_batch(name: str, vocab: int) -> tuple[Batch, TargetProbs]:
-    """Return sixteen requests, each with 24 drafted tokens at most, and distributions of random logits."""
+    """Sixteen requests, each with 24 drafted tokens at most, and random logits."""
     verifier = make_verifier(name)
     rng = np.random.default_rng(2)
     paths = verifier.max_paths or 4

@@ -1,4 +1,4 @@
-"""Debts along texts that the drafter thinks next to impossible: rho has an upper limit."""
+"""Layers along texts that the drafter thinks next to impossible: rho has an upper limit."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_rho_grows_to_its_limit_and_no_further() -> None:
     assert grown.tolist() == [0.5, MOST_RHO, MOST_RHO, 0.0]
 
 
-def test_a_debt_at_the_limit_leaves_the_target_as_it_is() -> None:
+def test_a_layer_at_the_limit_leaves_the_target_as_it_is() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -40.0]])
     target = TargetProbs.of_logits(logits, torch.zeros((1, 1), dtype=torch.int64))
     ids = torch.arange(VOCAB).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Verifiers with state decide as their references do, step after step, and owe the same debts."""
+"""Verifiers with state decide as their references, step after step, and leave the same layers."""
 
 import dataclasses
 
@@ -6,32 +6,27 @@ import numpy as np
 import pytest
 import torch
 from support.batched_trees import build_batch, random_requests
-from support.stateful_runs import UNTIED, Running, TableProbs, start, stateful_uniforms, step
+from support.stateful_runs import UNTIED, Running, start, stateful_uniforms, step
 from support.tables import KINDS, Shape
 from support.watch import Watch
 
-from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.errors import SamplingMismatch
 from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.registry import (
-    REFERENCES,
-    STATEFUL_VERIFIERS,
-    VERIFIERS,
-    make_stateful_verifier,
-)
-from eaglegbv.verifiers.stateful import Debts, Layers, StatefulUniforms
+from eaglegbv.verifiers.registry import REFERENCES, STATEFUL_VERIFIERS
+from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms
 
 NAMES = sorted(STATEFUL_VERIFIERS)
 
 
-def owed(request: Running) -> list[tuple[float, int, int]]:
+def left_by(request: Running) -> list[tuple[float, int, int]]:
     return [(layer.rho, layer.drafts, layer.remaining) for layer in request.state.layers]
 
 
 def agree(request: Running) -> bool:
     """Whether both keep the same layers."""
-    mine, its = request.numbers, owed(request)
+    mine, its = request.numbers, left_by(request)
     return [n[1:] for n in mine] == [n[1:] for n in its] and all(
         abs(a[0] - b[0]) <= 1e-9 * b[0] for a, b in zip(mine, its, strict=True)
     )
@@ -39,37 +34,35 @@ def agree(request: Running) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
-def test_decides_and_owes_as_the_reference(name: str, seed: int) -> None:
+def test_decides_and_leaves_as_the_reference(name: str, seed: int) -> None:
     """Steps of all lengths, 0 among them, on trees of changing draft distributions."""
     rng = np.random.default_rng([seed, len(name)])
-    verifier = make_stateful_verifier(name)
+    verifier = STATEFUL_VERIFIERS[name]()
     kinds = KINDS if verifier.max_paths == 1 else UNTIED
-    debts = 0
+    left = 0
     for _ in range(12):
         vocab = int(rng.integers(2, 6))
         requests = start(rng, 12, vocab, kinds)
         for _ in range(4):
             paths = verifier.max_paths or int(rng.integers(1, 5))
             shape = Shape(vocab, int(rng.integers(6)), paths)
-            got, expected = step(
-                verifier, REFERENCES[name].verify, requests, shape, rng, kinds=kinds
-            )
+            got, expected = step(verifier, REFERENCES[name], requests, shape, rng, kinds=kinds)
             assert got == expected
             assert all(agree(request) for request in requests)
-            debts += sum(len(request.numbers) for request in requests)
-    assert debts > 100
+            left += sum(len(request.numbers) for request in requests)
+    assert left > 100
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_current_draft_distribution_in_place_of_a_layers_own_is_noticed(name: str) -> None:
     rng = np.random.default_rng(3)
-    verifier = make_stateful_verifier(name)
+    verifier = STATEFUL_VERIFIERS[name]()
     wrong = 0
     for _ in range(30):
         requests = start(rng, 8, 4)
         shape = Shape(4, 4, verifier.max_paths or 2)
-        step(verifier, REFERENCES[name].verify, requests, shape, rng)
-        got, expected = step(verifier, REFERENCES[name].verify, requests, shape, rng, planted=True)
+        step(verifier, REFERENCES[name], requests, shape, rng)
+        got, expected = step(verifier, REFERENCES[name], requests, shape, rng, planted=True)
         pairs = zip(requests, got, expected, strict=True)
         wrong += sum(mine != its or not agree(request) for request, mine, its in pairs)
     assert wrong > 10
@@ -78,7 +71,7 @@ def test_current_draft_distribution_in_place_of_a_layers_own_is_noticed(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_reads_nothing_on_the_host(name: str) -> None:
     rng = np.random.default_rng(4)
-    verifier = make_stateful_verifier(name)
+    verifier = STATEFUL_VERIFIERS[name]()
     paths = verifier.max_paths or 3
     requests = random_requests(DraftSampling.IID, rng, 4, paths=paths, length=3, vocab=5)
     batch = build_batch(DraftSampling.IID, requests, 5, rng, paths=paths, length=3)
@@ -88,29 +81,18 @@ def test_reads_nothing_on_the_host(name: str) -> None:
         remaining=torch.tensor([[2], [1], [1], [0]]),
         most_drafts=3,
     )
-    running = start(rng, 4, 5)
-    for request in running:
-        request.snapshots = [_ANY]
-    dists = TableProbs(running, 5).after(torch.zeros((4, 0), dtype=torch.int64))
     uniforms = stateful_uniforms(batch, 1, rng)
     with Watch() as watch:
-        verifier.verify(batch.tree, batch.target, uniforms, Debts(layers, Always(dists)))
+        verifier.verify(batch.tree, batch.target, uniforms, layers, Always())
     assert watch.host_reads == []
 
 
 class Always:
-    """The same distributions after all tokens."""
+    """The same draft distribution after all tokens."""
 
-    def __init__(self, dists) -> None:
-        self.dists = dists
-
-    def after(self, tokens: torch.Tensor):
-        return self.dists
-
-
-_ANY = dataclasses.make_dataclass("Any", ["draft_sampling", "stop"])(
-    lambda prefix: (0.2,) * 5, lambda prefix: False
-)
+    def after(self, tokens: torch.Tensor) -> SparseProbs:
+        probs = torch.full((len(tokens), 1, 5), 0.2, dtype=torch.float64)
+        return SparseProbs(torch.arange(5).expand_as(probs), probs)
 
 
 def test_uniforms_do_not_depend_on_the_batch() -> None:
@@ -129,38 +111,17 @@ def test_uniforms_of_a_step_are_all_different() -> None:
     drawn = StatefulUniforms.draw([RequestRng(1)], [0], [2], paths=2, length=3)
     plain = VerifyUniforms.draw([RequestRng(1)], [0], paths=2, length=3)
     assert torch.equal(drawn.plain.selection, plain.selection)
-    numbers = torch.cat(
-        [
-            x.flatten()
-            for x in (
-                plain.selection,
-                plain.acceptance,
-                plain.correction,
-                drawn.entering,
-                drawn.leaving,
-            )
-        ]
-    )
+    parts = *dataclasses.astuple(plain), drawn.entering, drawn.leaving
+    numbers = torch.cat([x.flatten() for x in parts])
     assert len(set(numbers.tolist())) == 2 * 6 + 6 + 1 + 6 + 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_distribution_that_is_not_accepted(name: str) -> None:
     rng = np.random.default_rng(6)
-    verifier = make_stateful_verifier(name)
+    verifier = STATEFUL_VERIFIERS[name]()
     requests = random_requests(DraftSampling.WOR, rng, 2, paths=2, length=2, vocab=4)
     batch = build_batch(DraftSampling.WOR, requests, 4, rng)
+    uniforms = stateful_uniforms(batch, 0, rng)
     with pytest.raises(SamplingMismatch, match=name):
-        verifier.verify(
-            batch.tree,
-            batch.target,
-            stateful_uniforms(batch, 0, rng),
-            Debts(Layers.none(2), TableProbs(start(rng, 2, 4), 4)),
-        )
-
-
-def test_names_are_not_mixed_up() -> None:
-    assert not set(VERIFIERS) & set(STATEFUL_VERIFIERS)
-    assert set(STATEFUL_VERIFIERS) == {n for n, r in REFERENCES.items() if r.keeps_state}
-    with pytest.raises(InvalidArgument, match=r"verifier='otbv'.*greedy_block"):
-        make_stateful_verifier("otbv")
+        verifier.verify(batch.tree, batch.target, uniforms, Layers.none(2), Always())

@@ -1,6 +1,5 @@
-"""The verifiers as mathematics: readable, exact, one request at a time.
+"""What proves that a rule is lossless, and how good it can be at most, on tiny problems.
 
-Numbers are ``float`` or :class:`fractions.Fraction`; every random decision goes through a
-:class:`~eaglegbv.verifiers.reference.chooser.Chooser`, so one piece of code gives a sample, the
-decision on given uniforms, and the exact distribution of the output.
+References of all rules run through a :class:`~eaglegbv.verifiers.proof.chooser.Chooser`, one
+request at a time, in ``float`` or :class:`fractions.Fraction`.
 """

@@ -1,11 +1,39 @@
-"""Distributions over a small vocabulary as tuples, in floating point or exact rationals."""
+"""Distributions over a small vocabulary, and how a reference draws its random decisions.
+
+Distributions are tuples of floats or of exact rationals. A reference calls ``choose(weights,
+purpose, index)`` and gets the number of the entry chosen. So one piece of code gives a sample, the
+decision on given uniforms, and the exact distribution of the output. The pair (purpose, index)
+names the uniform number that decides, so that a batched implementation with the same
+:class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
+
+* ``SELECTION``, index ``((depth * paths) + path) * 2 + which``: the flattening of ``selection``
+  ``[length, paths, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the copy
+  on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
+  relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
+  in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
+  drawn child is taken and (depth, 0, 0) which of the others. ``global_resolution`` draws from a
+  solver's plan with (depth, 0, 0), children in the order of their first paths.
+* ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
+  index i - 1, and so does ``token``; rules that walk down draft by draft use
+  ``depth * paths + path``, ``path`` the number of the path that carries the draft copy, or of the
+  first path through the child where copies do not count (``greedy_draft`` also draws its residual
+  sample with the number of the first child that was not drawn);
+  ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
+  ``depth``.
+* ``CORRECTION``, index 0: the last token of the step.
+* Rules with a modified target draw how many drafts of earlier steps are left with further numbers,
+  see :mod:`eaglegbv.verifiers.stateful`.
+* ``DRAFT``: drafting, see :mod:`eaglegbv.verifiers.proof.tree`.
+
+Entries are drawn by inverse CDF: the first entry i with u * total < cumulative_i; an entry of
+weight 0 is never drawn. A test of probability h is ``choose((h, 1 - h), ...) == 0``: accepted iff
+u < h, so h = 0 never accepts and h = 1 always does.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol, TypeAlias, TypeVar
-
-import numpy as np
 
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
@@ -58,53 +86,27 @@ def residual(scale: Number, p: Sequence[Number], b: Sequence[Number]) -> Probs:
 
 
 def residual_or_target(scale: Number, p: Probs, b: Sequence[Number]) -> Probs:
-    """Return :func:`residual`, or ``p`` where the residual vanishes.
+    """Return :func:`residual`, or ``p`` where it vanishes.
 
-    A residual without mass is drawn from with probability zero; rounding can still lead there, and
-    then only the target's own distribution is a harmless answer.
+    That has probability zero; where rounding leads there, only p is a harmless answer.
     """
     weights = residual(scale, p, b)
     return weights if sum(weights) > 0 else p
 
 
-def support(dist: Sequence[Number]) -> tuple[int, ...]:
+def support(probs: Sequence[Number]) -> tuple[int, ...]:
     """Return the tokens of positive probability, ascending."""
-    return tuple(x for x, mass in enumerate(dist) if mass > 0)
+    return tuple(x for x, mass in enumerate(probs) if mass > 0)
 
 
-def most_likely(dist: Sequence[Number], count: int) -> tuple[int, ...]:
+def most_likely(probs: Sequence[Number], count: int) -> tuple[int, ...]:
     """Return the ``count`` most likely tokens of the distribution's support, ties by token id."""
-    return tuple(sorted(support(dist), key=lambda x: (-dist[x], x))[:count])
+    return tuple(sorted(support(probs), key=lambda x: (-probs[x], x))[:count])
 
 
-# How a reference draws random decisions, and how its exact output distribution is found.
-#
-# A reference calls ``choose(weights, purpose, index)`` and gets the number of the entry chosen. The
-# pair (purpose, index) names the uniform number that decides, so that a batched implementation with
-# the same :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
-#
-# * ``SELECTION``, index ``((depth * paths) + path) * 2 + which``: the flattening of ``selection``
-# ``[length, paths, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the copy
-# on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
-# relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
-# in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
-# drawn child is taken and (depth, 0, 0) which of the others. ``global_resolution`` draws from a
-# solver's plan with (depth, 0, 0), children in the order of their first paths.
-# * ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
-# index i - 1, and so does ``token``; rules that walk down draft by draft use
-# ``depth * paths + path``, ``path`` the number of the path that carries the draft copy, or of the
-# first path through the child where copies do not count (``greedy_draft`` also draws its residual
-# sample with the number of the first child that was not drawn);
-# ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
-# ``depth``.
-# * ``CORRECTION``, index 0: the last token of the step.
-# * Rules with a modified target draw how many drafts of earlier steps are left with further numbers,
-# see :mod:`~eaglegbv.verifiers.reference.modified_target`.
-# * ``DRAFT``: drafting, see :mod:`~eaglegbv.verifiers.reference.drafting`.
-#
-# Entries are drawn by inverse CDF: the first entry i with u * total < cumulative_i; an entry of
-# weight 0 is never drawn. A test of probability h is ``choose((h, 1 - h), ...) == 0``: accepted iff
-# u < h, so h = 0 never accepts and h = 1 always does.
+def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
+    """Return q restricted to the tokens off ``kept``, normalised."""
+    return normalised(q[x] if x not in kept else 0 for x in range(len(q)))
 
 
 T = TypeVar("T")
@@ -171,32 +173,15 @@ class UniformChooser:
                 raise IndexError(f"no number for {purpose!r} {index}")
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorChooser:
-    """Samples: every decision takes a fresh number from ``generator``."""
-
-    generator: np.random.Generator
-
-    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
-        """Return a random entry."""
-        del purpose, index
-        return inverse_cdf(weights, self.generator.random())
-
-
 @dataclass(slots=True)
 class ReplayChooser:
-    """Follows ``script``, then takes the first possible entry of every further choice.
+    """Follows ``script``, then takes the first possible entry of every further choice."""
 
-    Attributes:
-        script: Choices to repeat.
-        weight: Probability of the choices made so far.
-        branches: Scripts of the branches not taken after the script's end.
-        used: The numbers drawn; a number must not decide twice.
-    """
-
-    script: tuple[int, ...]
-    weight: Number = 1
+    script: tuple[int, ...]  # choices to repeat
+    weight: Number = 1  # probability of the choices made so far
+    # scripts of the branches not taken after the script's end
     branches: list[tuple[int, ...]] = field(default_factory=list)
+    # the numbers drawn; a number must not decide twice
     used: set[tuple[Purpose, int]] = field(default_factory=set)
     taken: list[int] = field(default_factory=list)
 
@@ -218,33 +203,27 @@ class ReplayChooser:
 
     def _possible(self, weights: Sequence[Number], total: Number) -> list[int]:
         """Return the entries to walk, the most likely one first (it is never negligible)."""
-        order = sorted(range(len(weights)), key=lambda i: -weights[i])
-        first, *others = (i for i in order if weights[i] > 0)
-        return [
-            first,
-            *(i for i in others if not _negligible(self.weight * share(weights[i], total))),
-        ]
+        first, *others = sorted(support(weights), key=lambda i: -weights[i])
+        mass = {i: self.weight * share(weights[i], total) for i in others}
+        walked = (i for i, m in mass.items() if m >= NEGLIGIBLE or isinstance(m, Fraction))
+        return [first, *walked]
 
 
 def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
     """Return the exact distribution of what ``run`` returns, by walking all its branches.
 
     ``run`` must be a pure function of its chooser's decisions; its results must be hashable.
-    Branches below :data:`NEGLIGIBLE` are left out, so their mass is missing from the distribution and counts
-    as error; in rational arithmetic there are none.
+    Branches below :data:`NEGLIGIBLE` are left out, so their mass is missing and counts as error; in
+    rational arithmetic there are none.
     """
-    dist: dict[T, Number] = {}
+    probs: dict[T, Number] = {}
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
         chooser = ReplayChooser(scripts.pop())
         result = run(chooser)
-        dist[result] = dist.get(result, 0) + chooser.weight
+        probs[result] = probs.get(result, 0) + chooser.weight
         scripts.extend(chooser.branches)
-    return dist
-
-
-def _negligible(weight: Number) -> bool:
-    return isinstance(weight, float) and weight < NEGLIGIBLE
+    return probs
 
 
 def _total(weights: Sequence[Number]) -> Number:

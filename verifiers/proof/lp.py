@@ -1,140 +1,44 @@
-"""What no rule can beat: optimal acceptance at a node, and over whole trees.
+"""What no rule can beat, at a node and over whole trees: linear programs, solved with HiGHS."""
 
-Independent of the rules under test: closed forms by prefix scan, and linear programs.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations_with_replacement, permutations
+from collections.abc import Mapping, Sequence
+from itertools import combinations_with_replacement
 from math import factorial
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.integrate import quad
 from scipy.optimize import linprog
 
-from eaglegbv.verifiers.proof.chooser import (
-    Number,
-    Prefix,
-    Probs,
-    ProbsAt,
-    most_likely,
-    share,
-    support,
-)
-from eaglegbv.verifiers.transport import exact_tail_probs, ranked
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, support
 
 DraftSets: TypeAlias = Mapping[frozenset[int], Number]
 """The distribution of the set of different drafts at a node."""
 
 
-def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:
-    """Return alpha* = 1 + min_H [P(H) - Q(H)], Q(H) = Pr(all drafts lie in H) = ``inside(H)``.
-
-    The minimum is reached on a prefix of the tokens by q/p descending (Hu et al., ICLR 2025).
-    """
-    order = ranked(p, q)
-    least: Number = 0
-    for size in range(1, len(order) + 1):
-        H = order[:size]
-        least = min(least, sum(p[x] for x in H) - inside(H))
-    return 1 + least
-
-
-def alpha_iid(p: Probs, q: Probs, drafts: int) -> Number:
-    """Return alpha* for independent drafts."""
-    return optimal_acceptance(p, q, lambda H: sum(q[x] for x in H) ** drafts)
-
-
-def alpha_wor(p: Probs, q: Probs, drafts: int) -> Number:
-    """Return alpha* for drafts without replacement (all of the support where it is smaller)."""
-    count = min(drafts, len(support(q)))
-    return optimal_acceptance(p, q, lambda H: inside_wor(q, H, count))
-
-
-def alpha_greedy(p: Probs, q: Probs, drafts: int) -> Number:
-    """Return the acceptance of the top n - 1 tokens with one drawn from the rest of q."""
-    kept = most_likely(q, drafts - 1)
-    covered = sum(p[x] for x in kept)
-    if len(kept) == len(support(q)):
-        return covered
-    r = exact_tail_probs(q, kept)
-    return covered + sum(min(p[x], r[x]) for x in range(len(p)) if x not in kept)
-
-
-def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
-    """Return the probability that all of ``drafts`` draws without replacement lie in H.
-
-    Successive sampling: the sum over ordered tuples in H of prod q_j / (1 - earlier).
-    """
-    total: Number = 0
-    for drawn in permutations(H, drafts):
-        mass: Number = 1
-        left = sum(q)
-        for x in drawn:
-            mass *= share(q[x], left)
-            left -= q[x]
-        total += mass
-    return total
-
-
-def inside_wor_race(q: Sequence[float], H: Sequence[int], drafts: int) -> float:
-    """Return :func:`inside_wor` as an exponential race, for a large H.
-
-    Token x arrives at an Exp(q_x) time; the first ``drafts`` arrivals lie in H iff that many have
-    arrived when the first token off H does, at rate 1 - q(H).
-    """
-    rate = sum(q) - sum(q[x] for x in H)
-    if rate <= 0:
-        return 1.0
-
-    def at_least(t: float) -> float:
-        counts = np.zeros(drafts + 1)
-        counts[0] = 1.0
-        for x in H:
-            arrived = -np.expm1(-q[x] * t)
-            counts[drafts] += counts[drafts - 1] * arrived
-            counts[1:drafts] = counts[1:drafts] * (1 - arrived) + counts[: drafts - 1] * arrived
-            counts[0] *= 1 - arrived
-        return float(counts[drafts])
-
-    def integrand(u: float) -> float:
-        return at_least(-np.log(u) / rate)  # u = exp(-rate t)
-
-    value, _ = quad(integrand, 0.0, 1.0, epsabs=1e-12, epsrel=1e-12, limit=200)
-    return float(value)
-
-
 def draft_sets_iid(q: Probs, drafts: int) -> dict[frozenset[int], Number]:
     """Return the distribution of the set of different tokens among ``drafts`` independent draws."""
-    dist: dict[frozenset[int], Number] = {}
+    sets: dict[frozenset[int], Number] = {}
     for drawn in combinations_with_replacement(support(q), drafts):
         mass: Number = factorial(drafts)
         for x in set(drawn):
             mass = mass * q[x] ** drawn.count(x) / factorial(drawn.count(x))
         key = frozenset(drawn)
-        dist[key] = dist.get(key, 0) + mass
-    return dist
+        sets[key] = sets.get(key, 0) + mass
+    return sets
 
 
 def transport_plan(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
-    """Solve the optimal-transport linear program: the mass each draft set sends to each token.
+    """Solve the linear program of optimal transport: the mass each draft set sends to each token.
 
-    Maximise the mass sent, at most Pr(set) from a set and at most p(x) to a token; solved with
-    HiGHS.
+    Maximise the mass sent, at most Pr(set) from a set and p(x) to a token: the optimal acceptance.
     """
     edges = [(drawn, x) for drawn in sets for x in sorted(drawn)]
     rows = {drawn: i for i, drawn in enumerate(sets)}
-    at = [(rows[drawn], j) for j, (drawn, _) in enumerate(edges)]
-    at += [(len(rows) + x, j) for j, (_, x) in enumerate(edges)]
+    entries = [(rows[drawn], j, 1.0) for j, (drawn, _) in enumerate(edges)]
+    entries += [(len(rows) + x, j, 1.0) for j, (_, x) in enumerate(edges)]
     bounds = [float(mass) for mass in sets.values()] + [float(mass) for mass in p]
-    solution = _maximise(np.ones(len(edges)), at, np.ones(len(at)), np.array(bounds))
+    solution = _maximise(np.ones(len(edges)), entries, bounds)
     return dict(zip(edges, solution.tolist(), strict=True))
-
-
-def lp_acceptance(p: Probs, sets: DraftSets) -> float:
-    """Return the value of :func:`transport_plan`: the optimal acceptance of one node."""
-    return sum(transport_plan(p, sets).values())
 
 
 def lp_acceptance_length(
@@ -142,14 +46,10 @@ def lp_acceptance_length(
 ) -> float:
     """Return the largest E[tau] of any lossless rule (GBV, 2602.16961, Theorem 4.3).
 
-    Variables: the probability that the paths X are drawn and exactly their prefix s is accepted.
-    With B(c) = Pr(the accepted prefix starts with c), the correction token after c must make up
-    B(c) p(x|c) - B(c x) >= 0; every such B belongs to a rule, and E[tau] = sum of B below the root.
-
-    Args:
-        p: The target's distributions.
-        vocab: Its vocabulary's size.
-        trees: The distribution of the drafted paths.
+    ``trees`` is the distribution of the drafted paths. Variables: the probability that the paths X
+    are drawn and exactly their prefix s is accepted. With B(c) = Pr(the accepted prefix starts with
+    c), the correction token after c must make up B(c) p(x|c) - B(c x) >= 0; every such B belongs to
+    a rule, and E[tau] = sum of B below the root.
     """
     merged: dict[tuple[Prefix, ...], Number] = {}
     for paths, mass in trees.items():
@@ -162,37 +62,28 @@ def lp_acceptance_length(
     inner = {prefix[:-1] for _, prefix in stops if prefix}
     children = {(*c, x): p(c)[x] for c in sorted(inner) for x in range(vocab)}
     rows = {child: i for i, child in enumerate(children)}
-    at: list[tuple[int, int]] = []
-    values: list[float] = []
+    entries = [(len(rows) + i, j, 1.0) for j, (i, _) in enumerate(stops)]
     for j, (_, prefix) in enumerate(stops):
         # A stop at s counts in B(c) for every c on the way to s: B(cx) - p(x|c) B(c) <= 0.
         for depth in range(len(prefix) + 1):
             c = prefix[:depth]
             if c:
-                at.append((rows[c], j))
-                values.append(1.0)
+                entries.append((rows[c], j, 1.0))
             if c in inner:
-                for x in range(vocab):
-                    at.append((rows[(*c, x)], j))
-                    values.append(-float(children[(*c, x)]))
-    for j, (i, _) in enumerate(stops):
-        at.append((len(rows) + i, j))
-        values.append(1.0)
+                below = [(*c, x) for x in range(vocab)]
+                entries += [(rows[child], j, -float(children[child])) for child in below]
     bounds = [0.0] * len(rows) + [float(mass) for mass in merged.values()]
     lengths = np.array([len(prefix) for _, prefix in stops], dtype=np.float64)
-    solution = _maximise(lengths, at, np.array(values), np.array(bounds))
+    solution = _maximise(lengths, entries, bounds)
     return float(lengths @ solution)
 
 
 def _maximise(
-    gain: NDArray[np.float64],
-    at: Sequence[tuple[int, int]],
-    values: NDArray[np.float64],
-    bounds: NDArray[np.float64],
+    gain: NDArray[np.float64], entries: Sequence[tuple[int, int, float]], bounds: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Maximise ``gain x`` over x >= 0 with A x <= ``bounds``; A has ``values`` at (row, column)."""
+    """Maximise ``gain x`` over x >= 0, A x <= ``bounds``; A's (row, column, value) are summed."""
     A = np.zeros((len(bounds), len(gain)))
-    rows, columns = np.array(at).T
+    rows, columns, values = zip(*entries, strict=True)
     np.add.at(A, (rows, columns), values)
     result = linprog(-gain, A_ub=A, b_ub=bounds, method="highs")
     if result.status != 0:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.rng import Purpose
@@ -31,44 +31,30 @@ def never(prefix: Prefix) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTree:
-    """The paths drafted for one request, with the distributions they were drawn from and are judged by.
+    """The paths drafted for one request, with what they were drawn from and are judged by."""
 
-    Attributes:
-        draft_sampling: How children arise.
-        paths: Tokens of each path below the root, in the order drawn, duplicates kept.
-        target_dist: p(. | prefix), over the whole vocabulary.
-        draft_dist: q(. | prefix), over the whole vocabulary, 0 off its support.
-        node_numbers: Number of each node in a batched tree, keyed by prefix; by default nodes are
-            numbered by depth, then by first path.
-        reach: Length the paths were drawn to, unless they stopped early; by default that of the
-            longest path.
-        stop: The rule by which paths stop early.
-    """
-
-    draft_sampling: DraftSampling
+    draft_sampling: DraftSampling  # how children arise
+    # tokens of each path below the root, in the order drawn, duplicates kept
     paths: tuple[Prefix, ...]
-    target_dist: ProbsAt
-    draft_dist: ProbsAt
+    target_probs: ProbsAt  # p(. | prefix), over the whole vocabulary
+    draft_probs: ProbsAt  # q(. | prefix), over the whole vocabulary, 0 off its support
+    # number of each node in a batched tree, keyed by prefix; by default nodes are numbered by
+    # depth, then by first path
     node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
+    # length the paths were drawn to, unless they stopped early; by default that of the longest path
     reach: int = 0
-    stop: Stop = never
+    stop: Stop = never  # the rule by which paths stop early
 
     @property
     def length(self) -> int:
         """Length the paths were drawn to."""
         return self.reach or max(map(len, self.paths), default=0)
 
-    def paths_through(self, prefix: Prefix) -> tuple[int, ...]:
-        """Return the numbers of the paths that go on below ``prefix``."""
-        depth = len(prefix)
-        return tuple(
-            k for k, path in enumerate(self.paths) if len(path) > depth and path[:depth] == prefix
-        )
-
     def drafts(self, prefix: Prefix) -> dict[int, int]:
         """Return the draft below ``prefix`` of each path that goes on: path number -> token."""
         depth = len(prefix)
-        return {k: self.paths[k][depth] for k in self.paths_through(prefix)}
+        below = {k: path[depth:] for k, path in enumerate(self.paths) if path[:depth] == prefix}
+        return {k: rest[0] for k, rest in below.items() if rest}
 
     def children(self, prefix: Prefix) -> dict[int, int]:
         """Return the children of a node: token -> number of the first path through it."""
@@ -103,8 +89,12 @@ class Outcome:
         return (*self.accepted, self.token)
 
 
+Verify: TypeAlias = Callable[[ReferenceTree, Chooser], Outcome]
+"""A rule that keeps nothing from step to step: judges one tree."""
+
+
 def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> ReferenceTree:
-    """Return request number ``request`` of a batch; distributions exactly as the batch holds them."""
+    """Return request number ``request`` of a batch, with exactly the numbers the batch holds."""
     tokens = tree.token_ids[request].tolist()
     parents = tree.parents[request].tolist()
     prefixes: list[Prefix] = [()]
@@ -118,33 +108,29 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
     )
 
     @cache
-    def target_dist(prefix: Prefix) -> Probs:
+    def target_probs(prefix: Prefix) -> Probs:
         node = tree.parents.new_full((tree.batch,), numbers[prefix])
         return tuple(target.probs_of(node)[request].tolist())
 
     @cache
-    def draft_dist(prefix: Prefix) -> Probs:
-        dist = [0.0] * target.vocab
+    def draft_probs(prefix: Prefix) -> Probs:
+        probs = [0.0] * target.vocab
         node = numbers[prefix]
         ids = tree.draft_ids[request, node].tolist()
         for token, mass in zip(ids, tree.draft_probs[request, node].tolist(), strict=True):
             if mass > 0:
-                dist[token] = mass
-        return tuple(dist)
+                probs[token] = mass
+        return tuple(probs)
 
-    return ReferenceTree(tree.draft_sampling, paths, target_dist, draft_dist, numbers)
-
-
-# Drawing draft trees by distribution, through a chooser.
+    return ReferenceTree(tree.draft_sampling, paths, target_probs, draft_probs, numbers)
 
 
-class DrawChildren(Protocol):
-    """Draws the children of one node, in draft order."""
+# Drawing draft trees, through a chooser.
 
-    def __call__(
-        self, q: Probs, count: int, chooser: Chooser, indices: "count[int]"
-    ) -> Sequence[int]:
-        """Return up to ``count`` different tokens; ``indices`` numbers the uniforms."""
+
+DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]
+"""Draws up to so many different children of one node from q, in draft order; the last argument
+numbers the uniforms."""
 
 
 def draft_iid(
@@ -184,12 +170,6 @@ def draft_tree(
     return tuple(below(()))
 
 
-def draw_fixed(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
-    """Return the most likely tokens."""
-    del chooser, indices
-    return most_likely(q, count)
-
-
 def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
     """Draw without replacement, as many as the support holds."""
     drawn: list[int] = []
@@ -203,10 +183,7 @@ def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> S
 def draw_greedy(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
     """Return the most likely count - 1 tokens, and one drawn from the rest of q where there is."""
     kept = most_likely(q, count - 1)
-    rest = [0 if x in kept else mass for x, mass in enumerate(q)]
-    if not sum(rest) > 0:
-        return kept
-    return (*kept, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+    return (*kept, *_one_of_the_rest(q, kept, chooser, indices))
 
 
 def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
@@ -217,20 +194,17 @@ def draw_hub(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> S
     first = chooser.choose(q, Purpose.DRAFT, next(indices))
     if first != hub:
         return (first, hub)
-    rest = [0 if x == hub else mass for x, mass in enumerate(q)]
-    if not sum(rest) > 0:
-        return (hub,)
-    return (hub, chooser.choose(rest, Purpose.DRAFT, next(indices)))
+    return (hub, *_one_of_the_rest(q, (hub,), chooser, indices))
+
+
+def _one_of_the_rest(
+    q: Probs, kept: Sequence[int], chooser: Chooser, indices: "count[int]"
+) -> Sequence[int]:
+    rest = [0 if x in kept else mass for x, mass in enumerate(q)]
+    return (chooser.choose(rest, Purpose.DRAFT, next(indices)),) if sum(rest) > 0 else ()
 
 
 # Walking down a tree: one accept-or-stop step at every node.
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The walk goes on at the child ``token``, with every path through it."""
-
-    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,20 +214,19 @@ class Rejected:
     weights: Probs
 
 
-Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], Accepted | Rejected]
-"""Decides at an inner node."""
+Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], int | Rejected]
+"""Decides at an inner node: the child at which the walk goes on, with every path through it."""
 
 
 def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
     """Take ``step`` at every node until it rejects; after a leaf the bonus token follows p."""
     prefix: Prefix = ()
     while tree.children(prefix):
-        match step(tree, prefix, chooser):
-            case Accepted(token):
-                prefix = (*prefix, token)
-            case Rejected(weights):
-                return Outcome(prefix, chooser.choose(weights, Purpose.CORRECTION, 0))
-    return Outcome(prefix, chooser.choose(tree.target_dist(prefix), Purpose.CORRECTION, 0))
+        decision = step(tree, prefix, chooser)
+        if isinstance(decision, Rejected):
+            return Outcome(prefix, chooser.choose(decision.weights, Purpose.CORRECTION, 0))
+        prefix = (*prefix, decision)
+    return Outcome(prefix, chooser.choose(tree.target_probs(prefix), Purpose.CORRECTION, 0))
 
 
 def accepts_draft(

@@ -4,7 +4,7 @@ SGLang loads :mod:`eaglegbv.backends.sglang.plugin` in each of its processes. A 
 have the name of a public function: importing it would put the module in the function's place.
 """
 
-from eaglegbv.backends.sglang.serving import engine
+from eaglegbv.backends.sglang.launch import engine
 from eaglegbv.backends.sglang.settings import Settings
 
 __all__ = ["Settings", "engine"]

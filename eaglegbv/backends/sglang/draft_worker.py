@@ -1,10 +1,10 @@
 """SGLang's EAGLE draft worker with K sampled paths instead of the most likely tokens.
 
-A round needs from the round before only the distribution at its root. A listener records the head's logits
-there while SGLang runs the head over the accepted tokens. They are kept by the request's slot in
-SGLang's pool, as SGLang keeps what it carries from round to round. Numbers that change from round
-to round are in buffers at fixed addresses, so that the drafting loop can be captured as a CUDA
-graph.
+A round needs from the round before only the distribution at its root. A listener records the head's
+logits there while SGLang runs the head over the accepted tokens. They are kept by the request's
+slot in SGLang's pool, as SGLang keeps what it carries from round to round. Numbers that change from
+round to round are in buffers at fixed addresses, so that the drafting loop can be captured as a
+CUDA graph.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,18 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
-from eaglegbv.backends.sglang.recall import RoundStart
-from eaglegbv.backends.sglang.requests import RequestBook
+from eaglegbv.backends.sglang.draft_replay import RoundStart
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.short_probs import ShortProbs
-from eaglegbv.backends.sglang.topology import GrowingPaths, NumberedTree, draft_tree, sglang_tree
+from eaglegbv.backends.sglang.tree_layout import (
+    GrowingPaths,
+    ShortProbs,
+    draft_tree,
+    sglang_tree,
+)
+from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.errors import ModelNotSupported
+
+Redraw = Callable[[ScheduleBatch, Tensor], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +64,14 @@ class RoundInputs:
         self.temperatures[:batch].copy_(temperatures)
         self.greedy[:batch].copy_(greedy)
 
-    def choose(self, dists: ShortProbs, depth: int) -> Tensor:
+    def choose(self, probs: ShortProbs, depth: int) -> Tensor:
         """Return each path's token ``[batch, paths]`` at ``depth``, 0 at the root's children."""
-        batch, paths, width = dists.ids.shape
-        drawn = dists.pick(self.uniforms[:batch, :, depth])
+        batch, paths, width = probs.ids.shape
+        drawn = probs.pick(self.uniforms[:batch, :, depth])
         # For greedy requests, paths start with different likely tokens, and continue with the best.
-        column = torch.arange(paths, device=drawn.device).clamp(max=width - 1) if depth == 0 else 0
-        likely = dists.ids[:, torch.arange(paths, device=drawn.device), column]
+        every = torch.arange(paths, device=drawn.device)
+        likely = probs.ids[:, every, every.clamp(max=width - 1) if depth == 0 else 0]
         return torch.where(self.greedy[:batch], likely, drawn)
-
-
-Redraw = Callable[[ScheduleBatch, Tensor], bool]
 
 
 class Listener:
@@ -85,7 +88,7 @@ class Listener:
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
-    """Drafts the trie of K paths drawn independently from the head's distributions, and keeps the distributions."""
+    """Drafts the trie of K paths drawn independently from the head's distributions; keeps these."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
@@ -105,8 +108,9 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         Args:
             settings: Settings of the drafts.
             book: Source of the random numbers.
-            redraw: Redraws tokens after prompts that must not be drawn from the target's distribution alone;
-                returns whether it changed any of the token ids ``[batch]``, in place.
+            redraw: Redraws tokens after prompts that must not be drawn from the target's
+                distribution alone; returns whether it changed any of the token ids ``[batch]``, in
+                place.
         """
         self._settings = settings
         self._book = book
@@ -137,32 +141,35 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
-        sampling = batch.sampling_info
-        self._inputs.load(
-            self._book.draft_uniforms(batch.reqs),
-            self._temperatures(batch),
-            (sampling.top_ks == 1).view(-1, 1),
-        )
+        K, L = self.topk, self.speculative_num_steps
+        temperatures = self._temperatures(batch)
+        greedy = (batch.sampling_info.top_ks == 1).view(-1, 1)
+        self._inputs.load(self._book.draft_uniforms(batch.reqs), temperatures, greedy)
         roots = ShortProbs.unpack(self._root_probs[batch.req_pool_indices])
         draft_input: EagleDraftInput = batch.spec_info
-        start = RoundStart(
-            batch.seq_lens, draft_input.hidden_states, roots, self._temperatures(batch)
+        start = RoundStart(batch.seq_lens, draft_input.hidden_states, roots, temperatures)
+        each = ShortProbs(
+            *(table.unsqueeze(1).expand(-1, K, -1) for table in (roots.ids, roots.probs))
         )
-        draft_input.topk_index = self._inputs.choose(_for_each_path(roots, self.topk), 0)
+        draft_input.topk_index = self._inputs.choose(each, 0)
         draft_input.topk_p = torch.ones_like(draft_input.topk_index, dtype=torch.float32)
         verify_input = super().draft(batch, with_topology=with_topology)
-        verify_input.numbered = self._tree(verify_input, roots)
+        tokens = verify_input.draft_token.view(-1, K * L + 1)
+        verify_input.numbered = draft_tree(
+            tokens[:, 0], tokens[:, 1:].view(-1, L, K), roots, verify_input.draft_probs
+        )
         verify_input.start = start
         return verify_input
 
     def draft_forward(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Continue the paths from their first tokens; the distributions take the place of draft_probs.
+        """Continue the paths from their first tokens.
 
         Returns:
-            Parents, numbers and tokens as in :class:`SGLangTree`, and the distributions after each path's
-            tokens, packed: ``[batch, length - 1, paths, 2, width]`` float64.
+            Parents, numbers and tokens as in :class:`SGLangTree`, and in place of SGLang's
+            draft_probs the distributions after each path's tokens, packed:
+            ``[batch, length - 1, paths, 2, width]`` float64.
         """
         spec_info: EagleDraftInput = forward_batch.spec_info
         if forward_batch.forward_mode.is_idle():
@@ -184,15 +191,19 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             forward_batch.positions.add_(1)
             if self.draft_runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions.add_(1)
-            dists = self.short_probs(output.next_token_logits, temperatures)
-            dists = dists.of_branches(paths.standing[-1])
-            packed.append(dists.pack())
-            paths.grow(self._inputs.choose(dists, step + 1))
+            probs = self.short_probs(output.next_token_logits, temperatures)
+            probs = probs.of_branches(paths.standing[-1])
+            packed.append(probs.pack())
+            paths.grow(self._inputs.choose(probs, step + 1))
         tree = sglang_tree(paths)
-        width = self._root_probs.shape[-1]
-        none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64, device=self.device)
+        none = self._root_probs.new_zeros((batch, 0, K, *self._root_probs.shape[1:]))
         probs_after = torch.stack(packed, dim=1) if packed else none
         return tree.parents, tree.numbers, tree.tokens, probs_after
+
+    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
+        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
+        width = self._root_probs.shape[-1]
+        return ShortProbs.of_logits(logits, temperatures, width=width, target_ids=self.hot_token_id)
 
     def _draft_extend_for_prefill(
         self,
@@ -236,33 +247,10 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             runner.execute = self._replay
 
     def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
-        """Keep the distributions of the next round's roots; ``output`` holds one row per request."""
-        dists = self.short_probs(output.next_token_logits, self._temperatures(batch))
-        self._root_probs[batch.req_pool_indices] = dists.pack()
-
-    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
-        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
-        return ShortProbs.of_logits(
-            logits,
-            temperatures,
-            width=self._root_probs.shape[-1],
-            target_ids=self.hot_token_id,
-        )
+        """Keep the distributions of the next round's roots; ``output`` has one row per request."""
+        probs = self.short_probs(output.next_token_logits, self._temperatures(batch))
+        self._root_probs[batch.req_pool_indices] = probs.pack()
 
     def _temperatures(self, batch: ScheduleBatch) -> Tensor:
         temperatures: Tensor = batch.sampling_info.temperatures
         return temperatures * self._settings.draft_temperature
-
-    def _tree(self, verify_input: EagleVerifyInput, roots: ShortProbs) -> NumberedTree:
-        K, L = self.topk, self.speculative_num_steps
-        tokens = verify_input.draft_token.view(-1, K * L + 1)
-        packed: Tensor = verify_input.draft_probs
-        return draft_tree(
-            tokens[:, 0], tokens[:, 1:].view(-1, L, K), roots, ShortProbs.unpack(packed)
-        )
-
-
-def _for_each_path(dists: ShortProbs, paths: int) -> ShortProbs:
-    """Repeat ``[batch, width]`` for each path: ``[batch, paths, width]``."""
-    ids, probs = (table.unsqueeze(1).expand(-1, paths, -1) for table in (dists.ids, dists.probs))
-    return ShortProbs(ids, probs)

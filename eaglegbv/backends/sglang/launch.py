@@ -1,272 +1,337 @@
-"""SGLang's arguments, checked and completed before a server starts.
+"""SGLang started with our drafts and verifiers: in this process, or as a server of its own."""
 
-SGLang does this for its own EAGLE, but not for plug-ins. Everything is refused that we would get
-wrong or ignore.
-"""
-
-import logging
-from collections.abc import Sequence
+import argparse
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eaglegbv.backends.sglang.heads import served_head
+import httpx
+import torch
+
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.backends.sglang.version_check import check_plugin, check_version
+from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
+from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.formats.read import FormatName, read_json
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
+from eaglegbv.loading import drafter_folder
+from eaglegbv.models.hf import load_config
 
-_log = logging.getLogger(__name__)
+ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
+"""Our ``--speculative-algorithm`` for the heads of each kind."""
 
-DEFAULT_PATHS = 3
-DEFAULT_DEPTH = 4
-DEFAULT_RUNNING = 48
-MASKLESS_BACKENDS = ("torch_native", "flex_attention")
-TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
-"""Attention backends that read the masks of trees."""
-LATENT_TREE_BACKENDS = ("fa3", "triton")
-"""Backends that do so if the target's attention is latent (MLA). FlashInfer's treats any tree as a
-chain there, without a warning.
-"""
-PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
-"""Backends that draft several paths in pages of several tokens."""
+SGLANGS_OWN = {"EAGLEGBV": "EAGLE", "EAGLEGBV3": "EAGLE3"}
+"""SGLang's algorithm for the heads of each of our algorithms."""
+
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of configurations whose models have layers that predict further tokens."""
+
+STARTS_WITHIN = 1800.0
+ENDS_WITHIN = 60.0
+LAST_WORDS = 2000
 
 
-class NotServed(EagleGBVError):
-    """An option of SGLang that this backend cannot honour."""
+def engine(
+    model: str | Path,
+    drafter: str | Path | None,
+    *,
+    paths: int = 3,
+    depth: int = 4,
+    settings: Settings | None = None,
+    **arguments: Any,
+) -> Any:
+    """Start ``sglang.Engine`` with sampled draft trees and a verifier of this project.
 
-    def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
-        super().__init__(f"--{option.replace('_', '-')} {value}: {reason}; {remedy}")
-        self.option = option
-        self.value = value
-        self.reason = reason
-        self.remedy = remedy
+    Args:
+        model: Folder or hub name of the target.
+        drafter: Folder or hub name of an EAGLE head, in any format this project reads; None
+            decodes plainly.
+        paths: Number of drafted paths, K.
+        depth: Length of a drafted path, L.
+        settings: Verifier, draft width and temperature, seed; by default those of otbv.
+        arguments: Other arguments of SGLang's engine, such as ``tp_size``.
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.option, self.value, self.reason, self.remedy)
+    Returns:
+        The engine, ready to ``generate``; call ``shutdown()`` to end it.
+
+    Raises:
+        EagleGBVError: SGLang is missing or of another version, or something cannot be served; the
+            message names the argument and the remedy.
+    """
+    check_ready(device=arguments.get("device"))
+    import sglang
+
+    hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
+    named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
+    # SGLang's processes inherit the environment; all of them have started when the engine is ready.
+    with _environment((settings or Settings()).to_environment()):
+        return sglang.Engine(**(named | arguments))
+
+
+def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> None:
+    """Check, before SGLang loads for a minute, that it can start here.
+
+    Args:
+        others: SGLang's own arguments, as on a command line.
+        device: The device it is given otherwise.
+
+    Raises:
+        NotInstalled: SGLang is not installed.
+        InvalidArgument: It is of another version, would not find our plug-in, or has no accelerator
+            and was not told to do without.
+    """
+    check_version()
+    check_plugin()
+    if (device or _options(others).device) is None and not torch.accelerator.is_available():
+        raise InvalidArgument("device", None, "'cpu', as there is no accelerator here")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# The models and trees under SGLang's names.
+
+
+def server_arguments(
+    model: str | Path,
+    drafter: str | Path | None,
+    *,
+    paths: int,
+    depth: int,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Return SGLang's arguments that name the models and the trees.
+
+    See :func:`engine` for the first four, and :func:`served_head` for the others.
+    """
+    if drafter is None:
+        return {"model_path": str(model)}
+    head = served_head(drafter, model, revision=revision, trust_remote_code=trust_remote_code)
+    return {
+        "model_path": str(model),
+        "speculative_algorithm": head.algorithm,
+        "speculative_draft_model_path": str(head.folder),
+        "speculative_eagle_topk": paths,
+        "speculative_num_steps": depth,
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Unserved:
-    """An option that must keep its value.
+class ServedHead:
+    """A head in SGLang's format.
 
     Attributes:
-        option: Name of the option.
-        harmless: The values it may have.
-        reason: Why it may have no other value.
-        remedy: What the user can do.
+        folder: Folder of the head.
+        algorithm: The ``--speculative-algorithm`` that serves it.
     """
 
-    option: str
-    harmless: tuple[object, ...]
-    reason: str
-    remedy: str
-
-    def check(self, server_args: Any) -> None:
-        """Raise :class:`NotServed` if the option has another value."""
-        value = getattr(server_args, self.option)
-        if value not in self.harmless:
-            raise NotServed(self.option, value, self.reason, self.remedy)
+    folder: Path
+    algorithm: str
 
 
-_DROP = "leave it out"
-UNSERVED = (
-    Unserved("pp_size", (1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
-    Unserved(
-        "attn_dp_size",
-        (1,),
-        "attention ranks that serve different requests have not been tried",
-        "use --dp with whole replicas",
-    ),
-    Unserved(
-        "disaggregation_mode",
-        (None, "null"),
-        "draft distributions are not transferred between prefill and decode servers",
-        "use one server",
-    ),
-    Unserved("enable_lora", (False, None), "the draft head follows the base model only", _DROP),
-    Unserved("lora_paths", (None, [], {}), "the draft head follows the base model only", _DROP),
-    Unserved(
-        "speculative_use_rejection_sampling",
-        (False,),
-        "verification is ours",
-        "choose a verifier by EAGLEGBV_VERIFIER",
-    ),
-    Unserved(
-        "speculative_use_block_verification",
-        (False,),
-        "verification is ours",
-        "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1",
-    ),
-    Unserved(
-        "speculative_accept_threshold_single",
-        (1.0,),
-        "it changes the distribution of the text",
-        "choose a lossless verifier by EAGLEGBV_VERIFIER",
-    ),
-    Unserved(
-        "speculative_accept_threshold_acc",
-        (1.0,),
-        "it changes the distribution of the text",
-        "choose a lossless verifier by EAGLEGBV_VERIFIER",
-    ),
-    Unserved(
-        "enable_custom_logit_processor",
-        (False,),
-        "SGLang does not apply custom processors to draft trees",
-        "use logit_bias or a grammar",
-    ),
-    Unserved(
-        "enable_watermark", (False,), "watermarks are forced tokens, not a distribution", _DROP
-    ),
-    Unserved(
-        "enable_attn_tp_input_scattered",
-        (False,),
-        "the head needs the target's features whole",
-        _DROP,
-    ),
-    Unserved("enable_multi_layer_eagle", (False, None), "its heads draft chains", _DROP),
-)
-"""Options that are refused rather than ignored."""
-
-UNSERVED_WITH_DEBTS = (
-    Unserved(
-        "tp_size",
-        (1,),
-        "every rank would keep debts of its own, by distributions that differ in their last bits",
-        "use a verifier without debts, such as otbv",
-    ),
-    Unserved(
-        "speculative_draft_window_size",
-        (None,),
-        "earlier draft distributions are recalled over the whole text",
-        "leave it out, or use a verifier without debts, such as otbv",
-    ),
-    Unserved(
-        "speculative_draft_kv_cache_dtype",
-        (None, "auto"),
-        "earlier draft distributions are recalled from entries of the model's own type",
-        "leave it out, or use a verifier without debts, such as otbv",
-    ),
-    Unserved(
-        "kv_cache_dtype",
-        ("auto",),
-        "earlier draft distributions are recalled from entries of the model's own type",
-        "leave it out, or use a verifier without debts, such as otbv",
-    ),
-)
-"""Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
-
-
-def settle_arguments(server_args: Any, settings: Settings, *, eagle3: bool, latent: bool) -> None:
-    """Check SGLang's arguments and fill in what depends on K and L.
+def served_head(
+    drafter: str | Path,
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    draft_revision: str | None = None,
+) -> ServedHead:
+    """Check a head against its target, and convert it for SGLang if it is in another format.
 
     Args:
-        server_args: SGLang's arguments.
-        settings: Our settings.
-        eagle3: Whether the algorithm is the one for EAGLE-3 heads.
-        latent: Whether the target's attention is latent (MLA).
+        drafter: Folder or hub name of a head in any format that :mod:`eaglegbv.drafters.formats`
+            reads, or the name of a packaged one.
+        model: Folder or hub name of the target.
+        revision: Revision of the target on the hub; None for the newest.
+        trust_remote_code: Whether to run code from the target's repository.
+        draft_revision: Revision of the head on the hub; None for the newest.
 
     Raises:
-        InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
-        NotServed: An option cannot be honoured.
-        DrafterMismatch: The head is not of the named kind, or does not fit the target.
+        InvalidArgument: There is no such head, or it is of a kind that is not served.
+        DrafterMismatch: The head is broken, or does not fit the target.
     """
-    for unserved in UNSERVED:
-        unserved.check(server_args)
-    _settle_shape(server_args)
-    make_any_verifier(settings.verifier).check_sampling(
-        DraftSampling.IID, server_args.speculative_eagle_topk
+    folder = drafter_folder(drafter, head=True, revision=draft_revision)
+    _refuse_mtp(folder)
+    checkpoint = read_checkpoint(folder)
+    target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
+    if checkpoint.format is FormatName.SGLANG:
+        return ServedHead(folder, algorithm)
+    return ServedHead(_converted(checkpoint), algorithm)
+
+
+def _refuse_mtp(folder: Path) -> None:
+    """Refuse a model with multi-token prediction layers, before its weights are read."""
+    config = read_json(folder / "config.json")
+    names = ", ".join(map(str, config.get("architectures") or ()))
+    if any(config.get(key) for key in MTP_KEYS) and "eagle" not in names.lower():
+        expected = f"an EAGLE head; MTP layers ({names}) are drafted with by SGLang's own EAGLE"
+        raise InvalidArgument("drafter", str(folder), expected)
+
+
+def _converted(checkpoint: Checkpoint) -> Path:
+    """Write the head into the temporary folder, unless an earlier server did."""
+    written = sorted(
+        (name, (checkpoint.folder / name).stat().st_mtime_ns)
+        for name in ("config.json", *checkpoint.files)
     )
-    if settings.verifier in STATEFUL_VERIFIERS:
-        _settle_debts(server_args)
-    _check_attention(server_args, latent=latent)
-    _settle_head(server_args, eagle3=eagle3)
-    if server_args.max_running_requests is None:
-        server_args.max_running_requests = DEFAULT_RUNNING
-    if server_args.device == "cpu" and not server_args.disable_overlap_schedule:
-        server_args.disable_overlap_schedule = True
-        _log.warning("overlap scheduling is off: SGLang does not speculate with it on a CPU")
-    if server_args.enable_mixed_chunk:
-        server_args.enable_mixed_chunk = False
-        _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
+    key = hashlib.sha256(repr((str(checkpoint.folder.resolve()), written)).encode()).hexdigest()
+    place = Path(tempfile.gettempdir()) / f"eaglegbv-head-{key[:16]}"
+    if not (place / "config.json").is_file():
+        export_head(checkpoint, FormatName.SGLANG, place)
+    return place
 
 
-def _settle_shape(server_args: Any) -> None:
-    if server_args.speculative_eagle_topk is None:
-        server_args.speculative_eagle_topk = DEFAULT_PATHS
-    if server_args.speculative_num_steps is None:
-        server_args.speculative_num_steps = DEFAULT_DEPTH
-    K = _ranged("speculative_eagle_topk", server_args.speculative_eagle_topk, MAX_PATHS)
-    L = _ranged("speculative_num_steps", server_args.speculative_num_steps, MAX_DEPTH)
-    nodes = server_args.speculative_num_draft_tokens
-    if nodes not in (None, K * L + 1):
-        expected = f"{K * L + 1} (K * L + 1), which is also what it is when left out"
-        raise InvalidArgument("speculative_num_draft_tokens", nodes, expected)
-    server_args.speculative_num_draft_tokens = K * L + 1
+# Servers in processes of their own.
 
 
-def _ranged(name: str, value: Any, high: int) -> int:
-    if not isinstance(value, int) or not 1 <= value <= high:
-        raise InvalidArgument(name, value, f"an integer in [1, {high}]")
-    return value
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command, and the variables to add to its environment.
+
+    Attributes:
+        command: Program and arguments.
+        environment: Additional variables.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
 
 
-def _settle_head(server_args: Any, *, eagle3: bool) -> None:
-    folder = server_args.speculative_draft_model_path
-    if folder is None:
-        raise InvalidArgument("speculative_draft_model_path", None, "a folder with an EAGLE head")
-    if not Path(folder).is_dir():  # for a hub name, SGLang fetches and checks the head itself
-        return
-    head = served_head(
-        folder,
-        server_args.model_path,
-        revision=server_args.revision,
-        trust_remote_code=server_args.trust_remote_code,
+def launch(
+    model: str | Path,
+    drafter: str | Path | None,
+    *,
+    paths: int,
+    depth: int,
+    settings: Settings | None,
+    others: Sequence[str] = (),
+) -> Launch:
+    """Return the command that starts a server.
+
+    Args:
+        model: See :func:`engine` for this and the next three.
+        drafter: None serves without speculation.
+        paths: K.
+        depth: L.
+        settings: Verifier, draft width and temperature, seed; None for SGLang's own EAGLE, whose
+            trees keep as many nodes, the most likely of those that top-k ``paths`` expands.
+        others: SGLang's own arguments, passed on unchanged.
+
+    Raises:
+        DrafterMismatch: The head does not fit the target.
+    """
+    options = _options(others)
+    named = server_arguments(
+        model,
+        drafter,
+        paths=paths,
+        depth=depth,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
     )
-    if head.eagle3 != eagle3:
-        raise InvalidArgument(
-            "speculative_algorithm",
-            server_args.speculative_algorithm,
-            f"{head.algorithm}, for the head in {folder}",
+    if settings is None:
+        named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
+        named["speculative_num_draft_tokens"] = paths * depth + 1
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in named.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    return Launch([*command, *others], {} if settings is None else settings.to_environment())
+
+
+def _options(others: Sequence[str]) -> argparse.Namespace:
+    """Return those of SGLang's arguments that are looked at before it starts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    parser.add_argument("--revision")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return parser.parse_known_args(others)[0]
+
+
+class ServerFailed(EagleGBVError):
+    """A server ended by itself, or did not answer in time."""
+
+    def __init__(self, happened: str, log: Path) -> None:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        super().__init__(f"the server {happened}; the end of {log}:\n{text[-LAST_WORDS:]}")
+        self.arguments = happened, log
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self.arguments
+
+
+@contextmanager
+def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) -> Iterator[str]:
+    """Start a server on a free port of this machine, and stop it at the end.
+
+    Args:
+        launch: The command that starts it, without its port.
+        log: File for its output.
+        starts_within: Seconds within which it must answer.
+
+    Yields:
+        Its address, once it answers.
+
+    Raises:
+        ServerFailed: The server ended, or did not answer in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*launch.command, "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | launch.environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
-    server_args.speculative_draft_model_path = str(head.folder)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, url, log, starts_within)
+        yield url
+        if process.poll() is not None:
+            raise ServerFailed(f"ended with code {process.returncode}", log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _settle_debts(server_args: Any) -> None:
-    """Settle the further arguments that a verifier with debts needs."""
-    for unserved in UNSERVED_WITH_DEBTS:
-        unserved.check(server_args)
-    if not server_args.disable_overlap_schedule:
-        server_args.disable_overlap_schedule = True
-        _log.warning("overlap scheduling is off: debts depend on the round before")
-
-
-def _check_attention(server_args: Any, *, latent: bool) -> None:
-    trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
-    chains = server_args.speculative_eagle_topk == 1
-    paged = (server_args.page_size or 1) > 1
-    split = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
-    for backend in {own or server_args.attention_backend for own in split} - {None}:
-        if backend in MASKLESS_BACKENDS:
-            remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
-            raise NotServed("attention_backend", backend, "it has no tree masks", remedy)
-        if backend not in trees and not chains:
-            raise NotServed(
-                "attention_backend",
-                backend,
-                f"it verifies chains only{' where attention is latent (MLA)' if latent else ''}",
-                f"use {_listed(trees)}, or --speculative-eagle-topk 1",
-            )
-        if backend not in PAGED_TREE_BACKENDS and paged and not chains:
-            raise NotServed(
-                "page_size",
-                server_args.page_size,
-                f"attention backend {backend!r} drafts several paths with pages of one token only",
-                f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}",
-            )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path, starts_within: float) -> None:
+    deadline = time.monotonic() + starts_within
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailed(f"ended with code {process.returncode}", log)
+        try:
+            httpx.get(f"{url}/health_generate", timeout=60).raise_for_status()
+        except httpx.HTTPError:
+            time.sleep(1)
+        else:
+            return
+    raise ServerFailed(f"did not answer within {starts_within:.0f} s", log)

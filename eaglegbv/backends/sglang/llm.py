@@ -10,32 +10,29 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
+from eaglegbv.backends.sglang.client import to_sglang
+from eaglegbv.backends.sglang.launch import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
-from eaglegbv.backends.sglang.sampling import to_sglang
-from eaglegbv.backends.sglang.serving import engine as start_engine
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import named_dtype
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.llm import TextGenerator, load_tokenizer
-from eaglegbv.loading import named_folder, named_models
+from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt, Result, per_prompt
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
 
-TORCH_TO_SGLANG = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+DTYPES = ("float32", "bfloat16", "float16")
 
 LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
     {
         "dtype": "SGLang chooses it",
         "draft_quantization": "SGLang holds the weights",
+        "generate_async": "SGLang has an event loop of its own",
         "explain_plans": "one plan serves every request",
         "metrics": "SGLang counts for itself, see its /metrics",
         "observe": "SGLang's steps are its own",
@@ -82,24 +79,11 @@ class SGLangLLM(TextGenerator):
         backend: str = "sglang",
         **arguments: object,
     ) -> None:
-        """Start SGLang.
+        """Start SGLang; see :class:`eaglegbv.llm.LLM` for the arguments.
 
-        Args:
-            model: See :class:`eaglegbv.llm.LLM` for this and the next twelve; here ``draft_sampling`` must be
-                None or ``iid``, and the engine cannot choose ``plan``.
-            drafter: Folder of an EAGLE head; of the tiny pair also ``"eagle3"`` or ``"eagle1"``.
-            verifier: A verifier that accepts independently drawn paths.
-            paths: Number of drafted paths.
-            depth: Length of a drafted path.
-            draft_sampling: How a tree's children arise.
-            draft_width: Number of candidates a draft distribution keeps.
-            draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Plan, instead of the last six arguments.
-            dtype: Dtype of weights and activations; by default SGLang chooses it.
-            device: ``cuda`` or ``cpu``; by default SGLang chooses it.
-            engine: Sizes and seed.
-            backend: ``"sglang"``.
-            arguments: Other arguments of SGLang's engine.
+        Here ``drafter`` is an EAGLE head, ``draft_sampling`` None or ``iid``, and ``plan`` no
+        automatic one. ``dtype`` and ``device`` are SGLang's choice where they are None, and
+        ``arguments`` are other arguments of its engine.
 
         Raises:
             EagleGBVError: Something cannot be served; the message names it and the remedy.
@@ -118,7 +102,7 @@ class SGLangLLM(TextGenerator):
         tokenizer = load_tokenizer(models.target)
         self._sglang = start_engine(
             models.target,
-            None if models.drafter is None else named_folder(models.drafter),
+            models.drafter,
             paths=self._plan.paths,
             depth=self._plan.depth,
             settings=_settings(self._plan, sizes.seed),
@@ -144,6 +128,10 @@ class SGLangLLM(TextGenerator):
     def shutdown(self) -> None:
         """Stop SGLang's processes."""
         self._sglang.shutdown()
+
+    def close(self) -> None:
+        """See :meth:`shutdown`."""
+        self.shutdown()
 
     def stream(
         self,
@@ -230,11 +218,8 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     if plan.draft_sampling not in (None, DraftSampling.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
         raise InvalidArgument("draft_sampling", str(plan.draft_sampling), expected)
-    for name, value in (
-        ("whole_vocab", plan.whole_vocab),
-        ("min_confidence", plan.min_confidence),
-    ):
-        if value:
+    for name in ("whole_vocab", "min_confidence"):
+        if value := getattr(plan, name):
             expected = "0: SGLang's drafts have the width and the depth they are given"
             raise InvalidArgument(name, value, expected)
     return plan
@@ -256,8 +241,9 @@ def _check_priority(priority: int) -> None:
         raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
 
 
-def _check_sizes(sizes: EngineConfig) -> None:
-    """Refuse sizes that would be ignored."""
+def _engine_arguments(
+    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> dict[str, object]:
     default = EngineConfig()
     for name, reason in UNUSED_SIZES.items():
         value, expected = getattr(sizes, name), getattr(default, name)
@@ -266,12 +252,6 @@ def _check_sizes(sizes: EngineConfig) -> None:
     if sizes.cuda_graphs is GraphMode.EAGER:
         expected = "'auto', 'on' or 'off' with SGLang: 'eager' is for the local engine's graphs"
         raise InvalidArgument("cuda_graphs", str(sizes.cuda_graphs), expected)
-
-
-def _engine_arguments(
-    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
-) -> dict[str, object]:
-    _check_sizes(sizes)
     arguments: dict[str, object] = {
         "max_running_requests": sizes.max_batch,
         "max_total_tokens": sizes.kv_slots,
@@ -280,13 +260,12 @@ def _engine_arguments(
         "disable_radix_cache": not sizes.prefix_cache,
         "disable_cuda_graph": sizes.cuda_graphs is GraphMode.OFF,
     }
-    if sizes.prefill_tokens != EngineConfig().prefill_tokens:
+    if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
-        wanted = named_dtype(dtype)
-        if wanted not in TORCH_TO_SGLANG:
-            raise InvalidArgument("dtype", str(dtype), one_of(TORCH_TO_SGLANG.values()))
-        arguments["dtype"] = TORCH_TO_SGLANG[wanted]
+        arguments["dtype"] = wanted = str(named_dtype(dtype)).removeprefix("torch.")
+        if wanted not in DTYPES:
+            raise InvalidArgument("dtype", str(dtype), one_of(DTYPES))
     if device is not None:
         place = torch.device(device)
         arguments["device"] = place.type

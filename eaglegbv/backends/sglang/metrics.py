@@ -1,63 +1,46 @@
-"""Acceptance in the usual terms of the field, counted exactly."""
+"""Acceptance in the usual terms of the field, counting only tokens that were delivered.
 
-from collections.abc import Callable, Mapping, Sequence
+SGLang's own figures keep SGLang's meaning; ours stand beside them. They count per verification,
+that is, per forward of the target over a request's tree: ``acceptance_length`` the drafted tokens
+accepted, and ``block_efficiency`` all tokens committed. What the last verification of a request
+commits beyond the end of the text counts in neither, nor do tokens from forwards over a prompt.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from eaglegbv.config import Plan
 from eaglegbv.metrics import RequestMetrics
 
+_log = logging.getLogger(__name__)
+
 TITLES = ("EAGLEGBV", "EAGLEGBV3")
 """Names of our algorithms."""
 
 
-def acceptance_length(histogram: Sequence[int]) -> float:
-    """Return the drafted tokens accepted per target forward.
-
-    Args:
-        histogram: Entry i is the number of verifications that accepted i drafted tokens.
-    """
-    forwards = sum(histogram)
-    return sum(i * count for i, count in enumerate(histogram)) / forwards if forwards else 0.0
-
-
-def corrected(meta_info: Mapping[str, Any], *, length: int) -> dict[str, Any]:
-    """Return SGLang's ``meta_info`` of a finished request with its errors corrected.
-
-    SGLang counts the token of the prompt's own forward among those that verifications committed. It
-    also divides the number of accepted tokens by the nodes of the tree, though at most ``length``
-    of them can be accepted.
-
-    Args:
-        meta_info: SGLang's own counts.
-        length: Length of the drafted paths.
-    """
-    histogram = meta_info.get("spec_correct_drafts_histogram")
-    if not histogram or not sum(histogram):
-        return dict(meta_info)
-    accepted = acceptance_length(histogram)
-    return {
-        **meta_info,
-        "acceptance_length": accepted,
-        "block_efficiency": accepted + 1,
-        "spec_accept_length": accepted + 1,
-        "spec_accept_rate": accepted / length,
-    }
-
-
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
-    """Return the counts of a finished request; SGLang does not report times of its phases.
+    """Return the counts of a request; SGLang does not report times of its phases.
 
     Args:
-        meta_info: SGLang's own counts.
+        meta_info: SGLang's own counts. Its histogram has, at i, the number of verifications that
+            accepted i drafted tokens, also those beyond the end of the text; so have the counts by
+            depth.
         plan: How the server drafts.
     """
     histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
-    forwards, committed = sum(histogram), int(meta_info["completion_tokens"]) - 1
+    forwards, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
+    # A token comes from the forward over the prompt, and from each that reads a text again.
+    read = 1 + int(meta_info.get("num_retractions", 0))
+    committed = max(0, int(meta_info["completion_tokens"]) - read)
+    # Of the tokens beyond the end, the last is the one that the target added.
+    beyond = max(0, forwards + accepted - committed - 1)
     return RequestMetrics(
         prompt_tokens=int(meta_info["prompt_tokens"]),
         target_forwards=forwards if plan.speculative else committed,
         committed_tokens=committed,
-        accepted_tokens=sum(i * count for i, count in enumerate(histogram)),
+        accepted_tokens=accepted - beyond,
         drafted_nodes=forwards * plan.paths * plan.depth,
         offered_by_depth=[forwards] * plan.depth if forwards else [],
         accepted_by_depth=(
@@ -66,54 +49,98 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
     )
 
 
-def corrected_rate(block_efficiency: float, *, length: int) -> float:
-    """Return the accepted share of the tokens that could be accepted; 0 before any verification.
+@dataclass(slots=True)
+class Delivered:
+    """Counts, in the scheduler's process, what verifications delivered, and reports it.
 
-    Args:
-        block_efficiency: Tokens committed per verification.
-        length: Length of the drafted paths.
+    Attributes:
+        counts: Those since the last report.
+        gauges: Our gauges of Prometheus, once there are any.
     """
-    return max(0.0, block_efficiency - 1) / length
+
+    counts: RequestMetrics = field(default_factory=RequestMetrics)
+    gauges: dict[str, Any] = field(default_factory=dict)
+
+    def process(
+        self, original: Callable[..., None], processor: Any, batch: Any, result: Any
+    ) -> None:
+        """Let SGLang process a round, and count it."""
+        if not ours():
+            original(processor, batch, result)
+            return
+        running = [
+            None if req.finished() or req.is_retracted else _length(req) for req in batch.reqs
+        ]
+        original(processor, batch, result)
+        drafts = result.num_correct_drafts_per_req_cpu
+        for req, before, correct in zip(batch.reqs, running, drafts, strict=True):
+            if before is not None:  # else it had ended when this round was under way
+                new = _length(req) - before
+                self.counts.target_forwards += 1
+                self.counts.committed_tokens += new
+                self.counts.accepted_tokens += min(new, correct)
+        reporter = processor.metrics_reporter
+        if reporter.forward_ct_decode % reporter.decode_log_interval == 0:
+            self._report(reporter)
+
+    def _report(self, reporter: Any) -> None:
+        counts, self.counts = self.counts, RequestMetrics()
+        if reporter.is_stats_logging_rank:
+            _log.info(
+                "acceptance length: %.2f, block efficiency: %.2f, verifications: %d",
+                counts.acceptance_length,
+                counts.block_efficiency,
+                counts.target_forwards,
+            )
+        if reporter.current_scheduler_metrics_enabled:
+            labels = reporter.metrics_collector.labels
+            self.gauges = self.gauges or _gauges(labels)
+            for name, value in _figures(counts).items():
+                self.gauges[name].labels(**labels).set(value)
 
 
-def install() -> None:
-    """Correct SGLang's answers and Prometheus gauges, only for our algorithms."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-        _correct,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
-        _correct_gauges,
-        HookType.AROUND,
-    )
-
-
-def _correct_gauges(original: Callable[..., None], collector: Any, stats: Any) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    spec = get_spec()
-    if spec.speculative_algorithm in TITLES:
-        # Here too, SGLang divides by the nodes of the tree.
-        stats.spec_accept_rate = corrected_rate(
-            stats.spec_accept_length, length=spec.speculative_num_steps
-        )
-    original(collector, stats)
-
-
-def _correct(
-    original: Callable[..., None],
-    manager: Any,
-    meta_info: dict[str, Any],
-    received: Any,
-    i: int,
+def add_figures(
+    original: Callable[..., None], manager: Any, meta_info: dict[str, Any], received: Any, i: int
 ) -> None:
+    """Add our figures to the ``meta_info`` of a finished request."""
     from sglang.srt.runtime_context import get_spec
 
     original(manager, meta_info, received, i)
-    spec = get_spec()
-    if spec.speculative_algorithm in TITLES:
-        meta_info.update(corrected(meta_info, length=spec.speculative_num_steps))
+    if ours() and meta_info.get("spec_correct_drafts_histogram"):
+        spec = get_spec()
+        shape = Plan(paths=spec.speculative_eagle_topk, depth=spec.speculative_num_steps)
+        meta_info.update(_figures(request_metrics(meta_info, shape)))
+
+
+def _figures(counts: RequestMetrics) -> dict[str, float]:
+    """Return our figures by their names in ``meta_info``; in Prometheus, ``eaglegbv:`` precedes."""
+    return {
+        "acceptance_length": counts.acceptance_length,
+        "block_efficiency": counts.block_efficiency,
+    }
+
+
+def ours() -> bool:
+    """Return whether this process serves with one of our algorithms."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm in TITLES
+
+
+def _length(req: Any) -> int:
+    """Return the number of tokens that the client gets."""
+    return len(req.output_ids) if req.finished_len is None else req.finished_len
+
+
+def _gauges(labels: Mapping[str, str]) -> dict[str, Any]:
+    import prometheus_client  # SGLang must have set its folder of files first
+
+    return {
+        name: prometheus_client.Gauge(
+            f"eaglegbv:{name}",
+            f"The {name.replace('_', ' ')} over the last interval, of tokens delivered.",
+            labelnames=labels.keys(),
+            multiprocess_mode="mostrecent",
+        )
+        for name in _figures(RequestMetrics())
+    }

@@ -1,16 +1,91 @@
-"""The entry point ``sglang.srt.plugins``: SGLang calls it in each of its processes."""
+"""The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in all its processes."""
 
-from eaglegbv.backends.sglang.algorithm import Eagle3Algorithm, EagleAlgorithm, worker_class
-from eaglegbv.backends.sglang.metrics import install
+import os
+from typing import Any, ClassVar
+
+from sglang.srt.arg_groups.overrides import use_mla_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from eaglegbv.backends.sglang import metrics, verify
+from eaglegbv.backends.sglang.server_args import settle_arguments
+from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.version_check import check_override_points, check_version
 
 
 def register() -> None:
     """Register ``EAGLEGBV`` (EAGLE-1 and -2 heads) and ``EAGLEGBV3`` (EAGLE-3 heads)."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     for algorithm in (EagleAlgorithm, Eagle3Algorithm):
-        enlist = SpeculativeAlgorithm.register(
-            algorithm.title, supports_overlap=True, spec_class=algorithm
+        SpeculativeAlgorithm.register(algorithm.title, supports_overlap=True, spec_class=algorithm)(
+            worker_class
         )
-        enlist(worker_class)
-    install()
+    tokenizers = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    results = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    for place, hook in (
+        (f"{tokenizers}._send_one_request", verify.seed_copies),
+        (f"{tokenizers}._calculate_spec_decoding_metrics", metrics.add_figures),
+        (
+            f"{results}.SchedulerBatchResultProcessor.process_batch_result_decode",
+            metrics.Delivered().process,
+        ),
+    ):
+        HookRegistry.register(place, hook, HookType.AROUND)
+
+
+class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """Sampled trees of an EAGLE-1 or EAGLE-2 head: answers to SGLang's questions."""
+
+    title: ClassVar[str] = "EAGLEGBV"
+
+    def is_eagle(self) -> bool:
+        """Use SGLang's code for EAGLE: its workers, its KV layout, its CUDA graphs."""
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        """Whether grammars may overlap: only the verification kernel differs from SGLang's own."""
+        return True
+
+    def carries_draft_hidden_states(self) -> bool:
+        """Answer as EAGLE does; SGLang asks every algorithm, including plug-ins."""
+        return True
+
+    def need_topk(self) -> bool:
+        """Carry the hidden states of the head from round to round, as for EAGLE."""
+        return True
+
+    def create_future_map(self, device: Any, *arguments: Any, **named: Any) -> Any:
+        """Return the object that carries tensors from round to round, as for EAGLE."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, *arguments, **named)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check and complete the arguments; refuse what cannot be served.
+
+        Raises:
+            EagleGBVError: The error names the argument, its value, the reason and the remedy.
+        """
+        check_version()
+        settings = Settings.from_environment(os.environ)
+        settle_arguments(server_args, settings, latent=use_mla_backend(server_args))
+
+
+class Eagle3Algorithm(EagleAlgorithm):
+    """Sampled trees of an EAGLE-3 head, possibly with a reduced draft vocabulary."""
+
+    title: ClassVar[str] = "EAGLEGBV3"
+
+    def is_eagle3(self) -> bool:
+        """Let SGLang feed the head from several of the target's layers."""
+        return True
+
+
+def worker_class(server_args: Any) -> type:  # noqa: ARG001
+    """Return the worker; only the process that runs the model imports it."""
+    check_version()
+    check_override_points()
+    from eaglegbv.backends.sglang.worker import SampledTreeWorker
+
+    verify.install()
+    return SampledTreeWorker

@@ -1,29 +1,40 @@
 """The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, cast
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative import eagle_utils, eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
+from eaglegbv.backends.sglang.draft_replay import HeadReplay, RoundStart
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
-from eaglegbv.backends.sglang.first_tokens import FirstTokens, first_tokens_of
-from eaglegbv.backends.sglang.judging import Acceptance, acceptance, target_dist, walk_greedily
-from eaglegbv.backends.sglang.referees import DebtReferee, PlainReferee, Referee
-from eaglegbv.backends.sglang.renormalisation import keep_min_p
-from eaglegbv.backends.sglang.requests import RequestBook
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_kernels import judging
+from eaglegbv.backends.sglang.verify import (
+    Acceptance,
+    Judge,
+    RequestBook,
+    acceptance,
+    keep_min_p,
+    target_probs,
+    verifying,
+    walk_greedily,
+)
 from eaglegbv.config import Plan
+from eaglegbv.drafters.base import DraftReplay
+from eaglegbv.errors import ModelNotSupported
+from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verifiers.registry import make_any_verifier
-from eaglegbv.verifiers.stateful import StatefulVerifier
+from eaglegbv.verifiers.base import Verdict
+from eaglegbv.verifiers.paths import draw
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
 
 class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
@@ -33,6 +44,13 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         with _draft_worker_class(SampledDraftWorker):
             super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
+        stateful = settings.verifier in STATEFUL_VERIFIERS
+        if stateful and self._draft_worker.draft_runner.use_mla_backend:
+            raise ModelNotSupported(
+                "speculative_draft_model_path",
+                self.server_args.speculative_draft_model_path,
+                f"a head without latent attention, for verifier {settings.verifier!r}",
+            )
         plan = Plan(
             verifier=settings.verifier,
             paths=self.topk,
@@ -41,7 +59,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             draft_temperature=settings.draft_temperature,
         )
         self._book = RequestBook(plan, settings.seed, replica=get_parallel().dp_rank)
-        self._referee = _referee(settings.verifier, self._book, self._draft_worker)
+        self._judge = Judge(settings.verifier, self._book)
         self._draft_worker.configure(settings, self._book, self._redraw)
         sampler = self.target_worker.model_runner.sampler
         self._first_tokens = FirstTokens(sampler._sample_from_probs, self._book)
@@ -52,26 +70,37 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
         drafted = batch.spec_info
-
-        def judge(target_probs: Tensor) -> Acceptance:
-            return self._judge(batch, drafted, target_probs)
-
-        with judging(judge):
+        with verifying(lambda probs: self._accept(batch, drafted, probs)):
             result = super().verify(batch, *arguments, **named)
         self._book.advance(batch.reqs)
         return result
 
-    def _judge(self, batch: ScheduleBatch, drafted: Any, target_probs: Tensor) -> Acceptance:
+    def _accept(self, batch: ScheduleBatch, drafted: Any, probs: Tensor) -> Acceptance:
         sampling, numbered = batch.sampling_info, drafted.numbered
         if sampling.need_min_p_sampling:
-            edges = sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
-            target_probs = keep_min_p(target_probs.flatten(0, 1), edges).view_as(target_probs)
-        dist = target_dist(target_probs, numbered)
-        verdict = self._referee.judge(
-            batch.reqs, batch.req_pool_indices, numbered.tree, dist, drafted.start, _greedy(batch)
+            edges = sampling.min_ps.repeat_interleave(probs.shape[1], dim=0)
+            probs = keep_min_p(probs.flatten(0, 1), edges).view_as(probs)
+        target = target_probs(probs, numbered)
+        greedy = [request.sampling_params.top_k == 1 for request in batch.reqs]
+        verdict = self._verdict(
+            batch.reqs, batch.req_pool_indices, numbered.tree, target, greedy, drafted.start
         )
-        verdict = walk_greedily(numbered, dist, verdict, sampling.top_ks == 1)
+        verdict = walk_greedily(numbered, target, verdict, sampling.top_ks == 1)
         return acceptance(verdict, numbered)
+
+    def _verdict(
+        self,
+        requests: Sequence[Req],
+        pool_indices: Tensor,
+        tree: DraftTree,
+        target: TargetProbs,
+        greedy: Sequence[bool],
+        start: RoundStart | None,
+    ) -> Verdict:
+        def replay(own: Sequence[Request]) -> DraftReplay:
+            return HeadReplay(self._draft_worker, own, pool_indices, start)
+
+        return self._judge.judge(requests, tree, target, greedy, replay)
 
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
@@ -83,38 +112,31 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
-        """Redraw the tokens of retracted requests with debts from the distributions that the debts leave.
+        """Redraw the tokens of retracted requests with debts from what the debts leave.
 
-        The target and the head have read their texts again, so the head can recall distributions.
+        The target and the head have read their texts again, so the head can replay distributions.
         """
-        requests = list(batch.reqs)
-        rows = [r for r in self._referee.owing(requests) if requests[r] is not batch.chunked_req]
-        if not rows or self._first_tokens.dists is None:
+        rows = [
+            row
+            for row, own in enumerate(self._book.of(batch.reqs))
+            if own.target_layers and batch.reqs[row] is not batch.chunked_req
+        ]
+        if not rows or self._first_tokens.probs is None:
             return False
-        owing = [requests[row] for row in rows]
-        dist = self._first_tokens.dists[rows].log()
-        at = torch.arange(len(rows), device=dist.device).unsqueeze(1)
-        verdict = self._referee.judge(
-            owing,
+        requests = [batch.reqs[row] for row in rows]
+        logits = self._first_tokens.probs[rows].log()
+        verdict = self._verdict(
+            requests,
             batch.req_pool_indices[rows],
-            DraftTree.roots([r.output_ids[-1] for r in owing], device=dist.device),
-            TargetProbs.of_logits(dist, at),
-            None,
+            DraftTree.roots([r.output_ids[-1] for r in requests], device=logits.device),
+            TargetProbs.of_logits(
+                logits, torch.arange(len(rows), device=logits.device).unsqueeze(1)
+            ),
             [False] * len(rows),
+            None,
         )
         token_ids[rows] = verdict.token_ids.to(token_ids.dtype)
         return True
-
-
-def _greedy(batch: ScheduleBatch) -> list[bool]:
-    return [request.sampling_params.top_k == 1 for request in batch.reqs]
-
-
-def _referee(name: str, book: RequestBook, draft_worker: SampledDraftWorker) -> Referee:
-    verifier = make_any_verifier(name)
-    if isinstance(verifier, StatefulVerifier):
-        return DebtReferee(verifier, book, draft_worker)
-    return PlainReferee(verifier, book)
 
 
 @contextmanager
@@ -126,3 +148,64 @@ def _draft_worker_class(worker: type) -> Iterator[None]:
         yield
     finally:
         eagle_worker_v2.EagleDraftWorker = original
+
+
+# The token after a prompt, drawn from SGLang's distribution with the request's own random numbers,
+# so that a seed determines the whole answer. After a retraction, the prompt is read again with what
+# has been generated, and the token after it is drawn in the same way.
+
+_requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens", default=None)
+
+
+@contextmanager
+def first_tokens_of(requests: Sequence[Req]) -> Iterator[None]:
+    """Set the requests whose tokens the sampler draws within this context."""
+    token = _requests.set(requests)
+    try:
+        yield
+    finally:
+        _requests.reset(token)
+
+
+class FirstTokens:
+    """Replaces a sampler's draw; for requests that are not ours, it draws as before.
+
+    Attributes:
+        probs: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
+    """
+
+    def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
+        self._draw_as_before = draw_as_before
+        self._book = book
+        self.probs: Tensor | None = None
+
+    def __call__(
+        self,
+        probs: Tensor,
+        sampling_info: SamplingBatchInfo,
+        positions: Tensor,
+        simple_sampling_case: bool,
+    ) -> tuple[Tensor, Any]:
+        """Return token ids ``[batch]``, and a record of sampling masks if one is wanted."""
+        requests = _requests.get()
+        if requests is None or sampling_info.sampling_mask_batch_indices is not None:
+            return cast(
+                "tuple[Tensor, Any]",
+                self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
+            )
+        uniforms = self._book.token_uniforms(requests).to(probs.device, non_blocking=True)
+        self.probs = warped(probs, sampling_info)
+        likely = self.probs.argmax(dim=1)
+        drawn = draw(self.probs.to(torch.float64), uniforms)
+        return torch.where(sampling_info.top_ks == 1, likely, drawn), None
+
+
+def warped(probs: Tensor, sampling: SamplingBatchInfo) -> Tensor:
+    """Apply the requests' top-k, top-p and min-p to ``[batch, vocab]``."""
+    if sampling.need_top_k_sampling:
+        probs = eagle_utils.top_k_renorm_prob(probs, sampling.top_ks)
+    if sampling.need_top_p_sampling:
+        probs = eagle_utils.top_p_renorm_prob(probs, sampling.top_ps)
+    if sampling.need_min_p_sampling:
+        probs = keep_min_p(probs, sampling.min_ps)
+    return probs

@@ -20,26 +20,10 @@ from support.published_heads import (
     TARGETS,
     VOCAB,
     Published,
-    eagle1_llama3,
-    eagle1_qwen2,
-    eagle1_vicuna,
-    eagle3_llama31,
-    eagle3_narrow,
-    sglang_aux_norms,
-    sglang_eagle1_zeros,
-    sglang_eagle3,
-    sglang_eagle31,
-    sglang_norm_before_fc,
-    specforge_sglang,
-    speculators_norm_before_fc,
-    speculators_norms,
-    speculators_plain,
-    speculators_qwen3,
-    speculators_residual,
 )
 from torch import Tensor
 
-from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
+from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.formats.names import RemarkKind
 from eaglegbv.drafters.formats.read import VARIANTS, FormatName
@@ -97,36 +81,36 @@ def test_every_tensor_lands_where_it_belongs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "form", "arch", "variants"),
     [
-        (eagle1_vicuna, FormatName.EAGLE, Arch.EAGLE1, {"fc_bias"}),
-        (eagle1_llama3, FormatName.EAGLE, Arch.EAGLE1, set()),
-        (eagle1_qwen2, FormatName.EAGLE, Arch.EAGLE1, {"fc_bias", "qkv_bias"}),
-        (eagle3_llama31, FormatName.EAGLE, Arch.EAGLE3, set()),
-        (sglang_eagle31, FormatName.SGLANG, Arch.EAGLE3, {"fc_norm", "norm_output"}),
-        (sglang_aux_norms, FormatName.SGLANG, Arch.EAGLE3, {"fc_norm"}),
-        (specforge_sglang, FormatName.SGLANG, Arch.EAGLE3, set()),
-        (speculators_plain, FormatName.SPECULATORS, Arch.EAGLE3, set()),
+        ("eagle1_vicuna", FormatName.EAGLE, Arch.EAGLE1, {"fc_bias"}),
+        ("eagle1_llama3", FormatName.EAGLE, Arch.EAGLE1, set()),
+        ("eagle1_qwen2", FormatName.EAGLE, Arch.EAGLE1, {"fc_bias", "qkv_bias"}),
+        ("eagle3_llama31", FormatName.EAGLE, Arch.EAGLE3, set()),
+        ("sglang_eagle31", FormatName.SGLANG, Arch.EAGLE3, {"fc_norm", "norm_output"}),
+        ("sglang_aux_norms", FormatName.SGLANG, Arch.EAGLE3, {"fc_norm"}),
+        ("specforge_sglang", FormatName.SGLANG, Arch.EAGLE3, set()),
+        ("speculators_plain", FormatName.SPECULATORS, Arch.EAGLE3, set()),
         (
-            speculators_norms,
+            "speculators_norms",
             FormatName.SPECULATORS,
             Arch.EAGLE3,
             {"norm_before_residual", "fc_norm", "norm_output"},
         ),
-        (speculators_norm_before_fc, FormatName.SPECULATORS, Arch.EAGLE3, {"norm_before_fc"}),
-        (sglang_norm_before_fc, FormatName.SGLANG, Arch.EAGLE3, {"norm_before_fc"}),
-        (sglang_eagle1_zeros, FormatName.SGLANG, Arch.EAGLE1, set()),
-        (speculators_qwen3, FormatName.SPECULATORS, Arch.EAGLE3, {"qk_norm"}),
+        ("speculators_norm_before_fc", FormatName.SPECULATORS, Arch.EAGLE3, {"norm_before_fc"}),
+        ("sglang_norm_before_fc", FormatName.SGLANG, Arch.EAGLE3, {"norm_before_fc"}),
+        ("sglang_eagle1_zeros", FormatName.SGLANG, Arch.EAGLE1, set()),
+        ("speculators_qwen3", FormatName.SPECULATORS, Arch.EAGLE3, {"qk_norm"}),
     ],
 )
 def test_format_head_and_variants(
-    head: Any, form: FormatName, arch: Arch, variants: set[str], tmp_path: Path
+    head: str, form: FormatName, arch: Arch, variants: set[str], tmp_path: Path
 ) -> None:
-    found = read_checkpoint(head().write(tmp_path))
+    found = read_checkpoint(PUBLISHED[head]().write(tmp_path))
     assert (found.format, found.config.arch) == (form, arch)
     assert {name for name in VARIANTS if getattr(found.config, name)} == variants
 
 
 def test_architectures_do_not_decide_what_a_head_is(tmp_path: Path) -> None:
-    head = eagle1_llama3()
+    head = PUBLISHED["eagle1_llama3"]()
     head.config["architectures"] = ["LlamaForCausalLMEagle3"]
     assert read_checkpoint(head.write(tmp_path)).config.arch is Arch.EAGLE1
 
@@ -136,23 +120,23 @@ def config(head: Published, folder: Path) -> EagleHeadConfig:
 
 
 def test_rope_settings(tmp_path: Path) -> None:
-    plain = config(eagle3_llama31(), tmp_path / "a").rope_parameters
+    plain = config(PUBLISHED["eagle3_llama31"](), tmp_path / "a").rope_parameters
     assert plain == {"rope_type": "default", "rope_theta": 10000.0}
-    scaled = config(specforge_sglang(), tmp_path / "b").rope_parameters
+    scaled = config(PUBLISHED["specforge_sglang"](), tmp_path / "b").rope_parameters
     assert scaled == LLAMA3_ROPE | {"rope_theta": 500000.0}
-    head = eagle3_llama31()
+    head = PUBLISHED["eagle3_llama31"]()
     head.config["rope_scaling"] = {"type": "linear", "factor": 4.0}
     linear = config(head, tmp_path / "c").rope_parameters
     assert linear == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def test_widths_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
-    found = config(eagle3_narrow(), tmp_path)
+    found = config(PUBLISHED["eagle3_narrow"](), tmp_path)
     assert (found.hidden_size, found.target_hidden_size, found.feature_size) == (24, 32, 96)
 
 
 def test_pickled_and_safe_files_load_alike(tmp_path: Path) -> None:
-    head = eagle3_llama31()
+    head = PUBLISHED["eagle3_llama31"]()
     pickled = load(head, tmp_path / "pickled").state_dict()
     head.pickled = False
     safe = load(head, tmp_path / "safe").state_dict()
@@ -160,7 +144,7 @@ def test_pickled_and_safe_files_load_alike(tmp_path: Path) -> None:
 
 
 def test_safe_file_comes_before_a_pickled_one(tmp_path: Path) -> None:
-    head = eagle3_llama31()
+    head = PUBLISHED["eagle3_llama31"]()
     head.write(tmp_path)
     head.pickled = False
     found = read_checkpoint(head.write(tmp_path))
@@ -170,7 +154,7 @@ def test_safe_file_comes_before_a_pickled_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_sharded_files(suffix: str, tmp_path: Path) -> None:
-    head = sglang_eagle3()
+    head = PUBLISHED["sglang_eagle3"]()
     head.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     stem = "model" if suffix == "safetensors" else "pytorch_model"
@@ -196,7 +180,7 @@ class _Evil:
 
 
 def test_pickled_code_does_not_run(tmp_path: Path) -> None:
-    head = eagle3_llama31()
+    head = PUBLISHED["eagle3_llama31"]()
     head.write(tmp_path)
     torch.save({**head.tensors, "more": _Evil()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(DrafterMismatch, match=r"pytorch_model\.bin.*tensors alone"):
@@ -208,7 +192,7 @@ def test_pickled_code_does_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"fc.weight": 3}])
 def test_pickled_files_of_something_else(content: object, tmp_path: Path) -> None:
-    eagle3_llama31().write(tmp_path)
+    PUBLISHED["eagle3_llama31"]().write(tmp_path)
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(DrafterMismatch, match="tensor"):
         read_checkpoint(tmp_path)
@@ -229,7 +213,7 @@ def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
 def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     complete = PUBLISHED[name]()
     narrow = complete.config.get("target_hidden_size") is not None
-    optional = set() if narrow else {"embed_tokens.weight"}
+    optional = {"t2d"} if narrow else {"t2d", "embed_tokens.weight"}
     needed = {key for key, tensor in complete.tensors.items() if not idle(key, tensor)}
     for missing in sorted(needed - optional):
         head = PUBLISHED[name]()
@@ -238,6 +222,18 @@ def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
             read_checkpoint(head.write(tmp_path))
         today = our_name(missing).replace("layer.", "")
         assert missing in str(caught.value) or today in caught.value.argument, missing
+
+
+def test_a_head_with_d2t_alone_is_read_and_exported_with_t2d(tmp_path: Path) -> None:
+    head = PUBLISHED["eagle3_llama31"]()
+    members = head.tensors.pop("t2d")  # NVIDIA's ModelOpt writes none
+    found = read_checkpoint(head.write(tmp_path / "there"))
+    assert torch.equal(found.named.tensors["t2d"], members)
+    assert found.draft_to_target is not None
+    assert torch.equal(found.draft_to_target, members.nonzero().squeeze(1))
+    assert "t2d follows from d2t" in str(found.remarks)
+    export_head(found, "eagle", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t2d"], members)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -292,6 +288,7 @@ def test_draft_vocabulary_larger_than_the_targets_is_refused(name: str, tmp_path
 
 FLAT = {
     "hidden_size": (None, "hidden_size"),
+    "intermediate_size": (None, "intermediate_size"),
     "vocab_size": ("40", "vocab_size"),
     "num_attention_heads": (0, "num_attention_heads"),
     "hidden_act": ("gelu", "hidden_act"),
@@ -301,6 +298,9 @@ FLAT = {
     "layer_types": (["sliding_attention"], "layer_types"),
     "mlp_bias": (True, "mlp_bias"),
     "rope_scaling": ({"rope_type": "linear"}, "rope_scaling"),
+    "rope_parameters": ({"full_attention": {"rope_theta": 1e6}}, "kinds of layers"),
+    "rope_theta": ("10000", "rope_theta"),
+    "rms_norm_eps": (True, "rms_norm_eps"),
     "architectures": ("LlamaForCausalLM", "architectures"),
 }
 
@@ -308,7 +308,7 @@ FLAT = {
 @pytest.mark.parametrize("key", sorted(FLAT))
 def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
     value, shown = FLAT[key]
-    head = sglang_eagle3()
+    head = PUBLISHED["sglang_eagle3"]()
     head.config[key] = value
     with pytest.raises(DrafterMismatch, match=shown):
         read_checkpoint(head.write(tmp_path))
@@ -317,23 +317,27 @@ def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "changes", "shown"),
     [
-        (eagle1_llama3, {"bias": True}, "fc.bias"),
-        (eagle1_llama3, {"bias": None}, "fc.bias"),
-        (eagle1_vicuna, {"bias": False}, "fc.bias"),
-        (eagle1_qwen2, {"qkv_bias": False}, "layers.0.self_attn.k_proj.bias"),
-        (eagle1_llama3, {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
-        (sglang_eagle31, {"fc_norm": False}, "fc_norm.0.weight"),
-        (sglang_eagle3, {"fc_norm": True}, "fc_norm.0.weight"),
-        (speculators_norm_before_fc, {"norm_before_fc": False}, "input_norm.weight"),
-        (sglang_eagle1_zeros, {"bias": None, "qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
-        (speculators_plain, {"norm_before_fc": True}, "input_norm.weight"),
-        (sglang_eagle3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("eagle1_llama3", {"bias": True}, "fc.bias"),
+        ("eagle1_llama3", {"bias": None}, "fc.bias"),
+        ("eagle1_vicuna", {"bias": False}, "fc.bias"),
+        ("eagle1_qwen2", {"qkv_bias": False}, "layers.0.self_attn.k_proj.bias"),
+        ("eagle1_llama3", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
+        ("sglang_eagle31", {"fc_norm": False}, "fc_norm.0.weight"),
+        ("sglang_eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
+        ("speculators_norm_before_fc", {"norm_before_fc": False}, "input_norm.weight"),
+        ("sglang_eagle1_zeros", {"bias": None, "qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
+        ("speculators_plain", {"norm_before_fc": True}, "input_norm.weight"),
+        (
+            "sglang_eagle3",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state",
+        ),
     ],
 )
 def test_keys_and_tensors_agree(
-    head: Any, changes: dict[str, Any], shown: str, tmp_path: Path
+    head: str, changes: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
-    published = head()
+    published = PUBLISHED[head]()
     published.config |= changes
     with pytest.raises(DrafterMismatch, match=shown):
         read_checkpoint(published.write(tmp_path))
@@ -351,21 +355,21 @@ def test_keys_and_tensors_agree(
 def test_speculators_layer_settings_and_tensors_agree(
     layer: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
-    head = speculators_plain()
+    head = PUBLISHED["speculators_plain"]()
     head.config["transformer_layer_config"] |= layer
     with pytest.raises(DrafterMismatch, match=shown):
         read_checkpoint(head.write(tmp_path))
 
 
 def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
-    head = sglang_aux_norms()
+    head = PUBLISHED["sglang_aux_norms"]()
     head.tensors["fc_norm.0.weight"] = head.tensors["aux_norm_low.weight"].clone()
     with pytest.raises(DrafterMismatch, match=r"fc_norm\.0|aux_norm_low"):
         read_checkpoint(head.write(tmp_path))
 
 
 def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
-    head = eagle3_llama31()
+    head = PUBLISHED["eagle3_llama31"]()
     head.pickled = False
     head.tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
     with pytest.raises(DrafterMismatch, match="an EAGLE head"):
@@ -374,33 +378,33 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
 
 LAYER_IDS = [
     # stored ids, whose file, the key that settles it, layers read, whether that is a guess
-    (None, sglang_eagle3, None, INPUTS, False),
-    (INPUTS, sglang_eagle3, None, INPUTS, False),
-    (OUTPUTS, sglang_eagle3, None, INPUTS, False),
-    (INPUTS, eagle3_llama31, None, INPUTS, False),
-    (OUTPUTS, eagle3_llama31, None, INPUTS, False),
-    ([1, 3, 6], sglang_eagle3, None, [2, 4, 7], True),
-    ([1, 3, 6], eagle3_llama31, None, [1, 3, 6], True),
-    ([1, 3, 6], sglang_eagle3, "inputs", [1, 3, 6], False),
-    ([1, 3, 6], eagle3_llama31, "outputs", [2, 4, 7], False),
-    (OUTPUTS, sglang_eagle3, "inputs", OUTPUTS, False),
-    (INPUTS, speculators_residual, None, INPUTS, False),
-    (OUTPUTS, speculators_residual, None, INPUTS, False),
-    ([1, 3, 6], speculators_residual, None, [1, 3, 6], True),
+    (None, "sglang_eagle3", None, INPUTS, False),
+    (INPUTS, "sglang_eagle3", None, INPUTS, False),
+    (OUTPUTS, "sglang_eagle3", None, INPUTS, False),
+    (INPUTS, "eagle3_llama31", None, INPUTS, False),
+    (OUTPUTS, "eagle3_llama31", None, INPUTS, False),
+    ([1, 3, 6], "sglang_eagle3", None, [2, 4, 7], True),
+    ([1, 3, 6], "eagle3_llama31", None, [1, 3, 6], True),
+    ([1, 3, 6], "sglang_eagle3", "inputs", [1, 3, 6], False),
+    ([1, 3, 6], "eagle3_llama31", "outputs", [2, 4, 7], False),
+    (OUTPUTS, "sglang_eagle3", "inputs", OUTPUTS, False),
+    (INPUTS, "speculators_residual", None, INPUTS, False),
+    (OUTPUTS, "speculators_residual", None, INPUTS, False),
+    ([1, 3, 6], "speculators_residual", None, [1, 3, 6], True),
 ]
 
 
 @pytest.mark.parametrize(("ids", "head", "stated", "reads", "guessed"), LAYER_IDS)
 def test_layer_ids(
     ids: list[int] | None,
-    head: Any,
+    head: str,
     stated: str | None,
     reads: list[int],
     guessed: bool,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    published = head()
+    published = PUBLISHED[head]()
     if "eagle_aux_hidden_state_layer_ids" in published.config:
         published.config["eagle_aux_hidden_state_layer_ids"] = ids
     else:
@@ -428,21 +432,21 @@ def test_layer_ids(
     ],
 )
 def test_impossible_layer_ids_are_refused(ids: object, shown: str, tmp_path: Path) -> None:
-    head = sglang_eagle3()
+    head = PUBLISHED["sglang_eagle3"]()
     head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
     with pytest.raises(DrafterMismatch, match=shown):
         fit(read_checkpoint(head.write(tmp_path)), TARGETS["llama"]())
 
 
 def test_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    head = sglang_eagle3()
+    head = PUBLISHED["sglang_eagle3"]()
     head.config["eagle_aux_hidden_state_layer_ids"] = INPUTS
     with pytest.raises(DrafterMismatch, match="eagle_aux_hidden_state_layer_ids"):
         read_checkpoint(head.write(tmp_path))
 
 
 def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:
-    head = speculators_plain()
+    head = PUBLISHED["speculators_plain"]()
     del head.config["norm_before_residual"]
     found = read_checkpoint(head.write(tmp_path))
     assert found.config.norm_before_residual is False
@@ -451,13 +455,13 @@ def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:
 
 
 def test_layer_of_speculators_without_a_type_goes_by_its_tensors(tmp_path: Path) -> None:
-    for i, head in enumerate((speculators_plain(), speculators_qwen3())):
+    for i, head in enumerate((PUBLISHED["speculators_plain"](), PUBLISHED["speculators_qwen3"]())):
         del head.config["transformer_layer_config"]["model_type"]
         assert read_checkpoint(head.write(tmp_path / str(i))).config.qk_norm is bool(i)
 
 
 def test_true_key_bias_is_warned_of(tmp_path: Path) -> None:
-    head = eagle1_vicuna()
+    head = PUBLISHED["eagle1_vicuna"]()
     assert "biases of attention" not in str(read_checkpoint(head.write(tmp_path)).remarks)
     head.config["bias"] = True
     assert "biases of attention" in str(read_checkpoint(head.write(tmp_path)).remarks)
@@ -472,7 +476,7 @@ def test_a_map_that_reorders_a_full_vocabulary_is_said(tmp_path: Path) -> None:
 
 
 def test_half_precision_tables_are_not_taken_for_others(tmp_path: Path) -> None:
-    head = eagle1_vicuna()
+    head = PUBLISHED["eagle1_vicuna"]()
     table = head.tensors["embed_tokens.weight"].float() * (1 + 1e-4)
     loaded = load_head(
         head.write(tmp_path),
@@ -486,7 +490,7 @@ def test_half_precision_tables_are_not_taken_for_others(tmp_path: Path) -> None:
 
 
 def test_written_tensors_are_what_the_tests_say(tmp_path: Path) -> None:
-    head = sglang_eagle3()
+    head = PUBLISHED["sglang_eagle3"]()
     stored = load_file(head.write(tmp_path) / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.bfloat16
     assert stored["d2t"].shape == (DRAFT_VOCAB,)

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
-from eaglegbv.drafters.training.loop import CHECKPOINT
-from eaglegbv.drafters.training.tokenizer import train_tokenizer
+from eaglegbv.drafters.training.target import train_tokenizer
+from eaglegbv.drafters.training.train import CHECKPOINT
 
 ANIMALS = ("cat", "dog", "bird", "fish", "horse")
 Run = Callable[[list[str]], str]

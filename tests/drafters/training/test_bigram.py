@@ -1,6 +1,7 @@
 """Bigram tables: counted pairs, smoothed by the unigram distribution, drafting for the target."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.drafters.training.bigram import Pairs, count_pairs, cross_entropy, smoothed
 from eaglegbv.drafters.training.data import Document, join_documents
+from eaglegbv.drafters.training.target import BOS, CHAT_TEMPLATE, END
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]
@@ -78,6 +80,25 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(
     # The text is a fox and numbers: what follows a token is far from the unigram distribution.
     assert facts["held_out_cross_entropy"] < 3.5
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
+
+
+def test_a_tokenizer_of_older_files_and_one_that_cannot_be_read(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    folder = shutil.copytree(target, tmp_path / "target")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": CHAT_TEMPLATE}
+    settings |= {"bos_token": BOS, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = ["bigram", "--target", str(folder), "--data", str(chats), "--out", str(tmp_path)]
+    assert "held-out cross-entropy" in train(run)
+    (folder / "tokenizer.json").write_text('{"model": {"type": "none"}}')
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidArgument, match=r"^model=.*a tokenizer"):
+        train(run)
 
 
 def test_a_table_without_data_or_width_is_refused(

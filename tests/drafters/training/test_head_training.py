@@ -10,15 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.training.data import Document, join_documents
-from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens
-from eaglegbv.drafters.training.loop import Progress, Schedule
-from eaglegbv.drafters.training.samples import regenerate
-from eaglegbv.drafters.training.texts import TextSettings
+from eaglegbv.drafters.training.data import Document, TextSettings, join_documents, regenerate
+from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens, head_config_of
+from eaglegbv.drafters.training.train import Progress, Schedule
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]
@@ -30,10 +38,6 @@ def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> li
     run = "--regenerate 40 --device cpu --no-bf16 --validate 2 --validate-tokens 4"
     command = f"eagle --arch {arch} --target {target} --data {data} --out {out}"
     return [*f"{command} {sizes} {pace} {run}".split(), *extra]
-
-
-def texts_of(target: Path, data: Path) -> TextSettings:
-    return TextSettings(target=target, data=(data,), regenerate=0, samples=data / "samples.pt")
 
 
 def scores(out: Path) -> list[float]:
@@ -219,6 +223,72 @@ def test_a_head_of_another_kind_is_no_beginning(
         )
 
 
+SIZES = {"vocab_size": 300, "num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 2e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes", "rope"),
+    [
+        # width of the feed-forward layer, heads, key heads, width of a head
+        (LlamaConfig(**SIZES, intermediate_size=48), (48, 4, 4, 8), ("default", 1e4)),
+        (LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3), (11008, 4, 4, 16), LLAMA3),
+        (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), (11008, 4, 4, 8), ("default", 2e4)),
+        (Qwen2Config(**SIZES, num_key_value_heads=2), (22016, 4, 2, 8), ("default", 1e4)),
+        (
+            GPT2Config(vocab_size=300, n_layer=6, n_head=4, n_embd=32),
+            (128, 4, 4, 8),
+            ("default", 1e4),
+        ),
+        (GPTNeoXConfig(**SIZES), (24576, 4, 4, 8), ("default", 1e4)),
+        (
+            Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=16),
+            (9216, 4, 2, 16),
+            ("default", 1e6),
+        ),
+    ],
+    ids=["llama", "llama3", "dynamic", "qwen2", "gpt2", "gpt_neox", "gemma3"],
+)
+def test_a_head_takes_what_a_targets_configuration_says(
+    target: PreTrainedConfig,
+    sizes: tuple[int, ...],
+    rope: tuple[str, float] | dict[str, object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = head_config_of(target, Arch.EAGLE3, draft_vocab=20)
+    found = (config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+    assert found == sizes
+    assert (config.hidden_size, config.vocab_size, config.feature_layers) == (32, 300, (2, 3, 3))
+    plain = {"rope_type": rope[0], "rope_theta": rope[1]} if isinstance(rope, tuple) else rope
+    assert config.rope_parameters == plain
+    own = target.to_dict().get("rope_parameters")
+    assert ("rotary settings of the head" in caplog.text) == (plain != own)
+
+
+def test_a_head_for_a_target_of_another_family(
+    target: Path, chats: Path, tmp_path: Path, train: Run
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=4, n_head=2, n_embd=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    once = ("--regenerate", "0", "--steps", "1", "--validate", "0")
+    train(arguments("eagle3", tmp_path / "gpt2", chats, tmp_path / "out", *once))
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    config.n_layer = 3
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(InvalidArgument, match=r"^arch='eagle3'.*3 layers"):
+        train(arguments("eagle3", tmp_path / "gpt2", chats, tmp_path / "out", *once))
+
+
 def test_answers_continue_prompts_of_the_data(target: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(target)
     chat = Document(1, [0, 1, 9, 3, 2, 8, 3], [False] * 5 + [True] * 2)
@@ -226,9 +296,8 @@ def test_answers_continue_prompts_of_the_data(target: Path) -> None:
     corpus = join_documents([chat, prose], ("prose", "chats"))
     weights = torch.ones(2, dtype=torch.float64)
 
-    answers = regenerate(
-        model, corpus, weights, 10, max_prompt=8, max_new_tokens=6, batch=4, seed=0
-    )
+    settings = TextSettings(data=(), samples=Path("x"), window=14, max_new_tokens=6)
+    answers = regenerate(model, corpus, weights, 10, settings, seed=0)
 
     assert 0 < len(answers.lengths) < 10  # plain text has no prompt
     assert (answers.source_of == 1).all()
@@ -250,7 +319,7 @@ def test_draft_vocabulary_is_the_most_frequent_of_responses() -> None:
 
 
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:
-    texts = texts_of(tmp_path, tmp_path)
+    texts = TextSettings(data=(tmp_path,), samples=tmp_path / "samples.pt")
     with pytest.raises(InvalidArgument, match=r"^max_new_tokens="):
         replace(texts, max_new_tokens=64, window=64)
     with pytest.raises(InvalidArgument, match=r"^depths="):

@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
-from eaglegbv.drafters.training.runs import FrozenTarget, KeptRuns
-from eaglegbv.drafters.training.unroll import TargetRun
+from eaglegbv.drafters.training.unroll import FrozenTarget, KeptRuns, TargetRun
 from eaglegbv.errors import InvalidArgument
 
 WINDOW = 16

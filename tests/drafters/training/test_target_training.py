@@ -15,8 +15,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
-from eaglegbv.drafters.training.loop import LOG
 from eaglegbv.drafters.training.target import grow
+from eaglegbv.drafters.training.train import LOG
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]

@@ -13,6 +13,7 @@ from eaglegbv.drafters.training.data import (
     Corpus,
     Document,
     Row,
+    build_corpora,
     build_corpus,
     draw_documents,
     find_files,
@@ -21,7 +22,7 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.tokenizer import train_tokenizer
+from eaglegbv.drafters.training.target import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
 TEXTS = ["Hello there, how are you?", "What is 12 + 34?", "  Two  spaces\nand a line."] * 5
@@ -145,7 +146,7 @@ def test_packing_lays_documents_end_to_end() -> None:
 def test_sources_get_their_share_of_the_tokens() -> None:
     documents = [Document(0, [1] * 10, [True] * 10)] * 3 + [Document(1, [1] * 40, [True] * 40)] * 2
     corpus = join_documents([*documents, Document(1, [1] * 99, [True] * 99)], ("a", "b"))
-    weights = mixture_weights(corpus, {"a": 0.75}, other=0.25, max_tokens=50)
+    weights = mixture_weights(corpus, {"a": 0.3}, max_tokens=50)  # "b" has 0.1
     assert weights[-1] == 0
     tokens = weights * corpus.lengths
     torch.testing.assert_close(tokens[:3].sum() / tokens.sum(), tokens.new_tensor(0.75))
@@ -157,3 +158,139 @@ def test_drawn_documents_follow_their_weights() -> None:
     assert torch.equal(drawn, draw_documents(weights, (100, 200), seed=3))
     counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
     torch.testing.assert_close(counts, torch.tensor([0.25, 0.0, 0.75]), atol=0.02, rtol=0)
+
+
+# Rows as they are in the wild.
+
+
+ROW = json.dumps(
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (f"\ufeff{ROW}\n".encode(), 1),
+        (f"{ROW}\n\n   \r\n{ROW}".encode(), 2),
+        (json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False).encode(), 1),
+        (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', 1),
+        (b'{"messages": null, "text": "a"}', 1),
+        (f"{ROW}\n".encode() + '{"text": "é"}'.encode("latin-1"), "x.jsonl:2"),
+        (f"{ROW}\n{ROW[:30]}".encode(), "x.jsonl:2"),
+        (f"{ROW}\n\n[1]\n".encode(), "x.jsonl:3"),
+        (b'{"messages": null}', "x.jsonl:1.*'messages' or 'text'"),
+        (b'{"messages": [null]}', "x.jsonl:1"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "x.jsonl:1.*role and a content"),
+        (b'{"messages": [{"content": "a"}]}', "x.jsonl:1.*role and a content"),
+        (b'{"text": 3}', "x.jsonl:1"),
+    ],
+)
+def test_odd_lines_are_read_and_wrong_ones_named(
+    content: bytes, found: int | str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    if isinstance(found, int):
+        assert len(list(read_rows([tmp_path / "x.jsonl"], 9))) == found
+        return
+    with pytest.raises(InvalidArgument, match=f"data=.*{found}"):
+        list(read_rows([tmp_path / "x.jsonl"], 9))
+
+
+def test_a_broken_archive_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(ROW.encode() * 99)
+    for i, content in enumerate((whole[:-20], b"no archive")):
+        (tmp_path / f"{i}.jsonl.gz").write_bytes(content)
+        with pytest.raises(InvalidArgument, match=rf"^data=.*{i}\.jsonl\.gz"):
+            list(read_rows([tmp_path / f"{i}.jsonl.gz"], 9))
+
+
+TURNS = "{% for m in messages %}<|user|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + TURNS
+)
+# As Qwen3's: only the last turn shows its thoughts.
+THINKING = (
+    "{% for m in messages %}<|user|>{{ m.role }}:{% if m.role == 'assistant' and loop.last %}"
+    "<think></think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant:{% endif %}"
+)
+
+
+def with_template(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300, context=64)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def documents_of(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+    """Each document and what of it is response."""
+    found = []
+    for start, length in zip(corpus.starts.tolist(), corpus.lengths.tolist(), strict=True):
+        own = slice(start, start + length)
+        ids, answer = corpus.token_ids[own], corpus.token_ids[own][corpus.is_response[own]]
+        found.append((tokenizer.decode(ids.tolist()), tokenizer.decode(answer.tolist())))
+    return found
+
+
+def test_an_answer_to_another_rendering_of_its_past_is_a_document_of_its_own() -> None:
+    tokenizer = with_template(THINKING)
+    corpus = build_corpus([chat("one", "two", "three", "four")], tokenizer, max_tokens=200)
+    first, past = "<|user|>user:one<|end|><|user|>assistant:", "two<|end|><|user|>user:three<|end|>"
+    assert documents_of(corpus, tokenizer) == [
+        (f"{first}<think></think>two<|end|>", "<think></think>two<|end|>"),
+        (
+            f"{first}{past}<|user|>assistant:<think></think>four<|end|>",
+            "<think></think>four<|end|>",
+        ),
+    ]
+
+
+def test_a_prompt_that_says_more_than_the_answered_chat_is_cut_where_they_part() -> None:
+    opening = "{% if add_generation_prompt %}<|user|>assistant:<think>{% endif %}"
+    tokenizer = with_template(TURNS + opening)
+    corpus = build_corpus([chat("one", "two")], tokenizer, max_tokens=200)
+    whole = "<|user|>user:one<|end|><|user|>assistant:two<|end|>"
+    assert documents_of(corpus, tokenizer) == [(whole, "two<|end|>")]
+
+
+def test_chats_that_begin_with_the_assistant_or_that_the_template_refuses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hello = {"role": "assistant", "content": "hello"}
+    good = chat("one", "two")
+    first = Row("chats", (hello, *good.messages), "", "x.jsonl:7")
+    opening = "{% if add_generation_prompt %}<|user|>assistant:{% endif %}"
+    tokenizer = with_template(TURNS + opening)
+    corpus = build_corpus([first, Row("chats", (hello,), "")], tokenizer, max_tokens=200)
+    [(text, answer)] = documents_of(corpus, tokenizer)
+    assert text.startswith("<|user|>assistant:hello<|end|><|user|>user:one")
+    assert answer == "two<|end|>"
+
+    strict = with_template(ALTERNATING + opening)
+    assert len(build_corpus([first, good], strict, max_tokens=200).lengths) == 1
+    assert "1 of 2 rows are left out" in caplog.text
+    assert "x.jsonl:7 (roles must alternate)" in caplog.text
+    with pytest.raises(InvalidArgument, match=r"^data='x.jsonl:7'.*roles must alternate"):
+        build_corpus([first], strict, max_tokens=200)
+    with pytest.raises(InvalidArgument, match=r"chat template"):
+        build_corpus([good], with_template(None), max_tokens=200)
+
+
+def test_texts_are_split_without_a_first_token_where_there_is_none() -> None:
+    tokenizer = with_template(None)
+    tokenizer.bos_token = None
+    corpus = build_corpus([Row("texts", (), "many words here " * 20)], tokenizer, max_tokens=16)
+    assert corpus.lengths[:-1].tolist() == [16] * (len(corpus.lengths) - 1)
+    assert tokenizer.decode(corpus.token_ids.tolist()) == "many words here " * 20
+
+
+def test_data_with_nothing_to_learn_or_to_measure_on_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rows = [chat(f"question {i}", "answer") for i in range(400)]
+    for kept, said in ((True, "learn from"), (False, "measure on")):
+        own = [row for row in rows if row.held_out is kept]
+        with pytest.raises(InvalidArgument, match=rf"^data='0 rows'.*to {said}"):
+            build_corpora(own, tokenizer, 60)

@@ -1,6 +1,5 @@
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,7 +7,6 @@ from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import (
-    GeneratorChooser,
     UniformChooser,
     accepts,
     exact_probs,
@@ -82,11 +80,3 @@ def test_zero_probability_is_never_accepted_and_one_always() -> None:
         chooser = UniformChooser(uniforms)
         assert not accepts(chooser, 0.0, Purpose.ACCEPTANCE, 0)
         assert accepts(chooser, 1.0, Purpose.ACCEPTANCE, 0)
-
-
-def test_generator_chooser_follows_the_weights() -> None:
-    chooser = GeneratorChooser(np.random.default_rng(0))
-    draws = [chooser.choose((0.2, 0.0, 0.8), Purpose.DRAFT, 0) for _ in range(4000)]
-    counts = np.bincount(draws, minlength=3)
-    assert counts[1] == 0
-    assert abs(counts[0] / 4000 - 0.2) < 5 * (0.16 / 4000) ** 0.5

@@ -5,16 +5,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import chi2
 from support.acceptance import claimed_length
+from support.g_test import g_test
 from support.published_spectr_gbv import published_spectr_gbv
-from support.tables import Model, Shape, constant, problem
+from support.tables import (
+    Model,
+    Shape,
+    acceptance_length,
+    constant,
+    max_error,
+    output_probs,
+    problem,
+)
 
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import acceptance, block_verification, block_weights
 from eaglegbv.verifiers.gbv import gbv, skewed_probs
-from eaglegbv.verifiers.greedy_block import Step, Visit, greedy_block, greedy_verification
+from eaglegbv.verifiers.greedy_block import Visit, greedy_block, greedy_verification
 from eaglegbv.verifiers.otbv import otbv, select_child
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -25,19 +33,10 @@ from eaglegbv.verifiers.proof.chooser import (
     residual,
     residual_or_target,
 )
-from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
-    Verify,
-    VerifyWithState,
-    acceptance_length,
-    max_error,
-    output_probs,
-    stateless,
-    target_joint,
-)
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, draft_iid
+from eaglegbv.verifiers.proof.enumeration import Problem, stateless, target_joint
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.spectr_gbv import spectr_gbv
-from eaglegbv.verifiers.stateful import ModifiedTarget, entering_draw
+from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
 from eaglegbv.verifiers.token import token
 from eaglegbv.verifiers.transport import exact_transport, ranked
 
@@ -53,10 +52,10 @@ def worst(verify: VerifyWithState, kind: str, shape: Shape, seeds: int = 6) -> f
 def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
     (path,) = tree.paths
-    dists = [tree.draft_dist(path[:i]) for i in range(len(path))]
+    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
     w = block_weights(tree, path, dists)
     for i in range(len(path), -1, -1):
-        p = tree.target_dist(path[:i])
+        p = tree.target_probs(path[:i])
         h: Number = w[i]
         if i < len(path):
             h = acceptance(w[i], sum(residual(1, p, dists[i])))
@@ -87,7 +86,7 @@ def two_steps(verify: VerifyWithState, shape: Shape, seed: int = 1) -> float:
     """Error over two steps whose draft distributions differ."""
     first, second = (Model(shape.vocab, "random", s) for s in (seed, seed + 1))
     case = problem(DraftSampling.IID, first, shape)
-    return max_error(verify, [case, replace(case, draft_dist=second.q)], 4)
+    return max_error(verify, [case, replace(case, draft_probs=second.q)], 4)
 
 
 def test_a_debt_with_the_current_draft_distribution_is_rejected() -> None:
@@ -96,7 +95,7 @@ def test_a_debt_with_the_current_draft_distribution_is_rejected() -> None:
     def current_probs(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
         depth = len(target.context)
         layers = tuple(
-            replace(layer, draft_dist=lambda prefix: tree.draft_dist(prefix[depth:]))
+            replace(layer, draft_probs=lambda prefix: tree.draft_probs(prefix[depth:]))
             for layer in target.layers
         )
         return greedy_block(tree, replace(target, layers=layers), chooser)
@@ -130,21 +129,21 @@ def spectr_gbv_selecting_by_p(
     path: tuple[int, ...] = ()
     visits, state = [], target
     while drafts := tree.drafts(path):
-        p = tree.target_dist(path)
-        M = state.dist(p)
+        p = tree.target_probs(path)
+        M = state.probs(p)
         honest = select_sampling(tree, path, M)
-        selection = select_child(tree, path, p, chooser)
+        x, _ = select_child(tree, path, p, chooser)
         visits.append(Visit(state, M, honest, len(drafts)))
         draw = entering_draw(tree, chooser, len(path), len(target.layers))
-        state = state.entered(p, selection.token, draw)
-        path = (*path, selection.token)
+        state = state.entered(p, x, draw)
+        path = (*path, x)
     return greedy_verification(tree, path, visits, state, chooser)
 
 
 def select_sampling(tree: ReferenceTree, prefix: tuple[int, ...], M: Probs) -> Probs:
-    q = tree.draft_dist(prefix)
+    q = tree.draft_probs(prefix)
     n = len(tree.drafts(prefix))
-    return q if n == 1 else exact_transport(M, q, n).draft_sampling
+    return q if n == 1 else exact_transport(M, q, n).probs
 
 
 def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -202,7 +201,9 @@ def gbv_first_drafted(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """The best path by ratios alone: among equals the first drafted."""
 
     def ratios(path: tuple[int, ...]) -> tuple[float, ...]:
-        dists = ((tree.target_dist(path[:i]), tree.draft_dist(path[:i])) for i in range(len(path)))
+        dists = (
+            (tree.target_probs(path[:i]), tree.draft_probs(path[:i])) for i in range(len(path))
+        )
         return tuple(p[x] / q[x] for (p, q), x in zip(dists, path, strict=True))
 
     path = max(tree.paths, key=ratios)
@@ -240,7 +241,7 @@ def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int,
     step = 0
     while len(tokens) < total:
         numbers = Numbers(RequestRng(seed), *keys(step, len(tokens)))
-        q, p = TOY.draft_dist, TOY.target_dist
+        q, p = TOY.draft_probs, TOY.target_probs
         paths = draft_iid(q, 1, TOY.shape.length, numbers)
         tokens += verify(ReferenceTree(DraftSampling.IID, paths, p, q), numbers).tokens
         step += 1
@@ -249,21 +250,18 @@ def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int,
 
 def p_value(verify: Verify, keys: Callable, requests: int = 3000, total: int = 4) -> float:
     """G-test of the joint distribution of the first tokens."""
-    counts: dict[tuple[int, ...], int] = {}
-    for seed in range(requests):
-        key = written(verify, seed, total, keys)
-        counts[key] = counts.get(key, 0) + 1
-    joint = target_joint(TOY.target_dist, total)
-    G = 2 * sum(n * np.log(n / (requests * joint[key])) for key, n in counts.items())
-    return float(chi2.sf(G, len(joint) - 1))
+    joint = target_joint(TOY.target_probs, total)
+    cells = [list(joint).index(written(verify, seed, total, keys)) for seed in range(requests)]
+    return g_test(cells, np.array(list(joint.values()))).p_value
 
 
+# Which step and index a number belongs to, at a step where so many tokens are written.
 def by_step(step: int, written: int):
     return lambda purpose: step, lambda purpose, index: index
 
 
 def always_the_same(step: int, written: int):
-    return lambda purpose: 0, lambda purpose, index: index
+    return by_step(0, written)
 
 
 def by_position(step: int, written: int):

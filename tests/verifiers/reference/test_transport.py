@@ -7,7 +7,7 @@ from support.tables import KINDS, PAIRS, as_probs
 
 from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
 from eaglegbv.verifiers.proof.tree import draft_iid
-from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked, select
+from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked, select_draft
 
 
 def pair(kind: str, vocab: int, seed: int) -> tuple[Probs, Probs]:
@@ -40,7 +40,7 @@ def selected(p: Probs, q: Probs, n: int):
 
     def run(chooser):
         drafts = {k: path[0] for k, path in enumerate(draft_iid(lambda _: q, n, 1, chooser))}
-        token = select(node, drafts, 0, n, chooser)
+        token = select_draft(node, drafts, 0, n, chooser)
         return token, list(drafts.values()).count(token)
 
     return exact_probs(run)
@@ -52,9 +52,9 @@ def test_b_is_a_distribution_that_attains_the_optimum(kind: str, n: int) -> None
     for seed in range(20):
         p, q = pair(kind, 5, seed)
         node = exact_transport(p, q, n)
-        assert min(node.dist) >= 0
-        assert sum(node.dist) == pytest.approx(1, abs=1e-14)
-        assert all(node.dist[x] == 0 for x in range(5) if q[x] == 0)
+        assert min(node.probs) >= 0
+        assert sum(node.probs) == pytest.approx(1, abs=1e-14)
+        assert all(node.probs[x] == 0 for x in range(5) if q[x] == 0)
         assert node.acceptance(p) == pytest.approx(optimal_acceptance(p, q, n), abs=1e-14)
 
 
@@ -63,7 +63,7 @@ def test_optimum_is_attained_exactly_in_rationals(n: int) -> None:
     for seed in range(40):
         p, q = exact_pair(4, seed)
         node = exact_transport(p, q, n)
-        assert sum(node.dist) == 1
+        assert sum(node.probs) == 1
         assert node.acceptance(p) == optimal_acceptance(p, q, n)
 
 
@@ -77,9 +77,9 @@ def test_selection_has_distribution_b_and_the_multiplicity_distribution(
         node = exact_transport(p, q, n)
         joint = selected(p, q, n)
         for x in support(q):
-            assert sum(joint.get((x, m), 0) for m in range(1, n + 1)) == node.dist[x]
+            assert sum(joint.get((x, m), 0) for m in range(1, n + 1)) == node.probs[x]
             for m, share in enumerate(multiplicity_probs(node, x), start=1):
-                assert joint.get((x, m), 0) == share * node.dist[x]
+                assert joint.get((x, m), 0) == share * node.probs[x]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_selection_and_multiplicity_in_floating_point(kind: str) -> None:
         joint = selected(p, q, 3)
         for x in support(q):
             for m, share in enumerate(multiplicity_probs(node, x), start=1):
-                assert joint.get((x, m), 0) == pytest.approx(share * node.dist[x], abs=1e-14)
+                assert joint.get((x, m), 0) == pytest.approx(share * node.probs[x], abs=1e-14)
 
 
 def test_labels_keep_q_stationary() -> None:
@@ -139,7 +139,7 @@ def test_ranking_breaks_ties_by_token_id() -> None:
 def test_a_token_too_rare_to_move_the_cumulative_distribution() -> None:
     q = (0.6, 1e-19, 0.4)
     node = exact_transport((0.2, 0.5, 0.3), q, 3)
-    assert sum(node.dist) == pytest.approx(1, abs=1e-15)
+    assert sum(node.probs) == pytest.approx(1, abs=1e-15)
     dist = multiplicity_probs(node, 1)
     assert dist[0] == pytest.approx(1, abs=1e-15)
 

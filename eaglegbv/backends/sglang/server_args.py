@@ -1,0 +1,245 @@
+"""SGLang's arguments, checked and completed before a server starts.
+
+SGLang does this for its own EAGLE, but not for plug-ins. Everything is refused that we would get
+wrong or ignore.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from eaglegbv.backends.sglang.launch import served_head
+from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import require_integer
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_PATHS = 3
+DEFAULT_DEPTH = 4
+DEFAULT_RUNNING = 48
+MASKLESS_BACKENDS = ("torch_native", "flex_attention")
+TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
+"""Attention backends that read the masks of trees."""
+LATENT_TREE_BACKENDS = ("fa3", "triton")
+"""Backends that do so if the target's attention is latent (MLA). FlashInfer's treats any tree as a
+chain there, without a warning.
+"""
+PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
+"""Backends that draft several paths in pages of several tokens."""
+
+Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
+"""By option: the values it may have, why it may have no other, and what the user can do."""
+
+_BASE_ONLY = "the draft head follows the base model only"
+_LOSSY = "it changes the distribution of the text"
+_LOSSLESS = "choose a lossless verifier by EAGLEGBV_VERIFIER"
+_DROP = "leave it out"
+
+REFUSED: Refusals = MappingProxyType(
+    {
+        "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
+        "attn_dp_size": (
+            (1,),
+            "attention ranks that serve different requests have not been tried",
+            "use --dp with whole replicas",
+        ),
+        "disaggregation_mode": (
+            (None, "null"),
+            "draft distributions are not transferred between prefill and decode servers",
+            "use one server",
+        ),
+        "enable_lora": ((False, None), _BASE_ONLY, _DROP),
+        "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
+        "speculative_use_rejection_sampling": (
+            (False,),
+            "verification is ours",
+            "choose a verifier by EAGLEGBV_VERIFIER",
+        ),
+        "speculative_use_block_verification": (
+            (False,),
+            "verification is ours",
+            "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1",
+        ),
+        "speculative_accept_threshold_single": ((1.0,), _LOSSY, _LOSSLESS),
+        "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _LOSSLESS),
+        "enable_custom_logit_processor": (
+            (False,),
+            "SGLang does not apply custom processors to draft trees",
+            "use logit_bias or a grammar",
+        ),
+        "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
+        "enable_attn_tp_input_scattered": (
+            (False,),
+            "the head needs the target's features whole",
+            _DROP,
+        ),
+        "enable_two_batch_overlap": (
+            (False,),
+            "the two halves of a batch would share one round's random numbers",
+            _DROP,
+        ),
+        "enable_deterministic_inference": (
+            (False,),
+            "the order of the verifiers' sums is not fixed; a request's seed fixes its random "
+            "numbers without it",
+            _DROP,
+        ),
+        "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
+    }
+)
+"""Options that are refused rather than ignored."""
+
+_STATELESS = "use a verifier without debts, such as otbv"
+_OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
+
+REFUSED_WITH_DEBTS: Refusals = MappingProxyType(
+    {
+        "tp_size": (
+            (1,),
+            "every rank would keep debts of its own, by distributions that differ in their last "
+            "bits",
+            _STATELESS,
+        ),
+        "speculative_draft_window_size": (
+            (None,),
+            "earlier draft distributions are replayed over the whole text",
+            f"leave it out, or {_STATELESS}",
+        ),
+        "speculative_draft_kv_cache_dtype": (
+            (None, "auto"),
+            _OWN_TYPE,
+            f"leave it out, or {_STATELESS}",
+        ),
+        "kv_cache_dtype": (("auto",), _OWN_TYPE, f"leave it out, or {_STATELESS}"),
+    }
+)
+"""Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
+
+
+class NotServed(EagleGBVError):
+    """An option of SGLang that this backend cannot honour."""
+
+    def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
+        super().__init__(f"--{option.replace('_', '-')} {value}: {reason}; {remedy}")
+        self.arguments = option, value, reason, remedy
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self.arguments
+
+
+def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> None:
+    """Check SGLang's arguments and fill in what depends on K and L.
+
+    Args:
+        server_args: SGLang's arguments.
+        settings: Our settings.
+        latent: Whether the target's attention is latent (MLA).
+
+    Raises:
+        InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
+        NotServed: An option cannot be honoured.
+        DrafterMismatch: The head is not of the named kind, or does not fit the target.
+    """
+    stateful = settings.verifier in STATEFUL_VERIFIERS
+    _refuse(server_args, REFUSED)
+    _settle_shape(server_args)
+    if settings.verifier.startswith("global_resolution_"):
+        expected = "global_resolution, which is exact; other solvers are for comparisons only"
+        raise InvalidArgument("verifier", settings.verifier, expected)
+    make_any_verifier(settings.verifier).check_sampling(
+        DraftSampling.IID, server_args.speculative_eagle_topk
+    )
+    if stateful:
+        _refuse(server_args, REFUSED_WITH_DEBTS)
+    _check_attention(server_args, latent=latent)
+    _settle_head(server_args)
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = DEFAULT_RUNNING
+    if not server_args.disable_overlap_schedule and (stateful or server_args.device == "cpu"):
+        server_args.disable_overlap_schedule = True
+        why = "debts depend on the round before" if stateful else "SGLang has none on a CPU"
+        _log.warning("overlap scheduling is off: %s", why)
+    if server_args.enable_mixed_chunk:
+        server_args.enable_mixed_chunk = False
+        _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
+
+
+def _refuse(server_args: Any, refusals: Refusals) -> None:
+    for option, (harmless, reason, remedy) in refusals.items():
+        value = getattr(server_args, option)
+        if value not in harmless:
+            raise NotServed(option, value, reason, remedy)
+
+
+def _settle_shape(server_args: Any) -> None:
+    if server_args.speculative_eagle_topk is None:
+        server_args.speculative_eagle_topk = DEFAULT_PATHS
+    if server_args.speculative_num_steps is None:
+        server_args.speculative_num_steps = DEFAULT_DEPTH
+    K, L = server_args.speculative_eagle_topk, server_args.speculative_num_steps
+    require_integer("speculative_eagle_topk", K, 1, MAX_PATHS)
+    require_integer("speculative_num_steps", L, 1, MAX_DEPTH)
+    nodes = server_args.speculative_num_draft_tokens
+    if nodes not in (None, K * L + 1):
+        expected = f"{K * L + 1} (K * L + 1), which is also what it is when left out"
+        raise InvalidArgument("speculative_num_draft_tokens", nodes, expected)
+    server_args.speculative_num_draft_tokens = K * L + 1
+
+
+def _settle_head(server_args: Any) -> None:
+    drafter = server_args.speculative_draft_model_path
+    if drafter is None:
+        expected = "the folder or hub name of an EAGLE head; MTP layers of the target do not serve"
+        raise InvalidArgument("speculative_draft_model_path", None, expected)
+    head = served_head(
+        drafter,
+        server_args.model_path,
+        revision=server_args.revision,
+        trust_remote_code=server_args.trust_remote_code,
+        draft_revision=server_args.speculative_draft_model_revision,
+    )
+    if head.algorithm != server_args.speculative_algorithm.upper():
+        expected = f"{head.algorithm}, for the head in {drafter}"
+        raise InvalidArgument("speculative_algorithm", server_args.speculative_algorithm, expected)
+    server_args.speculative_draft_model_path = str(head.folder)
+
+
+def _check_attention(server_args: Any, *, latent: bool) -> None:
+    trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
+    chains = server_args.speculative_eagle_topk == 1
+    paged = (server_args.page_size or 1) > 1
+    target = server_args.attention_backend
+    draft = server_args.speculative_draft_attention_backend
+    for option, backend, does in (
+        ("speculative_draft_attention_backend", draft, "drafts"),
+        ("attention_backend", server_args.prefill_attention_backend or target, "verifies"),
+        ("attention_backend", server_args.decode_attention_backend or target, "verifies"),
+    ):
+        if backend is None:  # SGLang chooses one that fits
+            continue
+        if backend in MASKLESS_BACKENDS:
+            remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
+            raise NotServed(option, backend, "it has no tree masks", remedy)
+        if backend not in trees and not chains:
+            raise NotServed(
+                option,
+                backend,
+                f"it {does} chains only{' where attention is latent (MLA)' if latent else ''}",
+                f"use {_listed(trees)}, or --speculative-eagle-topk 1",
+            )
+        if backend not in PAGED_TREE_BACKENDS and paged and not chains:
+            raise NotServed(
+                "page_size",
+                server_args.page_size,
+                f"attention backend {backend!r} drafts several paths with pages of one token only",
+                f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}",
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

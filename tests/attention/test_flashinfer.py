@@ -1,0 +1,355 @@
+"""FlashInfer's kernels agree with PyTorch's attention; on a CPU, stand-ins read their plans."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cuda.flashinfer_on_host import HostKernels
+from support.cuda.runtime import HostRuntime
+from support.flashinfer_place import Place, check_kernels
+from support.plan_stand import StandKernels
+from support.pretend_device import PretendDevice
+from support.ptx.lanes import MemoryFault
+from support.ragged_batches import (
+    BATCHES,
+    LAYERS,
+    SCALE,
+    SHUFFLED,
+    SIZES,
+    SLOTS,
+    Sizes,
+    leaves,
+    moved,
+    new_rows,
+    padded,
+    pools,
+)
+
+from eaglegbv.attention.base import AttentionCall, BranchShape, Segment, pack
+from eaglegbv.attention.flashinfer import (
+    FlashInferKernels,
+    FlashInferPagedAttention,
+    PlannedWrapper,
+    StaticTreeAttention,
+    check_pool,
+    paged_attention,
+    workspace_bytes,
+)
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.cuda_graphs import Bucket
+from eaglegbv.errors import InvalidArgument
+
+CALL = AttentionCall(0, SCALE)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", BATCHES)
+def test_plans_mean_what_pytorchs_attention_does(
+    name: str, softcap: float | None, window: int | None
+) -> None:
+    ours, reference = pools()
+    kernels = StandKernels()
+    attention = FlashInferPagedAttention(ours, kernels)
+    expected_by = TorchPagedAttention(reference)
+    batch = pack(BATCHES[name])
+    for layer in range(LAYERS):
+        q, k, v = new_rows(batch.rows)
+        found, expected = (
+            a.attend(AttentionCall(layer, SCALE, window, softcap), q, k, v, batch)
+            for a in (attention, expected_by)
+        )
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert torch.equal(ours.keys, reference.keys)
+    assert torch.equal(ours.values, reference.values)
+    # Planned once for both layers.
+    assert [stand.plans for stand in kernels.made] == [1]
+    assert not attention.fallbacks
+
+
+def test_heads_may_come_in_another_order_in_memory() -> None:
+    """As from models that turn queries by joining halves; kernels look at no strides of them."""
+    ours, reference = pools()
+    batch = pack(BATCHES["ragged trees"])
+    q, k, v = new_rows(batch.rows)
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    found = FlashInferPagedAttention(ours, StandKernels()).attend(CALL, turned, k, v, batch)
+    expected = TorchPagedAttention(reference).attend(CALL, q, k, v, batch)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_only_trees_have_masks(name: str) -> None:
+    kernels = StandKernels()
+    batch = pack(BATCHES[name])
+    attention = FlashInferPagedAttention(pools()[0], kernels)
+    attention.attend(CALL, *new_rows(batch.rows), batch)
+    [stand] = kernels.made
+    assert stand.named["causal"] == all(s.visible is None for s in batch.segments)
+
+
+def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window() -> None:
+    kernels = StandKernels()
+    attention = FlashInferPagedAttention(pools()[0], kernels)
+    for _ in range(2):
+        batch = pack(BATCHES["ragged trees"])
+        q, k, v = new_rows(batch.rows)
+        for layer in range(LAYERS):
+            for window in (None, 4, 1000):
+                attention.attend(AttentionCall(layer, SCALE, window), q, k, v, batch)
+    # A window no text reaches is none.
+    assert [stand.plans for stand in kernels.made] == [2, 2]
+
+
+def test_sinks_are_counted_and_served_by_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    ours, reference = pools()
+    attention = FlashInferPagedAttention(ours, StandKernels())
+    batch = pack(BATCHES["ragged trees"])
+    q, k, v = new_rows(batch.rows)
+    sinks = torch.linspace(-1, 1, SIZES.heads)
+    for _ in range(2):
+        found = attention.attend(CALL._replace(sinks=sinks), q, k, v, batch)
+    expected = TorchPagedAttention(reference).attend(CALL._replace(sinks=sinks), q, k, v, batch)
+    assert torch.equal(found, expected)
+    assert attention.fallbacks == {"sinks": 2}
+    assert len([r for r in caplog.records if "sinks" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", BATCHES)
+def test_kernels_agree_with_pytorchs_attention(
+    name: str, softcap: float | None, window: int | None, place: Place
+) -> None:
+    check_kernels(place, name, softcap=softcap, window=window)
+
+
+@pytest.mark.parametrize("name", ["ragged trees", "prompts", "plain decoding"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(2, 2, 128),
+        Sizes(8, 2, 64),  # decoded by the kernels of prompts
+        Sizes(16, 1, 128),
+        Sizes(4, 2, 256),
+        Sizes(4, 2, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_kernels_of_other_sizes_agree(name: str, sizes: Sizes, place: Place) -> None:
+    check_kernels(place, name, sizes)
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize("name", ["long texts", "plain decoding of long texts"])
+def test_long_texts_are_split_among_blocks(name: str, host: Place, on_host: HostRuntime) -> None:
+    check_kernels(host, name)
+    assert any("MergeStates" in kernel for kernel in on_host.launched)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_kernels_of_fixed_sizes_agree(name: str, window: int | None, place: Place) -> None:
+    """Planned anew for other texts of as many rows."""
+    ours, reference = pools(place.device)
+    on_host, bucket = padded(BATCHES[name])
+    segments = moved(on_host, place.device)
+    static = FlashInferPagedAttention(ours, place.kernels).static(bucket, max_context=SLOTS)
+    expected_by = TorchPagedAttention(reference)
+    turned = [*segments[-2::-1], segments[-1]]
+    for layer, own in enumerate((segments, turned)):
+        batch = pack(own)
+        q, k, v = new_rows(batch.rows, place.device)
+        static.plan(batch)
+        found, expected = (
+            a.attend(AttentionCall(layer, SCALE, window), q, k, v, batch)
+            for a in (static, expected_by)
+        )
+        # Rows that pad share a slot with others here.
+        torch.testing.assert_close(found[:-1], expected[:-1], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)
+def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
+    """Level by level, for texts of two steps; rows of a request go on from each other's parents."""
+    shape = BranchShape(
+        requests=2, branches=3, levels=3, max_context=SLOTS, heads=sizes.heads, scale=SCALE
+    )
+    ours, reference = pools(place.device, sizes=sizes)
+    both = (
+        FlashInferPagedAttention(ours, place.kernels).branches(shape),
+        TorchPagedAttention(reference).branches(shape),
+    )
+    for lengths, parents in (((5, 300), [[0, 0, 2], [0, 2, 1]]), ((40, 8), None)):
+        slots = SHUFFLED[800:818].view(2, 3, 3)
+        for left in (ours.keys, ours.values):  # by an earlier text, of slots to come
+            left[0, SHUFFLED[806:]] = torch.nan
+        for branches in both:
+            branches.plan([SHUFFLED[: lengths[0]], SHUFFLED[400 : 400 + lengths[1]]], slots)
+        chains = None
+        for level in range(3):
+            if parents is not None:
+                own = torch.arange(3).expand(2, 3).unsqueeze(2)
+                above = [] if chains is None else [chains.cpu()[[[0], [1]], parents]]
+                chains = torch.cat([*above, own], dim=2).to(place.device)
+            q, k, v = new_rows(6, place.device, sizes=sizes)
+            found, expected = (
+                branches.attend(level, q.roll(level, 0), k, v, chains) for branches in both
+            )
+            torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.on_host
+def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(
+    host: Place, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere there may be no tensor, or one that says something else."""
+    monkeypatch.setattr(PlannedWrapper, "_mend_offsets", lambda self, masks: None)
+    with pytest.raises((RuntimeError, AssertionError)):
+        check_kernels(host, "long texts")
+    assert all(isinstance(fault, MemoryFault) for fault in on_host.faults)
+    on_host.faults.clear()
+
+
+class Moment:
+    """A CUDA event that has always happened."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize("name", BATCHES)
+def test_flashinfers_plans_wait_for_nothing(
+    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is read from the device, and no copy to it is waited for."""
+    monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    segments = BATCHES[name]
+    with_pads, bucket = padded(segments)
+    with PretendDevice() as device:
+        pool = KVPool(LAYERS, SLOTS, SIZES.kv_heads, SIZES.head_dim, SIZES.dtype, "cuda")
+        attention = FlashInferPagedAttention(pool, HostKernels())
+        static = attention.static(bucket, max_context=SLOTS)
+        for _ in range(2):  # planned anew, and planned again
+            for used, own in ((attention, segments), (static, with_pads)):
+                batch = pack(own)
+                batch = replace(batch, slots=batch.slots.to("cuda", non_blocking=True))
+                new = [part.to("cuda", non_blocking=True) for part in new_rows(batch.rows)]
+                if isinstance(used, StaticTreeAttention):
+                    used.plan(batch)
+                used.attend(CALL, *new, batch)
+        shape = BranchShape(
+            requests=2, branches=3, levels=2, max_context=SLOTS, heads=SIZES.heads, scale=SCALE
+        )
+        branches = attention.branches(shape)
+        for length in (3, 300):
+            branches.plan([torch.arange(length)] * 2, torch.arange(12).view(2, 2, 3))
+            for level in range(shape.levels):
+                new = [part.to("cuda", non_blocking=True) for part in new_rows(6)]
+                branches.attend(level, *new, None)
+        assert (device.reads, device.blocking) == ([], [])
+    assert on_host.launched
+
+
+DRAFTS = [(1, 4), (1, 64), (4, 16), (64, 4), (128, 2), (256, 1)]
+BUCKETS = [Bucket(1, 8), Bucket(1, 64), Bucket(4, 256), Bucket(16, 80), Bucket(128, 160)]
+
+
+def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
+    """Plan long and short batches, recorded and not, and the rows of drafts."""
+    for bucket in BUCKETS:
+        text = torch.arange(4000 // bucket.requests)
+        pads = leaves(text[:0], bucket.rows - bucket.requests)
+        batch = pack([*[leaves(text, 1)] * bucket.requests, pads])
+        static = attention.static(bucket, max_context=4096)
+        static.plan(batch)
+        for used in (attention, static):
+            used.attend(CALL, *new_rows(batch.rows, sizes=sizes), batch)
+    for requests, branches in DRAFTS:
+        shape = BranchShape(
+            requests=requests,
+            branches=branches,
+            levels=2,
+            max_context=4096,
+            heads=sizes.heads,
+            scale=SCALE,
+        )
+        slots = torch.zeros((requests, shape.levels, branches), dtype=torch.int64)
+        texts = [torch.arange(4000 // requests)] * requests
+        attention.branches(shape).plan(texts, slots)
+
+
+@pytest.mark.on_host
+@pytest.mark.parametrize(
+    "sizes", [Sizes(32, 8, 128), Sizes(64, 8, 128), Sizes(32, 2, 128), Sizes(8, 8, 128)], ids=str
+)
+def test_wrappers_have_the_room_that_flashinfer_plans_with(
+    sizes: Sizes, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H100's multiprocessors; FlashInfer's plan refuses to go beyond what it was given."""
+    monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
+    pool = KVPool(1, 4096, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+    plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
+    assert on_host.launched
+    less = {"workspace_bytes": lambda *given, **named: 1 << 20, "_PLAN_BYTES": 1 << 10}
+    for name, little in less.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"eaglegbv.attention.flashinfer.{name}", little)
+            with pytest.raises(RuntimeError, match="overflow"):
+                plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
+
+
+def test_pools_that_no_kernel_serves_are_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"head_dim=80: expected one of \[64, 128, 256\]"):
+        check_pool(KVPool(1, 16, 1, 80, torch.bfloat16))
+    with pytest.raises(InvalidArgument, match=r"dtype='torch.float32'"):
+        check_pool(KVPool(1, 16, 1, 64, torch.float32))
+
+
+def test_flashinfer_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(InvalidArgument, match=r"attention='flashinfer'.*eaglegbv\[gpu\]"):
+        FlashInferKernels()
+
+
+def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with PretendDevice():
+        narrow = KVPool(1, 16, 1, 80, torch.bfloat16, "cuda")
+        fitting = KVPool(1, 16, 1, 64, torch.bfloat16, "cuda")
+        found = [paged_attention(pool) for pool in (narrow, fitting)]
+    assert all(isinstance(attention, TorchPagedAttention) for attention in found)
+    assert "head_dim=80" in caplog.records[0].getMessage()
+    assert "pip install 'eaglegbv[gpu]'" in caplog.records[1].getMessage()
+    segment = Segment.causal(torch.zeros(2, dtype=torch.int64), torch.arange(0), torch.arange(2))
+    q = torch.zeros((2, 1, 64), dtype=torch.bfloat16)
+    for _ in range(3):
+        found[1].attend(CALL, q, q, q, pack([segment]))
+    assert [attention.fallbacks for attention in found] == [{}, {"attention": 3}]
+
+
+def test_a_pool_on_the_cpu_has_pytorchs_attention() -> None:
+    assert isinstance(paged_attention(pools()[0]), TorchPagedAttention)
+
+
+def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
+    """Sizes by FlashInfer's own plan, for the 132 multiprocessors of an H100."""
+    few = workspace_bytes(32, 8, 128, processors=132, rows=64, requests=17)
+    assert few == 128 << 20
+    # 16 query heads a key head; many requests that are recorded together.
+    assert workspace_bytes(32, 2, 128, processors=132) >= 266 << 20
+    assert workspace_bytes(32, 2, 128, processors=132, rows=8, requests=2) >= 266 << 20
+    assert workspace_bytes(32, 8, 128, processors=132, rows=160, requests=129) >= 268 << 20
+    assert workspace_bytes(64, 8, 128, processors=132, rows=80, requests=65) >= 278 << 20

@@ -1,0 +1,253 @@
+"""Paged attention against a definition written out token by token."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.ragged_batches import tree_segment
+from torch import Tensor
+
+from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, offsets_of, pack
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.errors import InvalidArgument
+
+HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 256
+SCALE = 0.37
+
+
+@dataclass(frozen=True)
+class Extras:
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def define(q: Tensor, pool: KVPool, batch: PackedBatch, extras: Extras) -> Tensor:
+    """Attention by its definition, in float64, one query and head at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    row = 0
+    for segment in batch.segments:
+        c, m, q_count = segment.num_context, segment.num_pending, segment.num_new
+        slots = segment.context_slots.tolist() + segment.tree_slots.tolist()
+        positions = list(range(c)) + segment.tree_positions.tolist()
+        for i in range(q_count):
+            seen = []
+            for key in range(c + m):
+                ok = key < c or (
+                    key - c <= m - q_count + i
+                    if segment.visible is None
+                    else bool(segment.visible[i, key - c])
+                )
+                near = extras.window is None or (
+                    int(segment.positions[i]) - positions[key] < extras.window
+                )
+                if ok and near:
+                    seen.append(slots[key])
+            for head in range(HEADS):
+                kv = head // (HEADS // KV_HEADS)
+                keys, values = pool.keys[0, seen, kv].double(), pool.values[0, seen, kv].double()
+                scores = keys @ q[row, head].double() * SCALE
+                if extras.softcap is not None:
+                    scores = extras.softcap * torch.tanh(scores / extras.softcap)
+                if extras.sinks is not None:
+                    scores = torch.cat((scores, extras.sinks[head : head + 1].double()))
+                weights = scores.softmax(0)[: len(seen)]
+                out[row, head] = weights @ values
+            row += 1
+    return out
+
+
+def prompt(slots: Tensor, context: int, count: int) -> Segment:
+    tokens = torch.zeros(count, dtype=torch.int64)
+    return Segment.causal(tokens, slots[:context], slots[context : context + count])
+
+
+BUSHY = [0, 0, 0, 1, 1, 2, 3]
+SEQUENTIAL = torch.arange(SLOTS)
+SHUFFLED = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0))
+PERMUTED = torch.cat((torch.randperm(40, generator=torch.Generator().manual_seed(1)), SEQUENTIAL))
+
+BATCHES = {
+    "prefill, slots in order": [prompt(SEQUENTIAL + 3, 0, 9)],
+    "prefill, a permuted range": [prompt(PERMUTED, 0, 40)],
+    "prefill, scattered": [prompt(SHUFFLED, 0, 9)],
+    "prefill of one token": [prompt(SHUFFLED, 0, 1)],
+    "chunked prefill": [prompt(SEQUENTIAL, 6, 5)],
+    "a long chunk": [prompt(SEQUENTIAL, 6, 30)],
+    "one token, a range": [prompt(PERMUTED, 39, 1)],
+    "one token, scattered": [prompt(SHUFFLED, 9, 1)],
+    "tree, a range": [tree_segment(PERMUTED, 33, BUSHY)],
+    "tree, scattered": [tree_segment(SHUFFLED, 12, BUSHY)],
+    "a tree of many nodes": [tree_segment(SHUFFLED, 12, [0, *range(20), *range(9)])],
+    "tree without context": [tree_segment(SHUFFLED, 0, BUSHY)],
+    "a tree's second level": [tree_segment(SHUFFLED, 12, BUSHY, old=3)],
+    "draft extension behind pending tokens": [
+        Segment(
+            token_ids=torch.zeros(2, dtype=torch.int64),
+            positions=torch.tensor([7, 8]),
+            context_slots=SHUFFLED[:5],
+            tree_slots=SHUFFLED[5:9],
+            tree_positions=torch.tensor([5, 6, 7, 8]),
+        )
+    ],
+    "equal trees": [tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 12, BUSHY)],
+    "decoding of three": [prompt(SHUFFLED[i * 40 :], 5 * i + 3, 1) for i in range(3)],
+    "ragged trees": [
+        tree_segment(SHUFFLED, 12, BUSHY),
+        tree_segment(SHUFFLED[60:], 2, [0]),
+        tree_segment(SHUFFLED[90:], 20, [0, 0, 1], old=1),
+    ],
+    "trees beside a prompt": [
+        tree_segment(SHUFFLED, 3, [0, 0]),
+        prompt(SHUFFLED[30:], 0, 120),
+        tree_segment(SHUFFLED[160:], 4, [0, 0, 0]),
+        prompt(SHUFFLED[200:], 9, 1),
+    ],
+}
+EXTRAS = {
+    "plain": Extras(),
+    "window": Extras(window=4),
+    "wide window": Extras(window=10_000),
+    "softcap": Extras(softcap=0.8),
+    "softcap and window": Extras(softcap=0.8, window=4),
+    "sinks": Extras(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+def tensors(rows: int, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    q, k, v = (torch.randn((rows, h, DIM), generator=generator) for h in heads)
+    return q, k, v
+
+
+def filled_pool() -> KVPool:
+    pool = KVPool(1, SLOTS, KV_HEADS, DIM, torch.float32)
+    generator = torch.Generator().manual_seed(6)
+    pool.keys.normal_(generator=generator)
+    pool.values.normal_(generator=generator)
+    return pool
+
+
+def attend(attention: TorchPagedAttention, batch: PackedBatch, extras: Extras) -> Tensor:
+    q, k, v = tensors(batch.rows)
+    return attention.attend(AttentionCall(0, SCALE, **vars(extras)), q, k, v, batch)
+
+
+@pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
+def test_equals_its_definition(segments: list[Segment], extras: Extras) -> None:
+    pool = filled_pool()
+    batch = pack(segments)
+    out = attend(TorchPagedAttention(pool), batch, extras)
+    q, k, v = tensors(batch.rows)
+    assert torch.equal(pool.keys[0, batch.slots], k)
+    assert torch.equal(pool.values[0, batch.slots], v)
+    torch.testing.assert_close(out.double(), define(q, pool, batch, extras), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
+def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> None:
+    pool = filled_pool()
+    owned = torch.cat([s.key_slots() for s in segments]).unique()
+    foreign = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, owned, value=False)
+    pool.keys[0, foreign] = torch.nan
+    pool.values[0, foreign] = torch.nan
+    assert attend(TorchPagedAttention(pool), pack(segments), Extras()).isfinite().all()
+
+
+def test_a_broken_request_stays_alone() -> None:
+    pool = filled_pool()
+    broken, sound = tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 30, [0, 0])
+    pool.keys[0, broken.context_slots] = torch.nan
+    pool.values[0, broken.context_slots] = torch.nan
+    batch = pack([broken, sound])
+    out = attend(TorchPagedAttention(pool), batch, Extras())
+    assert out[: batch.offsets[1]].isnan().all()
+    assert out[batch.offsets[1] :].isfinite().all()
+
+
+class Counting(TorchPagedAttention):
+    """Counts the keys that are read, padding and all, and the calls."""
+
+    keys = calls = 0
+
+    def _read(self, *args: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super()._read(*args)
+        self.calls += 1
+        self.keys += keys.shape[0] * keys.shape[1]
+        return keys, values
+
+
+@pytest.mark.parametrize(
+    ("contexts", "calls"),
+    [
+        ([150] * 15 + [5000], 2),  # a long text pads nobody else's keys
+        ([90, 100, 110, 120] * 4, 1),  # texts of about the same length share a call
+        ([10] * 8 + [500] * 4 + [3000] * 2, 3),
+        ([20_000] * 4, 2),  # what is gathered at once stays within caches
+    ],
+)
+def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
+    attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, DIM, torch.float32))
+    ends = torch.tensor(contexts).add(1).cumsum(0).tolist()
+    batch = pack(
+        [
+            prompt(torch.arange(end - context - 1, end), context, 1)
+            for context, end in zip(contexts, ends, strict=True)
+        ]
+    )
+    out = attend(attention, batch, Extras())
+    assert out.shape[0] == len(contexts)
+    assert attention.calls == calls
+    assert attention.keys < 1.5 * sum(contexts)
+
+
+def test_one_forward_with_windows_of_several_layers() -> None:
+    pool = filled_pool()
+    attention = TorchPagedAttention(pool)
+    batch = pack([tree_segment(SHUFFLED, 12, BUSHY)])
+    q, _, _ = tensors(batch.rows)
+    for window in (4, None, 6, 4, None):
+        extras = Extras(window=window)
+        out = attend(attention, batch, extras)
+        expected = define(q, pool, batch, extras)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_buffers_serve_inside_and_outside_inference_mode() -> None:
+    attention = TorchPagedAttention(filled_pool())
+    with torch.inference_mode():
+        inside = attend(attention, pack([tree_segment(SHUFFLED, 12, BUSHY)]), Extras())
+    outside = attend(attention, pack([tree_segment(SHUFFLED, 12, BUSHY)]), Extras())
+    assert torch.equal(inside, outside)
+
+
+def test_bad_segments() -> None:
+    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(InvalidArgument, match="at least one segment"):
+        pack([])
+    with pytest.raises(InvalidArgument, match="token_ids=2"):
+        Segment(two, two, one, one, one)
+    with pytest.raises(InvalidArgument, match="token_ids=0"):
+        Segment(one[:0], one[:0], one, one, one)
+    with pytest.raises(InvalidArgument, match="positions"):
+        Segment(one, two, one, two, two)
+    with pytest.raises(InvalidArgument, match="tree_positions"):
+        Segment(one, one, one, two, one)
+    with pytest.raises(InvalidArgument, match="visible"):
+        Segment(one, one, one, one, one, torch.ones((1, 2), dtype=torch.bool))
+
+
+def test_a_window_that_no_text_is_longer_than_is_none() -> None:
+    batch = pack([prompt(SEQUENTIAL, 3, 1), prompt(SEQUENTIAL, 5, 2)])
+    found = [batch.effective_window(window) for window in (None, 1, 6, 7, 8)]
+    assert found == [None, 1, 6, None, None]
+
+
+def test_offsets_are_where_parts_begin_and_the_last_ends() -> None:
+    assert offsets_of([3, 0, 2]) == (0, 3, 3, 5)
+    assert offsets_of([]) == (0,)
+    assert pack([prompt(SEQUENTIAL, 3, 1), prompt(SEQUENTIAL, 5, 2)]).offsets == (0, 1, 3)

@@ -1,0 +1,416 @@
+"""Trees grown in tensors are those of the definitions, and follow their distributions."""
+
+import itertools
+import math
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batched_trees import forks
+from support.compilers import needs_compiler
+from support.g_test import g_test
+from support.grown_trees import ROOT, Prefix, ProbsAt, assert_grown, grown, paths_of, prefixes
+from support.tape import Tape
+from support.token_drafting import TokenSession, random_table
+from torch._dynamo.config import patch
+
+from eaglegbv.config import EAGLE1_SHAPE, Plan
+from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tree_growth import (
+    GROWN_SAMPLINGS,
+    DraftProbs,
+    TreeGrowth,
+    compiled_draw_paths,
+    given_trees,
+)
+from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.verifiers.base import Fault, find_faults
+from eaglegbv.verifiers.proof.chooser import exact_probs
+from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
+
+VOCAB = 9
+SAMPLED = sorted(GROWN_SAMPLINGS - {DraftSampling.FIXED})
+SHAPES = ((), EAGLE1_SHAPE, ((0,), (6,), (0, 1), (0, 0), (6, 2), (0, 0, 3)), ((1,), (0,), (0, 0)))
+
+
+def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
+    """Distributions that are peaked, with ties and zeros, others after every prefix."""
+
+    def at(prefix: Prefix) -> tuple[list[int], list[float]]:
+        rng = np.random.default_rng([seed, len(prefix), *prefix])
+        ids = rng.permutation(VOCAB)[:width]
+        weights = rng.integers(0, 4, width).astype(float) ** 2
+        weights[rng.integers(width)] += 1
+        probs = weights / weights.sum()
+        if not logs:
+            return ids.tolist(), probs.tolist()
+        order = np.argsort(-probs, kind="stable")
+        with np.errstate(divide="ignore"):
+            return ids[order].tolist(), np.log(probs[order]).tolist()
+
+    return at
+
+
+@given(
+    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    paths=st.integers(1, 5),
+    depth=st.integers(1, 4),
+    seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
+    confidence=st.sampled_from([0.0, 0.0, 0.05, 0.3, 1.0]),
+    width=st.integers(1, VOCAB),
+    extra=st.sampled_from([None, 3, 12]),
+    shape=st.sampled_from(SHAPES),
+)
+@settings(max_examples=200, deadline=None)
+def test_trees_are_those_of_plain_growth(
+    draft_sampling, paths, depth, seeds, confidence, width, extra, shape
+) -> None:
+    fixed = draft_sampling is DraftSampling.FIXED
+    plan = Plan(
+        paths=max(paths, draft_sampling.min_paths),
+        depth=max(map(len, shape)) if fixed and shape else depth,
+        draft_sampling=draft_sampling,
+        min_confidence=confidence,
+        nodes=extra if fixed and not shape else None,
+        shape=shape if fixed else (),
+    )
+    width = min(width, plan.fixed_beam) if fixed and not shape else width
+    case = plan, draft_sampling, [peaked(seed, width, logs=fixed) for seed in seeds]
+    uniforms = np.random.default_rng(seeds).random((len(seeds), plan.paths, plan.depth))
+    assert_grown(grown(*case, uniforms), *case, uniforms)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@torch.inference_mode()
+def test_compiled_they_are_too(backend: str) -> None:
+    """By the graphs that are made at the start, whatever the plan."""
+    draw = compiled_draw_paths(backend, torch.device("cpu"))
+    assert compiled_draw_paths(backend, torch.device("cpu")) is draw  # for all engines
+    with patch(error_on_recompile=True):
+        for draft_sampling, paths, batch, seed in product(SAMPLED, (2, 1, 4), (1, 2, 5), range(4)):
+            plan = Plan(
+                paths=max(paths, draft_sampling.min_paths),
+                depth=1 + seed,
+                draft_sampling=draft_sampling,
+                min_confidence=0.05 * (seed % 2),
+            )
+            seeds = [100 * seed + b for b in range(batch)]
+            uniforms = np.random.default_rng(seeds).random((batch, plan.paths, plan.depth))
+            case = plan, draft_sampling, [peaked(own, 1 + seed) for own in seeds]
+            assert_grown(grown(*case, uniforms, draw=draw), *case, uniforms)
+
+
+@pytest.mark.parametrize("draft_sampling", sorted(GROWN_SAMPLINGS))
+def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
+    """A recording raises at a host read; and its operations alone grow other trees."""
+    plan = Plan(paths=4, depth=3, draft_sampling=draft_sampling, min_confidence=0.01)
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers() -> list[torch.Tensor]:
+        probs = torch.rand((3, 2, 4, VOCAB), generator=generator, dtype=torch.float64)
+        uniforms = torch.rand((2, 4, 3), generator=generator, dtype=torch.float64)
+        return [torch.randint(VOCAB, (2,), generator=generator), uniforms, probs.softmax(-1)]
+
+    def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
+        if draft_sampling is DraftSampling.FIXED:
+            probs = probs[..., :4].log()
+        growth, count = TreeGrowth(plan, draft_sampling, roots, uniforms), 1
+        for level in probs:
+            rows = level[:, :count].flatten(0, 1)
+            ids = torch.arange(rows.shape[1]).expand_as(rows)
+            count = growth.grow(DraftProbs(ids, rows)).token_ids.shape[1]
+        return growth.finish()
+
+    static = numbers()
+    with Tape() as tape:
+        recorded = grow(*static)
+    for _ in range(3):
+        new = numbers()
+        for buffer, value in zip(static, new, strict=True):
+            buffer.copy_(value)
+        tape.replay()
+        expected = grow(*new)
+        for name, theirs in expected.tensors.items():
+            assert torch.equal(recorded.tensors[name], theirs)
+
+
+# --- drawn trees follow their distributions
+
+
+def table(seed: int, kind: str = "zeros", vocab: int = 5):
+    """A distribution of its own at every prefix, over the vocabulary."""
+    known = {}
+
+    def q(prefix: Prefix) -> tuple[float, ...]:
+        if prefix not in known:
+            rng = np.random.default_rng([seed, len(prefix), *prefix])
+            if kind == "ties":
+                weights = np.bincount(rng.integers(vocab, size=4), minlength=vocab) / 4
+            elif kind == "one-hot":
+                weights = np.eye(vocab)[rng.integers(vocab)]
+            else:
+                weights = rng.dirichlet(np.ones(vocab))
+                weights[rng.permutation(vocab)[:2]] = 0
+            known[prefix] = tuple((weights / weights.sum()).tolist())
+        return known[prefix]
+
+    return q
+
+
+def listed(q, order) -> ProbsAt:
+    """The distributions ``q``, their tokens in some order."""
+    return lambda prefix: (order, [q(prefix)[token] for token in order])
+
+
+FORKED = {DraftSampling.WOR: draw_wor, DraftSampling.GREEDY: draw_greedy}
+
+
+def reference(draft_sampling, q, paths, length, chooser):
+    """Draw the paths of one tree, by the definition of its sampling."""
+    if draft_sampling is DraftSampling.IID:
+        return draft_iid(q, paths, length, chooser)
+    if draft_sampling is DraftSampling.HUB:
+        return pairs_below_the_best(q, paths // 2, length, chooser)
+    return draft_tree(FORKED[draft_sampling], q, (paths, *[1] * (length - 1)), chooser)
+
+
+def pairs_below_the_best(q, beam, length, chooser):
+    paths, level, indices = [()], {(): 1.0}, itertools.count()
+    for _ in range(length):
+        best = sorted(level, key=level.__getitem__, reverse=True)[:beam]
+        # Numbers are used from left to right.
+        pairs = {p: draw_hub(q(p), 2, chooser, indices) for p in paths if p in best}
+        paths = [(*p, *x) for p in paths for x in ([(t,) for t in pairs.get(p, ())] or [()])]
+        level = {(*p, x): level[p] * q(p)[x] for p in pairs for x in pairs[p]}
+    return tuple(paths)
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "paths", "length"),
+    [
+        (DraftSampling.IID, 1, 3),
+        (DraftSampling.IID, 2, 2),
+        (DraftSampling.WOR, 1, 2),
+        (DraftSampling.WOR, 2, 2),
+        (DraftSampling.WOR, 4, 1),  # more than a distribution's support holds
+        (DraftSampling.GREEDY, 1, 2),
+        (DraftSampling.GREEDY, 2, 2),
+        (DraftSampling.GREEDY, 3, 2),
+        (DraftSampling.GREEDY, 5, 2),
+        (DraftSampling.HUB, 2, 3),
+        (DraftSampling.HUB, 4, 2),
+    ],
+)
+def test_trees_follow_their_distribution(draft_sampling, paths, length) -> None:
+    # Seeds are fixed; a right tree fails once in ten thousand choices of them. Power at level 1e-4
+    # against a distribution at total variation 0.04: 0.9 or more, asserted with some room.
+    q, trees = table(3), 12_000
+    exact = exact_probs(lambda chooser: reference(draft_sampling, q, paths, length, chooser))
+    cells = {drawn: cell for cell, drawn in enumerate(exact)}
+    uniforms = RequestRng(5).draw(0, Purpose.DRAFT, trees * paths * length)
+    at = listed(q, np.random.default_rng(0).permutation(5).tolist())
+    plan = Plan(paths=paths, depth=length, draft_sampling=draft_sampling)
+    tree = grown(plan, draft_sampling, [at] * trees, uniforms.reshape(trees, paths, length))
+    observed = [cells[tuple(paths_of(tree, b))] for b in range(trees)]
+    result = g_test(observed, np.array(list(exact.values()), dtype=float))
+    assert result.power > 0.85, result
+    assert result.p_value > 1e-4, result
+
+
+@pytest.mark.parametrize("draft_sampling", sorted(set(SAMPLED) - {DraftSampling.IID}))
+@pytest.mark.parametrize("places", [[0], [3], [1, 4], [0, 1, 2, 3, 4]])
+def test_a_broken_distribution_still_gives_a_tree_and_is_reported(draft_sampling, places) -> None:
+    probs = np.full(5, 1 / 5)
+    probs[places] = np.nan
+    plan = Plan(paths=3, depth=3, draft_sampling=draft_sampling)
+    at = [lambda prefix: (range(5), probs.tolist())]
+    tree = grown(plan, draft_sampling, at, np.random.default_rng(1).random((1, 3, 3)))
+    check_tree(tree)
+    rows = torch.zeros((1, tree.nodes), dtype=torch.int64)
+    target = TargetProbs.of_logits(torch.zeros((1, 100)), rows)
+    assert int(find_faults(tree, target)) & Fault.DRAFT_NOT_NORMALISED
+
+
+def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_drawn() -> None:
+    # The verifiers find the tokens that were not drawn by this very order.
+    pairs: Counter[tuple[Prefix, ...]] = Counter()
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        at = [listed(lambda prefix: (0.1, 0.3, 0.0, 0.3, 0.3), rng.permutation(5).tolist())]
+        plan = Plan(paths=3, depth=1)
+        first, second, third = paths_of(
+            grown(plan, DraftSampling.GREEDY, at, rng.random((1, 3, 1))), 0
+        )
+        assert (first, second) == ((1,), (3,))
+        assert third in {(0,), (4,)}
+        pair = paths_of(grown(plan, DraftSampling.HUB, at, rng.random((1, 3, 1))), 0)
+        assert (1,) in pair
+        pairs[tuple(pair)] += 1
+    # Drawn first or second, the hub keeps its place: the two orders mean different things.
+    assert {pair.index((1,)) for pair in pairs} == {0, 1}
+
+
+# --- fixed trees
+
+
+def log_probs_at(seed: int, beam: int) -> ProbsAt:
+    def at(prefix: Prefix) -> tuple[list[int], list[float]]:
+        rng = np.random.default_rng([seed, len(prefix), *prefix])
+        ids = rng.permutation(10)[:beam]
+        return ids.tolist(), np.log(np.sort(rng.dirichlet(np.full(10, 0.5)))[::-1][:beam]).tolist()
+
+    return at
+
+
+def best_first(at: ProbsAt, *, beam: int, budget: int, depth: int) -> DraftTree:
+    plan = Plan(paths=1, depth=depth, draft_sampling=DraftSampling.FIXED, beam=beam, nodes=budget)
+    tree = grown(plan, DraftSampling.FIXED, [at], np.zeros((1, 1, depth)))
+    check_tree(tree)
+    return tree
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    beam=st.integers(1, 4),
+    depth=st.integers(1, 4),
+    budget=st.integers(1, 4),
+)
+def test_a_budget_of_at_most_the_beam_keeps_the_best_nodes_of_all(seed, beam, depth, budget):
+    # No node of the `budget` best has more than budget - 1 <= beam - 1 better ones on its level,
+    # and neither have its ancestors, so the beam loses none of them.
+    at, budget = log_probs_at(seed, beam), min(budget, beam)
+    scores, level = {}, {(): 0.0}
+    for _ in range(depth):
+        level = {
+            (*prefix, token): score + value
+            for prefix, score in level.items()
+            for token, value in zip(*at(prefix), strict=True)
+        }
+        scores |= level
+    best = sorted(scores, key=scores.__getitem__, reverse=True)[:budget]
+    tree = best_first(at, beam=beam, budget=budget, depth=depth)
+    assert set(prefixes(tree, 0)) == {(), *best}
+
+
+@pytest.mark.parametrize("value", [0.0, -math.inf, -1.5])
+@pytest.mark.parametrize("budget", range(1, 15))
+def test_a_child_never_outranks_its_parent_even_in_a_tie(value, budget) -> None:
+    # Certain tokens (log 1), impossible ones (log 0), and a constant: all children of a node tie.
+    tree = best_first(lambda prefix: ([1, 2], [value, value]), beam=2, budget=budget, depth=3)
+    assert int(tree.num_nodes[0]) == 1 + min(budget, 2 + 4 + 4)
+
+
+@given(seed=st.integers(0, 10_000), beam=st.integers(1, 4), budget=st.integers(1, 12))
+def test_a_broken_head_still_gives_a_fixed_tree(seed, beam, budget) -> None:
+    # A fixed tree is lossless whatever it holds, so NaN must not fail the requests beside it.
+    rng = np.random.default_rng(seed)
+
+    def at(prefix: Prefix):
+        scores = -rng.exponential(size=beam)
+        scores[rng.random(beam) < 0.15] = np.nan
+        return list(range(beam)), scores.tolist()
+
+    best_first(at, beam=beam, budget=budget, depth=3)
+
+
+def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
+    batch = given_trees([([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])],
+                        paths=3, length=4)  # fmt: skip
+    check_tree(batch)
+    assert batch.num_nodes.tolist() == [3, 1, 4]
+    assert batch.token_ids.tolist() == [[7, 1, 2, 0], [8, 0, 0, 0], [9, 3, 4, 5]]
+    assert batch.depth.tolist() == [[0, 1, 2, 0], [0] * 4, [0, 1, 1, 2]]
+    assert batch.path_nodes[0].tolist() == [[1, 2, 2, 2], [0] * 4, [0] * 4]
+    assert batch.path_nodes[2].tolist() == [[1] * 4, [2, 3, 3, 3], [0] * 4]
+    assert batch.path_lengths.tolist() == [[2, 0, 0], [0, 0, 0], [1, 2, 0]]
+    assert batch.width == 0
+
+
+# --- batches of requests on the host, where rows that have ended are not run
+
+
+def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
+    table = Table.of_logits(random_table(7, seed=seed, scale=scale))
+    return TokenSession(TabularDrafter(table)), table
+
+
+@given(
+    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    floor=st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 30),
+    shape=st.sampled_from(SHAPES),
+)
+@settings(deadline=None)
+def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shape) -> None:
+    fixed = draft_sampling is DraftSampling.FIXED
+    depth = max(map(len, shape)) if fixed and shape else 5
+    plan = Plan(
+        paths=4, depth=depth, draft_width=7, min_confidence=floor, shape=shape if fixed else ()
+    )
+    session, table = in_session(seed, scale=3.0)
+    starts = [session.start([1], first, plan, seed=first) for first in range(7)]
+    together = session.draft(starts, draft_sampling)
+    check_tree(together)
+    assert together.nodes == max(together.num_nodes)
+    assert together.length == plan.depth
+    for b, request in enumerate(starts):
+        alone = session.draft([request], draft_sampling)
+        count = int(alone.num_nodes[0])
+        for name, own in alone.tensors.items():
+            kept = slice(count) if own.dim() > 1 and "path" not in name else slice(None)
+            assert torch.equal(together.tensors[name][b][kept], own[0]), name
+        for prefix in inner_prefixes(alone):
+            assert confidence(table, prefix, b) >= floor * (1 - 1e-9)
+        if draft_sampling in SAMPLED[:1] + SAMPLED[2:]:  # of hub trees, only some go on
+            for prefix in prefixes(alone, 0):
+                sure = confidence(table, prefix, b) >= floor * (1 + 1e-9)
+                assert not sure or len(prefix) == depth or prefix in inner_prefixes(alone)
+    if draft_sampling is DraftSampling.IID:
+        # One less, and a verifier would take a fork's first draft for its only one.
+        assert together.forks == max(forks(together))
+
+
+def inner_prefixes(tree: DraftTree) -> set[Prefix]:
+    return {prefix[:-1] for prefix in prefixes(tree, 0) if prefix}
+
+
+def confidence(table: Table, prefix: Prefix, root: int) -> float:
+    product, last = 1.0, root
+    for token in prefix:
+        product *= float(table.logits([last])[0].double().softmax(0)[token])
+        last = token
+    return product
+
+
+def test_a_static_tree_is_the_shape_in_tokens() -> None:
+    session, table = in_session()
+
+    def ranked(ranks: tuple[int, ...]) -> Prefix:
+        tokens, last = [], 2
+        for rank in ranks:
+            last = int(np.argsort(-table.logits([last])[0].numpy(), kind="stable")[rank])
+            tokens.append(last)
+        return tuple(tokens)
+
+    small = ((0,), (7,), (0, 1), (0, 0))  # a rank that the vocabulary lacks
+    for shape, kept in ((EAGLE1_SHAPE, EAGLE1_SHAPE), (small, [r for r in small if 7 not in r])):
+        plan = Plan(draft_sampling="fixed", depth=max(map(len, shape)), shape=shape)
+        request = session.start([1], 2, plan, params=SamplingParams())
+        tree = session.draft([request], DraftSampling.FIXED)
+        assert set(prefixes(tree, 0)) == {(), *(ranked(ranks) for ranks in kept)}
+        assert tree.token_ids[0, 0] == 2 != ROOT
+
+
+@pytest.mark.parametrize(("paths", "depth"), [(1, 1), (1, 32), (16, 32), (3, 4)])
+def test_slots_hold_whatever_a_plan_drafts(paths: int, depth: int) -> None:
+    plan = Plan(paths=paths, depth=depth)
+    assert plan.tree_nodes == 1 + paths * depth
+    # A row for the root, and for every node but those of the last level.
+    assert plan.tree_slots - 1 >= max(plan.tree_nodes - 1, 1 + paths * (depth - 1))

@@ -1,0 +1,125 @@
+"""The client of the OpenAI endpoint, and servers in processes of their own, without SGLang."""
+
+import json
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eaglegbv.backends.sglang.client import Endpoint
+from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument, StepFailed
+from eaglegbv.sampling import SamplingParams
+
+SHAPE = Plan(paths=2, depth=3)
+MESSAGES = [{"role": "user", "content": "hi"}]
+ANSWER = {
+    "choices": [
+        {
+            "message": {"content": "hello"},
+            "finish_reason": "length",
+            "response_token_ids": [5, 6, 7, 8],
+            "meta_info": {
+                "prompt_tokens": 3,
+                "completion_tokens": 4,
+                "spec_correct_drafts_histogram": [1, 0, 1],
+            },
+        }
+    ]
+}
+SERVER = """
+import http.server, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+@contextmanager
+def answering(status: int, content: object) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Serve one answer; yields the address, and what was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append({"path": self.path, **json.loads(body)})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_is_asked_and_what_is_read() -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=4, seed=2**64 - 5, top_k=9, min_p=0.1)
+    with answering(200, ANSWER) as (url, asked):
+        answer = Endpoint(url, SHAPE)(MESSAGES, params, plan=SHAPE)
+    assert answer.text == "hello"
+    assert answer.token_ids == [5, 6, 7, 8]
+    assert answer.finish_reason == "length"
+    assert (answer.metrics.target_forwards, answer.metrics.accepted_tokens) == (2, 2)
+    assert answer.metrics.accepted_by_depth == [1, 1, 0]
+    [body] = asked
+    assert body["path"] == "/v1/chat/completions"
+    assert body["messages"] == MESSAGES
+    assert (body["temperature"], body["max_tokens"], body["seed"]) == (0.7, 4, -5)
+    assert (body["top_k"], body["min_p"]) == (9, 0.1)
+    assert body["return_meta_info"]
+    assert body["return_token_ids"]
+
+
+def test_refusals_are_said_in_the_servers_words() -> None:
+    with (
+        answering(400, {"message": "too long"}) as (url, _),
+        pytest.raises(InvalidArgument, match="too long"),
+    ):
+        Endpoint(url, SHAPE)(MESSAGES, SamplingParams(), plan=SHAPE)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(StepFailed, match="refused"):
+        Endpoint("http://127.0.0.1:9", SHAPE)(MESSAGES, SamplingParams(), plan=SHAPE)
+
+
+def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
+    launch = Launch([sys.executable, "-c", SERVER], {})
+    with (
+        running(launch, tmp_path / "log") as url,
+        urllib.request.urlopen(f"{url}/here") as answer,
+    ):
+        assert answer.read() == b"/here"
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/here")
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit('no memory')", "import time; time.sleep(60)"])
+def test_a_server_that_does_not_start(code: str, tmp_path: Path) -> None:
+    launch = Launch([sys.executable, "-c", code], {})
+    said = "ended with code 1; .*\n*no memory" if "SystemExit" in code else "did not answer"
+    with (
+        pytest.raises(ServerFailed, match=said),
+        running(launch, tmp_path / "log", starts_within=2.0),
+    ):
+        pass

@@ -1,0 +1,204 @@
+"""Trees grown from given distributions: by the tensors under test, and plainly, one at a time."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tree_growth import DraftProbs, DrawPaths, TreeGrowth, draw_paths
+from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+
+Prefix = tuple[int, ...]
+Candidates = tuple[Sequence[int], Sequence[float]]
+"""Token ids, and their probabilities; for ``fixed`` log-probabilities, the best first."""
+
+ProbsAt = Callable[[Prefix], Candidates]
+
+ROOT = 99
+
+
+def grown(
+    plan: Plan,
+    draft_sampling: DraftSampling,
+    probs_at: Sequence[ProbsAt],
+    uniforms: NDArray[np.float64],
+    *,
+    draw: DrawPaths = draw_paths,
+) -> DraftTree:
+    """Grow a batch by uniforms ``[batch, paths, depth]``, with the distributions of every row."""
+    batch = len(probs_at)
+    numbers = None if draft_sampling is DraftSampling.FIXED else torch.from_numpy(uniforms)
+    growth = TreeGrowth(plan, draft_sampling, torch.full((batch,), ROOT), numbers, draw=draw)
+    rows: list[list[Prefix]] = [[()] for _ in range(batch)]
+    for level in range(plan.depth):
+        found = [at(row) for at, own in zip(probs_at, rows, strict=True) for row in own]
+        ids, values = zip(*found, strict=True)
+        frontier = growth.grow(
+            DraftProbs(
+                torch.from_numpy(np.array(ids, dtype=np.int64)),
+                torch.from_numpy(np.array(values, dtype=np.float64)),
+            )
+        )
+        tokens = frontier.token_ids
+        parents = torch.arange(tokens.shape[1]).expand_as(tokens) * (level > 0)
+        if frontier.parents is not None:
+            parents = frontier.parents
+        rows = [
+            [(*own[parent], token) for parent, token in zip(above, new, strict=True)]
+            for own, above, new in zip(rows, parents.tolist(), tokens.tolist(), strict=True)
+        ]
+    return growth.finish()
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tree as the prefixes of its nodes, in order; its paths; and the nodes with children."""
+
+    nodes: list[Prefix]
+    paths: list[Prefix]
+    inner: list[Prefix]
+
+
+def plain(
+    plan: Plan, draft_sampling: DraftSampling, probs_at: ProbsAt, uniforms: NDArray[np.float64]
+) -> Plain:
+    """Grow one tree by uniforms ``[paths, depth]``, node by node, by the definitions."""
+    fixed = draft_sampling is DraftSampling.FIXED
+    iid = draft_sampling is DraftSampling.IID
+    nodes, inner, frontier = [()], [], [()]
+    scores: dict[Prefix, float] = {(): 0.0 if fixed else 1.0}
+    paths: list[Prefix] = [()] * (plan.paths if iid else 1)
+    ranks: dict[Prefix, Prefix] = {(): ()}
+    for level in range(plan.depth):
+        numbers, new = iter(uniforms[:, level]), []
+        ends: list[list[Prefix]] = [[path] for path in paths]
+        for node in frontier:
+            ids, values = probs_at(node)
+            for k, path in enumerate(paths):
+                if path != node:
+                    continue
+                if fixed:
+                    places = _ranks(plan, ranks[node], len(ids))
+                elif iid:
+                    places = [_pick(values, uniforms[k, level])]
+                else:
+                    places = _different(plan, draft_sampling, level, ids, values, numbers)
+                ends[k] = [(*node, ids[place]) for place in places]
+                for place, child in zip(places, ends[k], strict=True):
+                    ranks.setdefault(child, (*ranks[node], place))
+                    score = scores[node] + values[place] if fixed else scores[node] * values[place]
+                    scores.setdefault(child, score)
+                new += [child for child in ends[k] if child not in new]
+            inner.append(node)
+        nodes += new
+        paths = [end for own in ends for end in own]
+        frontier = _continued(plan, draft_sampling, new, scores, ranks)
+    if fixed and not plan.shape:
+        kept = {(), *sorted(nodes[1:], key=lambda n: _rank(scores[n]))[: plan.fixed_nodes]}
+        nodes = [node for node in nodes if node in kept]
+    if fixed:
+        paths = [n for n in nodes[1:] if not any(other[:-1] == n for other in nodes[1:])]
+    return Plain(nodes, [path for path in paths if path], inner)
+
+
+def _continued(
+    plan: Plan,
+    draft_sampling: DraftSampling,
+    new: list[Prefix],
+    scores: dict[Prefix, float],
+    ranks: dict[Prefix, Prefix],
+) -> list[Prefix]:
+    fixed, best = draft_sampling is DraftSampling.FIXED, new
+    if plan.shape and fixed:
+        best = [n for n in new if any(other[:-1] == ranks[n] for other in plan.shape)]
+    elif fixed:
+        best = sorted(new, key=lambda n: _rank(scores[n]))[: plan.fixed_beam]
+    elif draft_sampling is DraftSampling.HUB:
+        best = sorted(new, key=lambda n: _rank(scores[n]))[: plan.paths // 2]
+    floor = plan.min_confidence
+    if fixed:
+        floor = math.log(floor) if floor else -math.inf
+    return [node for node in new if node in best and not scores[node] < floor]
+
+
+def _rank(score: float) -> float:
+    return math.inf if math.isnan(score) else -score
+
+
+def _ranks(plan: Plan, node: Prefix, width: int) -> list[int]:
+    if not plan.shape:
+        return list(range(width))
+    return [own[-1] for own in plan.shape if own[:-1] == node and own[-1] < width]
+
+
+def _pick(probs: Sequence[float], uniform: float) -> int:
+    """Return the place that a number selects by inverse CDF, never one of probability 0."""
+    cumulative = np.cumsum(np.array(probs))
+    place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+    return min(place, int(np.flatnonzero(probs)[-1]))
+
+
+def _different(plan, draft_sampling, level, ids, probs, numbers):
+    """Return the places of a node's children, which are different tokens, in draft order."""
+    popular = [p for p in sorted(range(len(ids)), key=lambda p: (-probs[p], ids[p])) if probs[p]]
+    left = list(probs)
+    if draft_sampling is DraftSampling.HUB:
+        drawn = [_pick(left, next(numbers))]
+        left[popular[0]] = 0.0
+        if drawn[0] != popular[0]:
+            return [*drawn, popular[0]]
+        return [*drawn, _pick(left, next(numbers))] if any(left) else drawn
+    count = 1 if level else plan.paths
+    drawn = popular[: count - 1] if draft_sampling is DraftSampling.GREEDY else []
+    for place in drawn:
+        left[place] = 0.0
+    while len(drawn) < count and any(left):
+        drawn.append(_pick(left, next(numbers)))
+        left[drawn[-1]] = 0.0
+    return drawn
+
+
+def prefixes(tree: DraftTree, b: int) -> list[Prefix]:
+    """What was drafted down to each node of one tree."""
+    found: list[Prefix] = [()]
+    for node in range(1, int(tree.num_nodes[b])):
+        found.append((*found[int(tree.parents[b, node])], int(tree.token_ids[b, node])))
+    return found
+
+
+def paths_of(tree: DraftTree, b: int) -> list[Prefix]:
+    """The tokens of the paths of one tree, in order; there is none where a path is padding."""
+    return [
+        tuple(tree.token_ids[b, nodes[:length]].tolist())
+        for nodes, length in zip(tree.path_nodes[b], tree.path_lengths[b].tolist(), strict=True)
+        if length
+    ]
+
+
+def assert_grown(
+    tree: DraftTree,
+    plan: Plan,
+    draft_sampling: DraftSampling,
+    probs_at: Sequence[ProbsAt],
+    uniforms: NDArray[np.float64],
+) -> None:
+    """Check that a batch is what plain growth gives, node for node and number for number."""
+    check_tree(tree)
+    assert tree.draft_sampling is draft_sampling
+    for b, (at, numbers) in enumerate(zip(probs_at, uniforms, strict=True)):
+        expected, count = plain(plan, draft_sampling, at, numbers), int(tree.num_nodes[b])
+        assert prefixes(tree, b) == expected.nodes
+        assert paths_of(tree, b) == expected.paths
+        real = (tree.path_lengths[b] > 0).tolist()
+        assert real == sorted(real, reverse=True)  # padding comes last
+        for name in ("token_ids", "parents", "depth"):
+            assert not getattr(tree, name)[b, count:].any()
+        for node, prefix in enumerate(expected.nodes if tree.width else []):
+            ids, probs = at(prefix) if prefix in expected.inner else ([0] * tree.width,) * 2
+            assert tree.draft_ids[b, node].tolist() == list(ids)
+            assert tree.draft_probs[b, node].tolist() == list(probs)
+        assert not tree.draft_probs[b, count:].any()
