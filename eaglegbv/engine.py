@@ -81,10 +81,10 @@ class Engine:
         self._target = target
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
-        self._holdings = KVSlots(target.allocator, self._cache)
+        self._kv = KVSlots(target.allocator, self._cache)
         self._drafting = Drafting(drafter)
         # A method of the engine would make a cycle, and keep the models after its last user.
-        self._vacate = partial(_vacate, self._cache, self._holdings, self._drafting)
+        self._vacate = partial(_vacate, self._cache, self._kv, self._drafting)
         self._scheduler = Scheduler(
             max_batch=self._config.max_batch,
             prefill_tokens=self._config.prefill_tokens,
@@ -247,7 +247,7 @@ class Engine:
         Raises:
             InvalidArgument: A slot has no owner, or two; the message says which.
         """
-        self._holdings.check(self._scheduler.running)
+        self._kv.check(self._scheduler.running)
 
     def finish(self, request: Request, reason: FinishReason, *, keep: int | None = None) -> None:
         """End a request, keeping its first ``keep`` tokens, and free what it holds.
@@ -333,7 +333,7 @@ class Engine:
         groups = []
         for members in by_plan(requests):
             plan, greedy = members[0].plan, members[0].params.greedy
-            slots = [self._holdings.borrow(r, r.plan.tree_slots) for r in members]
+            slots = [self._kv.allocate(r, r.plan.tree_slots) for r in members]
             if plan.speculative:
                 sampling = self._verification.sampling_of(plan, greedy=greedy)
                 tree = self._drafting.draft(members, sampling, slots)
@@ -347,14 +347,14 @@ class Engine:
         last = {id(c.request): c for c in batch.reading if c.brings_first_token}
         groups = []
         for members in by_plan(chunk.request for chunk in last.values()):
-            slots = [self._holdings.borrow(r, last[id(r)].count) for r in members]
+            slots = [self._kv.allocate(r, last[id(r)].count) for r in members]
             groups.append(Group.prefill(members, slots))
         return groups
 
     def _other_chunks(self, batch: StepBatch) -> list[Chunk]:
         """Prefill parts that yield no token."""
         return [
-            Chunk.of(chunk.request, self._holdings.borrow(chunk.request, chunk.count))
+            Chunk.of(chunk.request, self._kv.allocate(chunk.request, chunk.count))
             for chunk in batch.reading
             if not chunk.brings_first_token
         ]
@@ -372,7 +372,7 @@ class Engine:
             own.request.target_layers = verified.target_layers[b]
             root = segments[b].num_new - counts[b]  # a prompt's other tokens come before it
             kept = [*range(root + 1), *(root + node for node in own.nodes)]
-            self._holdings.keep(own.request, kept)
+            self._kv.commit(own.request, kept)
         self._drafting.observe_commit(decided, verified.layout, features)
         return [replace(own, token_ids=[] if own.fault else self._extend(own)) for own in decided]
 
@@ -412,7 +412,7 @@ class Engine:
     def _keep_chunks(self, forward: Forward, features: Tensor | None) -> None:
         """Keep the slots of parts that yield no token; their features go to the drafter."""
         for chunk in forward.chunks:
-            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
+            self._kv.commit(chunk.request, list(range(chunk.segment.num_new)))
         if features is not None:
             requests = [chunk.request for chunk in forward.chunks]
             self._drafting.observe_prefill(requests, forward.chunk_features(features))
@@ -571,13 +571,13 @@ def check_priority(priority: int) -> None:
     require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
 
 
-def _vacate(cache: PrefixCache, holdings: KVSlots, drafting: Drafting, request: Request) -> None:
+def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafting, request: Request) -> None:
     """Take all slots from a request, and what the drafter knows of it."""
     if request.error is None:
         _share(cache, drafting, request)
         if request.skips:  # its drafter looks at nothing any more
             cache.store(request, request.context, followed=False)
-    holdings.vacate(request)
+    kv.free(request)
     drafting.forget(request)
 
 

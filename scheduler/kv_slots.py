@@ -13,9 +13,9 @@ from eaglegbv.scheduler.prefix_cache import PrefixCache
 class KVSlots:
     """Hands slots to requests and takes them back.
 
-    pool --borrow--> request.borrowed --keep--> request.slots --vacate--> pool
-                           |                                               ^
-                           +------------------ the rest -------------------+
+    pool --allocate--> request.borrowed --commit--> request.slots --free--> pool
+                             |                                                  ^
+                             +------------------- the rest -------------------+
     """
 
     def __init__(self, allocator: SlotAllocator, cache: PrefixCache) -> None:
@@ -28,7 +28,7 @@ class KVSlots:
         self._allocator = allocator
         self._cache = cache
 
-    def borrow(self, request: Request, count: int) -> Tensor:
+    def allocate(self, request: Request, count: int) -> Tensor:
         """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
 
         Raises:
@@ -37,7 +37,7 @@ class KVSlots:
         request.borrowed = self._allocator.allocate(count)
         return request.borrowed
 
-    def keep(self, request: Request, places: list[int]) -> None:
+    def commit(self, request: Request, places: list[int]) -> None:
         """Move the borrowed slots at ``places`` to the text; take the other ones back."""
         if len(places) == len(request.borrowed):  # as after every plain step
             request.slots = torch.cat((request.slots, request.borrowed))
@@ -49,12 +49,12 @@ class KVSlots:
         rest = [slot for place, slot in enumerate(lent) if place not in chosen]
         request.slots = torch.cat((request.slots, torch.tensor(kept, dtype=torch.int64)))
         request.borrowed = torch.tensor(rest, dtype=torch.int64)
-        self._take(request)
+        self._release(request)
 
-    def vacate(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """Take back all that a request holds."""
         self._cache.give_back(request)
-        self._take(request)
+        self._release(request)
         own, request.slots = request.slots, request.slots[:0]
         self._allocator.release(own)
 
@@ -73,7 +73,7 @@ class KVSlots:
         borrowed = [request.borrowed for request in holders]
         self._allocator.check([*self._cache.owned(), *own, *borrowed])
 
-    def _take(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Take back the slots lent for a step."""
         lent, request.borrowed = request.borrowed, request.borrowed[:0]
         self._allocator.release(lent)

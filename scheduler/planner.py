@@ -475,11 +475,6 @@ class _Book:
                 self.costs.observe(step.shape, step.seconds)
 
 
-def _nothing(_: Request) -> int:
-    """Return 0: the default of counts of a request that are not known."""
-    return 0
-
-
 class Planner:
     """Chooses plans before steps, and learns from the steps."""
 
@@ -512,8 +507,8 @@ class Planner:
         requests: Sequence[Request],
         *,
         others: int = 0,
-        behind: Callable[[Request], int] = _nothing,
-        matched: Callable[[Request], int] = _nothing,
+        behind: Callable[[Request], int] = lambda _: 0,
+        matched: Callable[[Request], int] = lambda _: 0,
     ) -> None:
         """Give every automatic request among ``requests`` the plan of its next step.
 
@@ -573,11 +568,9 @@ class Planner:
 
     @property
     def reading_seconds(self) -> float:
-        """Seconds in which a drafter reads a missed position; 0 while too little is known.
-
-        This is the least of the latest: positions that seem too expensive are not read, so an
-        estimate raised by one slow reading could never fall again.
-        """
+        """Seconds in which a drafter reads a missed position; 0 while too little is known."""
+        # The least of the latest: what seems too expensive is not read, so an estimate raised by
+        # one slow reading could never fall again.
         return min(self._prices) if len(self._prices) > 1 else 0.0
 
     def worth_reading(self, request: Request, *, rows: int, batch: int) -> bool:

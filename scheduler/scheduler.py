@@ -53,7 +53,7 @@ class StepBatch:
 
     Attributes:
         decoding: Requests that have read their texts.
-        reading: Portions of the texts of others.
+        reading: Chunks of the texts of others.
     """
 
     decoding: list[Request]
@@ -67,7 +67,7 @@ class StepBatch:
     @property
     def requests(self) -> list[Request]:
         """All requests that take part."""
-        return [*self.decoding, *(portion.request for portion in self.reading)]
+        return [*self.decoding, *(chunk.request for chunk in self.reading)]
 
     def share_seconds(self, seconds: Mapping[Phase, float], rows: int) -> None:
         """Share a step's time by phase among the requests that took part.
@@ -76,13 +76,13 @@ class StepBatch:
         for these requests, the others for the decoding ones. For a request that still prefills, all
         time counts as prefill.
         """
-        prefilled = sum(portion.count for portion in self.reading)
+        prefilled = sum(chunk.count for chunk in self.reading)
         share = len(self.reading) / max(1, len(self.requests))
         shares = {Phase.FORWARD: prefilled / rows, Phase.VERIFY: share, Phase.COMMIT: share}
         prefill = {phase: seconds.get(phase, 0.0) * part for phase, part in shares.items()}
         total = seconds.get(Phase.PREFILL, 0.0) + sum(prefill.values())
-        for portion in self.reading:
-            portion.request.metrics.add_seconds(Phase.PREFILL, total * portion.count / prefilled)
+        for chunk in self.reading:
+            chunk.request.metrics.add_seconds(Phase.PREFILL, total * chunk.count / prefilled)
         for phase in (Phase.DRAFT, *shares):
             own = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
             for request in self.decoding:

@@ -110,7 +110,7 @@ FAULTS = {
     "second verdict": ("verification", "judge", 1),
     "features of the second commit": ("drafter", "observe", 1),
     "second commit": ("engine", "_extend", 1),
-    "slots of the third commit": ("holdings", "keep", 2),
+    "slots of the third commit": ("kv", "commit", 2),
     "drafter over a prompt": ("drafter", "catch_up", 0),
 }
 
@@ -134,7 +134,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
         "model": drafter.model,
         "engine": exact.engine,
         "verification": exact.engine._verification,
-        "holdings": exact.engine._holdings,
+        "kv": exact.engine._kv,
     }[owner]
     original = getattr(place, name)
     reached = []

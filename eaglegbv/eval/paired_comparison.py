@@ -372,7 +372,7 @@ class _Bench:
         self._target, self._drafter = pair.target, pair.drafter
         self._sampling = sampling
         allocator = pair.target.allocator
-        self._holdings = KVSlots(allocator, PrefixCache(allocator, enabled=False))
+        self._kv = KVSlots(allocator, PrefixCache(allocator, enabled=False))
 
     def judge(
         self, texts: Sequence[Text], numbers: Iterable[int], draftings: Sequence[_Drafting]
@@ -418,7 +418,7 @@ class _Bench:
         )
 
     def _close(self, request: Request) -> None:
-        self._holdings.vacate(request)
+        self._kv.free(request)
         self._drafter.forget(request)
 
     def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
@@ -427,11 +427,11 @@ class _Bench:
         for request, token_ids in reached:
             request.token_ids = list(token_ids)
             request.step = len(token_ids)
-            chunks.append(Chunk.of(request, self._holdings.borrow(request, request.unread)))
+            chunks.append(Chunk.of(request, self._kv.allocate(request, request.unread)))
         forward = Forward.of([], chunks)
         output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
         for chunk in chunks:
-            self._holdings.keep(chunk.request, list(range(chunk.segment.num_new)))
+            self._kv.commit(chunk.request, list(range(chunk.segment.num_new)))
         if output.features is not None:
             parts = forward.chunk_features(output.features)
             for chunk, features in zip(chunks, parts, strict=True):
@@ -463,7 +463,7 @@ class _Bench:
         params = SamplingParams(temperature=drafting.temperature)
         for request in requests:
             request.params, request.plan = params, drafting.plan
-        slots = [self._holdings.borrow(r, drafting.plan.tree_slots) for r in requests]
+        slots = [self._kv.allocate(r, drafting.plan.tree_slots) for r in requests]
         tree = self._drafter.draft(
             requests, drafting.plan, drafting.draft_sampling, [s[:-1] for s in slots]
         )
@@ -472,7 +472,7 @@ class _Bench:
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
         target = probs_of_nodes(group, forward.layouts[0], logits)
         for request in requests:
-            self._holdings.keep(request, [])
+            self._kv.commit(request, [])
         for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):
             if faults:
                 raise fault_error(faults, request.number)

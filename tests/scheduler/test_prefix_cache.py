@@ -21,7 +21,7 @@ class Shop:
     def __init__(self, slots: int = 256, *, enabled: bool = True) -> None:
         self.allocator = SlotAllocator(slots)
         self.cache = PrefixCache(self.allocator, enabled=enabled)
-        self.holdings = KVSlots(self.allocator, self.cache)
+        self.kv = KVSlots(self.allocator, self.cache)
         self.open: list[Request] = []
 
     def read(
@@ -45,8 +45,8 @@ class Shop:
 
     def admit(self, r: Request) -> None:
         self.cache.lend(r, self.cache.match(r))
-        self.holdings.borrow(r, r.unread)
-        self.holdings.keep(r, list(range(r.unread)))
+        self.kv.allocate(r, r.unread)
+        self.kv.commit(r, list(range(r.unread)))
         self.check()
 
     def share(self, r: Request, positions: int | None = None) -> None:
@@ -54,11 +54,11 @@ class Shop:
         self.check()
 
     def close(self, r: Request) -> None:
-        self.holdings.vacate(r)
+        self.kv.free(r)
         self.check()
 
     def check(self) -> None:
-        self.holdings.check(self.open)
+        self.kv.check(self.open)
 
 
 def test_whole_blocks_are_shared_with_texts_that_go_on_alike_by_one_token():
@@ -81,8 +81,8 @@ def test_the_answer_is_shared_too_but_not_beyond_final_rows():
     shop = Shop()
     r = shop.read(TEXT[:20])
     r.token_ids = [*TEXT[20:60]]
-    shop.holdings.borrow(r, 39)
-    shop.holdings.keep(r, list(range(39)))
+    shop.kv.allocate(r, 39)
+    shop.kv.commit(r, list(range(39)))
     assert r.context == r.length - 1 == 59
     shop.share(r, positions=47)
     assert r.shared == 32
@@ -121,8 +121,8 @@ def test_a_pre_empted_request_finds_its_own_text_again():
     shop = Shop()
     r = shop.read(TEXT[:40])
     r.token_ids += [8, 9]
-    shop.holdings.borrow(r, 2)
-    shop.holdings.keep(r, [0, 1])
+    shop.kv.allocate(r, 2)
+    shop.kv.commit(r, [0, 1])
     slots = r.slots.tolist()
     shop.share(r)
     shop.close(r)

@@ -25,7 +25,7 @@ class Pool:
     ) -> None:
         self.allocator = SlotAllocator(slots)
         self.cache = PrefixCache(self.allocator, enabled=share)
-        self.holdings = KVSlots(self.allocator, self.cache)
+        self.kv = KVSlots(self.allocator, self.cache)
         self.scheduler = Scheduler(
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
@@ -39,7 +39,7 @@ class Pool:
 
     def vacate(self, r: Request) -> None:
         self.cache.store(r, r.context, followed=False)
-        self.holdings.vacate(r)
+        self.kv.free(r)
 
     def remove(self, r: Request) -> None:
         self.scheduler.remove(r)
@@ -49,21 +49,21 @@ class Pool:
         """Let everybody in the batch get on, decoding requests by ``new`` tokens."""
         batch = self.scheduler.next_batch()
         for r in batch.decoding:
-            self.holdings.borrow(r, r.step_slots)
-        for portion in batch.reading:
-            self.holdings.borrow(portion.request, portion.count)
-        for portion in batch.reading:
-            first = portion.brings_first_token
-            self.holdings.keep(portion.request, list(range(portion.count)))
-            portion.request.token_ids += [0] * first
+            self.kv.allocate(r, r.step_slots)
+        for chunk in batch.reading:
+            self.kv.allocate(chunk.request, chunk.count)
+        for chunk in batch.reading:
+            first = chunk.brings_first_token
+            self.kv.commit(chunk.request, list(range(chunk.count)))
+            chunk.request.token_ids += [0] * first
         for r in batch.decoding:
             count = min(new, r.step_slots, r.max_tokens - len(r.token_ids))
-            self.holdings.keep(r, list(range(count)))
+            self.kv.commit(r, list(range(count)))
             r.token_ids += [0] * count
         for r in batch.requests:
             if len(r.token_ids) == r.max_tokens:
                 self.remove(r)
-        self.holdings.check(self.scheduler.running)
+        self.kv.check(self.scheduler.running)
         return batch
 
 
@@ -90,7 +90,7 @@ def decoding(batch):
 
 
 def reading(batch):
-    return [(portion.request.number, portion.count) for portion in batch.reading]
+    return [(chunk.request.number, chunk.count) for chunk in batch.reading]
 
 
 def test_a_new_scheduler_has_no_work():
@@ -383,13 +383,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             running = self.pool.scheduler.running
             keys = [(r.priority, r.number) for r in running]
             assert keys == sorted(keys)
-            assert sum(portion.count for portion in batch.reading) <= self.PREFILL
+            assert sum(chunk.count for chunk in batch.reading) <= self.PREFILL
 
     @invariant()
     def what_is_held_is_in_order(self) -> None:
         scheduler = self.pool.scheduler
         assert len(scheduler.running) <= self.MAX_BATCH
-        self.pool.holdings.check(scheduler.running)
+        self.pool.kv.check(scheduler.running)
         assert scheduler.has_work == bool(self.alive)
         assert len(scheduler.running) + scheduler.num_waiting == len(self.alive)
 
