@@ -73,12 +73,13 @@ def define(
 
 # Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 #
-# On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in every
-# call: seven rows of a draft tree then cost little more than one. A packed product takes longer to
-# start, so small matrices are timed. Often packing is faster for several rows and slower for one;
-# such a matrix is kept in both forms. This changes nothing but rounding.
+# On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
+# every call: seven rows of a draft tree then cost little more than one. A packed product takes
+# longer to start, so small matrices are timed. Often packing is faster for several rows and slower
+# for one; such a matrix is kept in both forms. This changes nothing but rounding.
 #
-# *Quantised* weights of 8 bits are read from memory in a quarter of the time, and change the numbers.
+# *Quantised* weights of 8 bits are read from memory in a quarter of the time, and change the
+# numbers.
 
 
 _PACKED_FOR = 16
@@ -295,8 +296,8 @@ define("product", "(Tensor x, int index, int out_features) -> Tensor", _run_opaq
 # Fused linears: layers that read the same tensor become one product.
 #
 # The first of them to run (of queries, keys and values; of gate and up) computes the product for
-# all, and the others find their part of it. This changes nothing but rounding. Which layers read the
-# same tensor is not guessed from names, but observed while the caller runs the module once.
+# all, and the others find their part of it. This changes nothing but rounding. Which layers read
+# the same tensor is not guessed from names, but observed while the caller runs the module once.
 
 
 def prepare(

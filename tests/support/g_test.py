@@ -23,7 +23,7 @@ def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
 def joint_probs(
     next_probs: Callable[[list[list[int]]], NDArray[np.float64]], prompt: list[int], tokens: int
 ) -> NDArray[np.float64]:
-    """Return the exact joint of the first ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
+    """Return the exact joint of the ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
 
     Args:
         next_probs: From sequences of one length to their next token's, ``[batch, vocab]``.
