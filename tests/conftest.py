@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.cuda.flashinfer_on_host import compile_for_host, missing
+from gpu.cuda.runtime import HostRuntime, Launched
 from hypothesis import settings
-from support.cuda.flashinfer_on_host import compile_for_host, missing
-from support.cuda.runtime import HostRuntime, Launched
 
 from eaglegbv.utils import CACHE_FOLDER
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from gpu.cuda.runtime import HostRuntime, Launched
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eaglegbv.cuda_graphs import Recorder, Work
-from support.cuda.runtime import HostRuntime, Launched
 from support.watch import HOST_READS
 
 

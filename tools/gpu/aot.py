@@ -43,8 +43,8 @@ def prefill(dtype, head_dim, cap=False):
 SPECS = [
     prefill(torch.bfloat16, 128),  # Llama-3.1-8B
     prefill(torch.bfloat16, 64),  # the tiny pair
-    prefill(torch.float16, 64),  # tests/test_engine_graphs.py
-    prefill(torch.bfloat16, 64, cap=True),  # tests/attention, from here on
+    prefill(torch.float16, 64),  # tests/integration/test_engine_graphs.py
+    prefill(torch.bfloat16, 64, cap=True),  # tests/unit/attention, from here on
     prefill(torch.bfloat16, 256),
 ]
 

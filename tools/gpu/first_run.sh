@@ -42,14 +42,14 @@ smoke() { phase smoke 100 "$PY" "$kit/smoke.py" "$DEV" "${TOK:-64}"; }
 steps() { phase steps "$STEPS" "$PY" "$kit/steps.py" "$OUT" --device "$DEV" --shape "$SHAPE" --budget $((STEPS - 12)) ${QUICK:-}; }
 tests() {
   [ -z "${JIT:-}" ] || wait "$JIT"
-  TAIL=40 phase kernels 150 $T tests/attention
-  phase graphs 150 $T tests/test_engine_graphs.py -k 'not inductor'
+  TAIL=40 phase kernels 150 $T tests/unit/attention
+  phase graphs 150 $T tests/integration/test_engine_graphs.py -k 'not inductor'
 }
 tiny() { phase tiny 110 "$PY" -m eaglegbv bench batch --device "$DEV" --batches 1,4,16 --tokens 128 --repeats 2 --prompts 4 --ways auto,3x4,none,transformers --questions-set builtin --explain --out "$OUT/tiny.json"; }
 lossless() { phase lossless 70 "$PY" "$kit/lossless.py" "$DEV" "${N:-20000}" 55; }
 inductor() {
   phase inductor 200 "$PY" "$kit/steps.py" "$OUT" --device "$DEV" --shape "$SHAPE" --compile inductor --quick --budget 188
-  phase graphs-inductor 100 $T tests/test_engine_graphs.py -k inductor
+  phase graphs-inductor 100 $T tests/integration/test_engine_graphs.py -k inductor
 }
 setup
 for name in ${*:-jit probe smoke steps tests tiny lossless inductor}; do $name; done

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.lanes import Array, Lanes
-from support.ptx.text import Address, FloatBits, Kernel, Name, Number, Operand, Register
+from gpu.ptx.lanes import Array, Lanes
+from gpu.ptx.text import Address, FloatBits, Kernel, Name, Number, Operand, Register
 
 Read = Callable[[Lanes], Array]
 Write = Callable[[Lanes, Array], None]

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eaglegbv.eval.runner import read_results
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 REVISION = "0" * 40
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = {
     f"{path.name}-{number}": code
@@ -17,7 +17,7 @@ SNIPPETS = {
     for number, code in enumerate(
         re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.S), start=1
     )
-} | {"gpu": (ROOT / "tests" / "sglang" / "test_engine_gpu.py").read_text("utf-8")}
+} | {"gpu": (ROOT / "tests" / "gpu" / "test_sglang_engine.py").read_text("utf-8")}
 
 
 @pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS.keys())

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.ptx.lanes import Launch, MemoryFault, Ranges
-from support.ptx.program import Program
-from support.ptx.text import parse
+from gpu.ptx.lanes import Launch, MemoryFault, Ranges
+from gpu.ptx.program import Program
+from gpu.ptx.text import parse
 
 LANES = 32
 REGISTERS = """

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-
-from support.ptx.text import Guard, Kernel
+from gpu.ptx.text import Guard, Kernel
 
 Array = np.ndarray
 WARP = 32

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.cuda.runtime import PROCESSORS, HostRuntime
 
 from eaglegbv.attention.flashinfer import FlashInferKernels
-from support.cuda.runtime import PROCESSORS, HostRuntime
 
 # Tensors may be on the host: they are.
 _HEADER = """#pragma once

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.cuda.flashinfer_on_host import HostKernels
-from support.cuda.runtime import HostRuntime
+from gpu.cuda.flashinfer_on_host import HostKernels
+from gpu.cuda.runtime import HostRuntime
 from support.flashinfer_place import Place
 
 from eaglegbv.attention.flashinfer import FlashInferKernels

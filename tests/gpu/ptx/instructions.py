@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.arithmetic import OPERATIONS, arithmetic
-from support.ptx.lanes import WARP, Array, Lanes
-from support.ptx.matrices import MATRICES
-from support.ptx.text import Address, Instruction, Number, Register
-from support.ptx.values import (
+from gpu.ptx.arithmetic import OPERATIONS, arithmetic
+from gpu.ptx.lanes import WARP, Array, Lanes
+from gpu.ptx.matrices import MATRICES
+from gpu.ptx.text import Address, Instruction, Number, Register
+from gpu.ptx.values import (
     Operands,
     Read,
     Step,

@@ -7,10 +7,9 @@ Lane ``4 * g + t`` of a warp has, of a matrix of eight rows, row ``g`` and colum
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.lanes import WARP, Array, Lanes
-from support.ptx.text import Instruction
-from support.ptx.values import Operands, Read, Step, float_of_bf16
+from gpu.ptx.lanes import WARP, Array, Lanes
+from gpu.ptx.text import Instruction
+from gpu.ptx.values import Operands, Read, Step, float_of_bf16
 
 _ROW_BYTES = 16
 _FOUR_MATRICES = ("m8n8", "x4", "shared", "b16")

@@ -18,7 +18,7 @@ from eaglegbv.eval.statistics import summarise
 from eaglegbv.eval.view import content_of, page, results_content, view
 from eaglegbv.trace import Tracer
 
-DOM = Path(__file__).parents[1] / "support" / "page_dom.js"
+DOM = Path(__file__).parents[2] / "support" / "page_dom.js"
 
 
 def a_run() -> Results:

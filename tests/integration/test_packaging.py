@@ -13,7 +13,7 @@ import pytest
 
 import eaglegbv
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("eaglegbv", "drafters", "verifiers", "scheduler")
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 IMPORT_ALL = """

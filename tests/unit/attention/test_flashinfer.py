@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.cuda.flashinfer_on_host import HostKernels
-from support.cuda.runtime import HostRuntime
+from gpu.cuda.flashinfer_on_host import HostKernels
+from gpu.cuda.runtime import HostRuntime
+from gpu.ptx.lanes import MemoryFault
 from support.flashinfer_place import Place, check_kernels
 from support.plan_stand import StandKernels
 from support.pretend_device import PretendDevice
-from support.ptx.lanes import MemoryFault
 from support.ragged_batches import (
     BATCHES,
     LAYERS,

@@ -12,7 +12,7 @@ from support.saved_pair import save_pair
 
 from eaglegbv.loading import TINY_TARGET
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

@@ -6,10 +6,9 @@ Functions that PTX approximates are as good as numpy's here.
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.lanes import Array, Lanes
-from support.ptx.text import Instruction
-from support.ptx.values import Operands, Step, flush, number_type
+from gpu.ptx.lanes import Array, Lanes
+from gpu.ptx.text import Instruction
+from gpu.ptx.values import Operands, Step, flush, number_type
 
 
 def _fused(a: Array, b: Array, c: Array) -> Array:

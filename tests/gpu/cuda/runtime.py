@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu.ptx.lanes import Launch, Ranges
+from gpu.ptx.program import Program
+from gpu.ptx.text import Kernel, parse
 from torch import Tensor
 from torch.nn import Parameter
-
-from support.ptx.lanes import Launch, Ranges
-from support.ptx.program import Program
-from support.ptx.text import Kernel, parse
 
 PROCESSORS = 132
 """Multiprocessors of an H100."""

@@ -212,7 +212,7 @@ def test_files_that_are_not_what_they_are_called_are_refused(tmp_path: Path) -> 
 
 
 def test_what_is_committed_gives_the_committed_page() -> None:
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[3] / "docs"
     folder = docs / "results"
     if not (docs / "results.md").is_file():
         pytest.skip("no results are kept with this checkout")

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from support.ptx.instructions import meaning
-from support.ptx.lanes import ENDED, Lanes, Launch, Ranges
-from support.ptx.text import JUMPS, Guard, Instruction, Kernel, Name
-from support.ptx.values import Operands, Step
+from gpu.ptx.instructions import meaning
+from gpu.ptx.lanes import ENDED, Lanes, Launch, Ranges
+from gpu.ptx.text import JUMPS, Guard, Instruction, Kernel, Name
+from gpu.ptx.values import Operands, Step
 
 _BLOCKS_AT_ONCE = 16
 """More cost more memory than they save time: most of a recorded launch's end at once."""

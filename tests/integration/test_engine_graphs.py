@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda.flashinfer_on_host import HostKernels
-from support.cuda.runtime import HostRuntime, Launched
+from gpu.cuda.flashinfer_on_host import HostKernels
+from gpu.cuda.runtime import HostRuntime, Launched
 from support.pretend_device import PretendDevice
 from support.static_stand import StandAttention
 from support.tape import TapeRecorder

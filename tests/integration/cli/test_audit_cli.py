@@ -8,7 +8,7 @@ import pytest
 from eaglegbv.eval import plots as picture
 from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "my_verifier.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
 KEYS = [
     "verifier",
