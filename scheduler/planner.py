@@ -430,6 +430,7 @@ class _Book:
         self.credit = 0.0
         self.ran: Counter[Cell] = Counter()
         self.latest: dict[Cell, int] = {}
+        self.lessons: Counter[Plan] = Counter()
         # By size class: the plan that was best last, and the seconds a token that it saves.
         self.present: dict[int, tuple[Plan, float]] = {}
         self.guess = StepCosts(recorded) if recorded else None
@@ -640,10 +641,15 @@ class Planner:
         scores = self.scores(members, auto, batch, missed)
         # A step that others take part in cannot be timed.
         lessons, known = _lessons(auto), book.costs.knows()
-        unknown = [plan for plan in lessons if StepShape.of([plan], 1, 0).cell[1:] not in known]
+        unknown = [
+            p
+            for p in lessons
+            if StepShape.of([p], 1, 0).cell[1:] not in known and book.lessons[p] < 2 * _TRIED
+        ]
         unknown = unknown if whole and len(known) < len(lessons) else []
         if scores is None or unknown:
             plan = unknown[0] if unknown else PLAIN
+            book.lessons[plan] += _TRIED
             why, place = f"{plan_name(plan)} was never timed", (PLAIN, *auto.candidates).index(plan)
             return _Choice(plan, PlanReason.LEARNING, why, scores, place)
         rates = scores.rates
