@@ -107,7 +107,7 @@ FAULTS = {
     "draft of the second group": ("drafter", "draft", 1),
     "forward inside a draft": ("model", "forward", 2),
     "replay of an earlier step": ("drafter", "advance", 0),
-    "second verdict": ("verification", "judge", 1),
+    "second verdict": ("verification", "_verify", 1),
     "features of the second commit": ("drafter", "observe", 1),
     "second commit": ("engine", "_extend", 1),
     "slots of the third commit": ("kv", "commit", 2),
