@@ -577,7 +577,8 @@ def _launch(setting: Setting, trees: Plan, models: Models, others: Sequence[str]
     K, L = trees.paths, trees.depth
     if setting.baseline is not None:
         if head is None:
-            raise InvalidArgument("drafter", None, "folder or hub name of an EAGLE head, for --eagle")
+            expected = "folder or hub name of an EAGLE head, for --eagle"
+            raise InvalidArgument("drafter", None, expected)
         return launch(target, head, paths=K, depth=L, settings=None, others=others)
     if not trees.speculative:
         return launch(target, None, paths=K, depth=L, settings=Settings(), others=others)
