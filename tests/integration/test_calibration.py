@@ -39,7 +39,7 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
     assert {step.shape.cell for step in one.sampled} == {(0, 0, 0)}
-    few = calibrate(pair, LIMITS, EngineConfig(max_batch=1))
+    few = calibrate(pair, LIMITS, EngineConfig(max_batch=1), seconds=600.0)
     assert pair.target.allocator.num_free == free
     assert pair.target.allocator.num_kept == 0
     for steps in (few.greedy, few.sampled):
