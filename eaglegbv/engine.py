@@ -270,6 +270,7 @@ class Engine:
         """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
         self._verification.check(plan)
 
+    @torch.inference_mode()
     def record(self, plan: Plan, params: SamplingParams) -> None:
         """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
 
