@@ -478,7 +478,6 @@ def test_it_says_in_words_why_a_plan_was_chosen() -> None:
     requests, told = [make_request(n, AUTO, 1.0) for n in (-1, -2)], {}
     for _ in range(4):
         simulation.run(2, 100)
-        told |= {}
     planner = simulation.planner
     for _ in range(200):
         planner.assign(requests)
