@@ -101,7 +101,7 @@ def exact_probs(tiny: TinyEngine, params: SamplingParams) -> np.ndarray:
 FREE = SamplingParams(max_tokens=TOKENS)
 
 
-def tested(tiny: TinyEngine, plan: Plan, params: SamplingParams, samples: int) -> GTest:
+def g_test_of(tiny: TinyEngine, plan: Plan, params: SamplingParams, samples: int) -> GTest:
     """The G-test of requests that differ in their seeds alone."""
     seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(samples)]
     return g_test(sample(tiny, plan, seeded), exact_probs(tiny, params))
@@ -115,7 +115,7 @@ def check_sampling(
     samples: int = SAMPLES,
     power: float = 0.8,
 ) -> None:
-    result = tested(tiny, plan, params, samples)
+    result = g_test_of(tiny, plan, params, samples)
     assert result.power > power, result
     assert result.p_value > LEVEL, result
 
@@ -179,7 +179,7 @@ def test_misreported_draft_probs_are_noticed(
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
 
     monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    assert tested(tiny, plan, FREE, samples).p_value < LEVEL
+    assert g_test_of(tiny, plan, FREE, samples).p_value < LEVEL
 
 
 @pytest.mark.parametrize("arch", list(Arch))
