@@ -315,7 +315,7 @@ def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Pa
         "w, weight of the prefix": "0.25",
         "h, chance of its test": "0.25",
         "depth": "2",
-        "draft_sampling": "iid",
+        "draft sampling": "iid",
         "paths": "drawn by 2 of 3",
     }
     assert drawn(view(trees), tmp_path)["tip"]["hidden"]
