@@ -19,7 +19,7 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 from eaglegbv.errors import InvalidArgument
 
 EXAMPLE_WIDTH = 251
-"""Approximate number of tokens in a draft distribution, for which code over draft distributions is tuned."""
+"""Approximate number of tokens of a draft distribution for which code is tuned."""
 
 
 def check_backend(backend: str) -> None:

@@ -275,8 +275,8 @@ _MAX_TEMPERATURES = 4
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
-The tiny pair's draft probabilities of all 4,096 tokens cover 0.61 of the target's on MT-Bench, those
-of the 256 most likely cover 0.59. For several paths, verifying all tokens takes longer than that is
+The tiny pair's draft probabilities of all 4,096 tokens cover 0.61 of the target's on MT-Bench,
+those of the 256 most likely cover 0.59. For several paths, verifying all tokens takes longer than that is
 worth.
 """
 

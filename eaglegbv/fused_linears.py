@@ -1,4 +1,7 @@
-"""How a drafter's weights are held: 8 bits change its distributions, which the verifier gets exactly."""
+"""Linear layers that cost less: fused where they read the same tensor, packed, or held in 8 bits.
+
+Weights of 8 bits change a drafter's distributions, and the verifier gets exactly those.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +74,11 @@ def define(
 # Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in every
-# call: seven rows of a draft tree then cost little more than one. This is not done where it is
-# slower: a packed product takes longer to start, so small matrices are timed. Often packing is faster
-# for several rows and slower for one; such a matrix is kept in both forms. This changes nothing but
-# rounding.
+# call: seven rows of a draft tree then cost little more than one. A packed product takes longer to
+# start, so small matrices are timed. Often packing is faster for several rows and slower for one;
+# such a matrix is kept in both forms. This changes nothing but rounding.
 #
-# *Quantised* weights of 8 bits change the numbers (:mod:`eaglegbv.fused_linears`), but are read from
-# memory in a quarter of the time. :mod:`eaglegbv.fused_linears` decides which products a module has.
+# *Quantised* weights of 8 bits are read from memory in a quarter of the time, and change the numbers.
 
 
 _PACKED_FOR = 16
@@ -291,11 +292,11 @@ def _shape_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: 
 
 define("product", "(Tensor x, int index, int out_features) -> Tensor", _run_opaque, _shape_opaque)
 
-# Joining a module's linear layers: those that read the same tensor become one product.
+# Fused linears: layers that read the same tensor become one product.
 #
-# The first of them to run (of queries, keys and values; of gate and up) computes the product for all,
-# and the others find their part of it. This changes nothing but rounding. Which layers read the same
-# tensor is not guessed from names, but observed while the caller runs the module once.
+# The first of them to run (of queries, keys and values; of gate and up) computes the product for
+# all, and the others find their part of it. This changes nothing but rounding. Which layers read the
+# same tensor is not guessed from names, but observed while the caller runs the module once.
 
 
 def prepare(

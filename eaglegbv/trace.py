@@ -8,6 +8,7 @@ are recorded, they also contain each tree and its verdict (``eaglegbv view`` dra
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,8 @@ _MOST_TAILS = 4096
 class Tracer:
     """Writes a trace while the engine runs; a context manager.
 
-    The file is complete after :meth:`close`, but can be opened even if that is never called. It
+    The file is complete after :meth:`close`, but every step is in it as soon as it has ended: it
+    can be opened even if the process is killed. If the disk is full, no further step is written. It
     contains the draft trees of the steps if they are recorded: ``llm.observe(tracer, trees=True)``.
     """
 
@@ -53,6 +55,7 @@ class Tracer:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by close
         except OSError as error:
             raise InvalidArgument("trace", str(path), f"a file to write ({error})") from error
+        self._path, self._fault = str(path), ""
         self._origin: float | None = None
         self._texts = None if decode is None else _Texts(decode)
         self._file.write("[\n")
@@ -62,21 +65,37 @@ class Tracer:
             self._file.write(",\n" + _line(event))
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a step; does nothing once the file is closed."""
-        if self._file.closed:
+        """Write a step; does nothing once the file is closed, or after a write that failed."""
+        if self._file.closed or self._fault:
             return
         if self._origin is None:
             self._origin = record.started
         start = record.started - self._origin
         trees = [_tree(tree, self._texts) for tree in record.trees]
-        for event in _events(record, start, trees):
-            self._file.write(",\n" + _line(event))
+        self._write("".join(",\n" + _line(event) for event in _events(record, start, trees)))
 
     def close(self) -> None:
-        """Complete the file; a second call does nothing."""
-        if not self._file.closed:
-            self._file.write("\n]\n")
+        """Complete the file; a second call does nothing.
+
+        Raises:
+            InvalidArgument: A step could not be written.
+        """
+        if self._file.closed:
+            return
+        if not self._fault:
+            self._write("\n]\n")
+        with suppress(OSError):  # what it could not write is still in its buffer
             self._file.close()
+        if self._fault:
+            raise InvalidArgument("trace", self._path, f"a file to write ({self._fault})")
+
+    def _write(self, text: str) -> None:
+        """Write to the disk, or keep why that failed."""
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            self._fault = str(error)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Run the same prompts with each verifier: same distribution of the text, different numbers of forwards."""
+"""Run the same prompts with each verifier: the same distribution, other numbers of forwards."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Plans chosen by the engine: the text keeps the target's distribution, whatever the choice depends on.
+"""Plans chosen by the engine: the text keeps its distribution, whatever the choice depends on.
 
 The choice may depend on all of the past. So one planner here is made to choose by the committed
 text and the acceptances so far, a new plan every step; and a planner that peeks at the numbers of

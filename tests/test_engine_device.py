@@ -114,8 +114,8 @@ def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
     away = tiny_engine(device="cuda")
     first, *others = reads_of_steps(away, device, Plan(paths=2, depth=3))
     assert first == ["fetch"]  # prompts are read
-    # Candidates and their probabilities of three levels, by one wait each; then the verdict.
-    assert others == [["fetch"] * 7] * 2
+    # What goes on from two levels, three tensors by one wait each; the trees; then the verdict.
+    assert others == [["fetch"] * (2 * 3 + 8 + 1)] * 2
 
 
 def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:

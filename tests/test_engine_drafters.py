@@ -1,4 +1,4 @@
-"""Through the engine, every drafter and every form of tree gives the target's texts and distributions.
+"""Every drafter and every form of tree gives the target's texts and distributions.
 
 Seeds are fixed; a right engine fails a G-test here once in ten thousand choices of them. That the
 tests notice what is wrong is shown by one that must fail: paths cut where a drawn token is unlikely

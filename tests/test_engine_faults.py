@@ -110,7 +110,7 @@ def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
 def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
     tiny: TinyEngine, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan's own distribution is checked when a request is added; here the drafter deviates from it."""
+    """The plan's sampling is checked when a request is added; here the drafter deviates."""
     refused = DraftSampling.HUB
 
     def other(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:

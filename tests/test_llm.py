@@ -345,7 +345,12 @@ def test_what_would_be_missed_after_loading_is_missed_before(
 @pytest.mark.parametrize(
     ("drafter", "plan", "error", "message"),
     [
-        ("ngram", {"verifier": "greedy_block", "paths": 1}, InvalidArgument, "drafter='NgramDr"),
+        (
+            "ngram",
+            {"verifier": "greedy_block", "paths": 1, "draft_sampling": "iid"},
+            InvalidArgument,
+            "drafter='NgramDrafter': expected one that recalls",
+        ),
         ("ngram", {"draft_sampling": "iid"}, InvalidArgument, "draft_sampling='iid': expected one"),
         (None, {"verifier": "spechub", "paths": 1}, InvalidArgument, "paths=1: expected at least"),
         (

@@ -1,134 +1,138 @@
-"""``eaglegbv bench``: benchmarks with a report."""
+"""``eaglegbv bench``: benchmarks with a report; here ``mt-bench``, ``served``, and the demo."""
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from eaglegbv.cli.batches import batch
-from eaglegbv.cli.compare import compare
-from eaglegbv.cli.drafters import drafters
-from eaglegbv.cli.measuring import progress, report_errors, run_settings
+from eaglegbv.cli import bench_papers, bench_results, bench_speed
+from eaglegbv.cli import options as opts
+from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import (
-    CompileBackend,
-    Device,
-    Drafter,
-    DraftQuantization,
-    DraftWidth,
-    Dtype,
-    MaxTokens,
-    Model,
-    QuestionData,
-    Questions,
-    QuestionsSet,
-    draft_samplings,
-    integers,
-    names,
-    numbers,
-    quantization,
+    Models,
+    draft_sampling_named,
+    entries,
+    make_app,
+    member,
+    opt,
+    progress,
     verifier_names,
 )
-from eaglegbv.cli.paper import paper
-from eaglegbv.cli.plot import plot
-from eaglegbv.cli.results import results
-from eaglegbv.cli.served import served
-from eaglegbv.cli.solvers import solvers
-from eaglegbv.cli.step import step
-from eaglegbv.cli.study import study
-from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.devices import dtype_name, named_dtype, place_of
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
+from eaglegbv.eval.plots import check_matplotlib, draw_all
+from eaglegbv.eval.questions import Question, QuestionSet, load_questions
+from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
+from eaglegbv.eval.report import plain_text, served_table, table, write_markdown
+from eaglegbv.eval.runner import Generate, RunFolder, hold_at_once, run, write_results
+from eaglegbv.eval.statistics import (
+    BLOCK_EFFICIENCY,
+    TOKENS_PER_SECOND,
+    Figure,
+    Summary,
+    Sums,
+    summarise,
+)
+from eaglegbv.fused_linears import Quantization
+from eaglegbv.llm import load_tokenizer
+from eaglegbv.loading import check_model
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import DRAFT_WIDTH, require_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from eaglegbv.backends.sglang.launch import Launch
 
-    from eaglegbv.cli.backends import Backend, Models
-    from eaglegbv.eval.questions import Question
-    from eaglegbv.eval.records import Record, RunSettings
-    from eaglegbv.eval.runner import RunFolder
+Scalar = str | int | float | bool | None
 
-DEFAULT_VERIFIERS = "none,token,block,gbv,otbv"
-LOCAL, SGLANG, TRANSFORMERS = "local", "sglang", "transformers"
-BACKENDS = (LOCAL, SGLANG, TRANSFORMERS)
+app = make_app("Measure block efficiency and speed.")
+demo_app = make_app()
 
-app = typer.Typer(no_args_is_help=True, help="Measure block efficiency and speed.")
-# These commands have short helps because their first sentences would not fit a line of the list.
-app.command(short_help="Compare the solvers of optimal transport.")(solvers)
-app.command(short_help="Compare sampled with deterministic trees.")(study)
-app.command(short_help="Compare the acceptance length of drafters.")(drafters)
-app.command(short_help="Time ways to generate side by side, by batch.")(batch)
-app.command(short_help="Time the phases of a step, with random weights.")(step)
-app.command(short_help="Compare two runs, or two settings of one.")(compare)
-app.command(short_help="Draw a run, as PNG and SVG.")(plot)
-app.command(short_help="Write a page of results from measured files.")(results)
-app.command(short_help="Measure what a paper compares.")(paper)
-app.command(
-    short_help="Compare verifiers through a server of SGLang's.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(served)
+# Commands have short helps where their first sentences would not fit a line of the list.
+app.command(short_help="Compare the solvers of optimal transport.")(bench_papers.solvers)
+app.command(short_help="Compare sampled with deterministic trees.")(bench_papers.study)
+app.command(short_help="Compare the acceptance length of drafters.")(bench_papers.drafters)
+app.command(short_help="Measure what a paper compares.")(bench_papers.paper)
+app.command(short_help="Time ways to generate side by side, by batch.")(bench_speed.batch)
+app.command(short_help="Time the phases of a step, with random weights.")(bench_speed.step)
+app.command(short_help="Compare two runs, or two settings of one.")(bench_results.compare)
+app.command(short_help="Draw a run, as PNG and SVG.")(bench_results.plot)
+app.command(short_help="Write a page of results from measured files.")(bench_results.results)
 
 
-@app.callback()
-def main() -> None:
-    """Measure block efficiency and speed."""
+class BackendName(StrEnum):
+    """What answers in a benchmark."""
+
+    LOCAL = "local"
+    SGLANG = "sglang"
+    TRANSFORMERS = "transformers"
 
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    questions: Questions = None,
-    questions_set: QuestionsSet = "mt-bench",
-    data: QuestionData = None,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
     verifiers: Annotated[
         str | None,
-        typer.Option(
-            help="Verifiers to compare, as in generate; 'none' is plain decoding.",
-            show_default="none,token,block,gbv,otbv; with --backend transformers, no verifier",
+        opt(
+            "Verifiers to compare, as in generate; 'none' is plain decoding.",
+            shown="none,token,block,gbv,otbv; with --backend transformers, no verifier",
         ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="What runs the plans: local, sglang, or transformers for none.")
+        str, opt("What runs the plans: local, sglang, or transformers for none.")
     ] = "local",
     backend_arguments: Annotated[
-        str | None, typer.Option(help="More arguments for SGLang's engine, as a JSON object.")
+        str | None, opt("More arguments for SGLang's engine, as a JSON object.")
     ] = None,
     baselines: Annotated[
         str | None,
-        typer.Option(
-            help="Other ways to generate, measured in turn with the rest: transformers for its "
-            "plain decoding; lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its "
-            "assisted generation.",
-            show_default="none; with --backend transformers its plain decoding",
+        opt(
+            "Other ways to generate, measured in turn with the rest: transformers for its plain "
+            "decoding; lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its assisted "
+            "generation.",
+            shown="none; with --backend transformers its plain decoding",
         ),
     ] = None,
-    paths: Annotated[str, typer.Option(help="Numbers of drafted paths, K.")] = "3",
-    depth: Annotated[str, typer.Option(help="Lengths of a drafted path, L.")] = "4",
-    temperature: Annotated[str, typer.Option(help="Sampling temperatures.")] = "1.0",
+    paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "3",
+    depth: Annotated[str, opt("Lengths of a drafted path, L.")] = "4",
+    temperature: opts.Temperatures = "1.0",
     draft_sampling: Annotated[
-        str,
-        typer.Option(help="Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed."),
+        str, opt("Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed.")
     ] = "own",
-    draft_width: DraftWidth = DRAFT_WIDTH,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: Annotated[
-        str, typer.Option(help="Temperatures of the drafts, as multiples of the request's.")
+        str, opt("Temperatures of the drafts, as multiples of the request's.")
     ] = "1.0",
-    max_tokens: MaxTokens = 128,
-    system: Annotated[str | None, typer.Option(help="System message of every question.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed that every request's seed is derived from.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How many times to run everything.")] = 3,
-    model: Model = None,
-    drafter: Drafter = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    draft_quantization: DraftQuantization = "auto",
+    max_tokens: opts.MaxTokens = 128,
+    system: Annotated[str | None, opt("System message of every question.")] = None,
+    seed: opts.Seed = 0,
+    repeats: opts.Repeats = 3,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    draft_quantization: opts.DraftQuantization = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for results.json and results.md; a run that is in it is resumed.",
-            show_default="runs/ and the set's name",
+        opt(
+            "Folder for results.json and results.md; a run that is in it is resumed.",
+            shown="runs/ and the set's name",
         ),
     ] = None,
     plots: Annotated[
-        bool, typer.Option("--plots", help="Also draw pictures, into plots/ in that folder.")
+        bool, opt("Also draw pictures, into plots/ in that folder.", "--plots")
     ] = False,
 ) -> None:
     """Hold conversations of MT-Bench, or of another set, in every setting, in turns.
@@ -137,48 +141,42 @@ def mt_bench(
     the Hugging Face hub; --questions-set builtin is packaged. To continue an interrupted run, give
     the same command again.
     """
-    from eaglegbv.cli.backends import Models
-    from eaglegbv.cli.backends import backend_arguments as parse_arguments
-    from eaglegbv.config import Plan
-    from eaglegbv.eval.grid import grid
-    from eaglegbv.eval.plots import check_matplotlib
-    from eaglegbv.eval.questions import load_questions
-    from eaglegbv.eval.records import describe_environment
-    from eaglegbv.eval.runner import RunFolder
-
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
-    if backend not in BACKENDS:
-        raise InvalidArgument("backend", backend, one_of(BACKENDS, backend))
+    kind = member("backend", backend, BackendName)
     wanted = grid(
-        _verifiers(backend, verifiers),
-        integers("paths", paths),
-        integers("depth", depth),
-        numbers("temperature", temperature),
+        _verifiers(kind, verifiers),
+        entries("paths", paths, int),
+        entries("depth", depth, int),
+        entries("temperature", temperature, float),
         base=Plan(draft_width=draft_width),
-        draft_samplings=draft_samplings(draft_sampling),
-        draft_temperatures=numbers("draft-temperature", draft_temperature),
-        baselines=_baselines(backend, baselines),
+        draft_samplings=[
+            None if name == "own" else draft_sampling_named(name)
+            for name in entries("draft_sampling", draft_sampling, str)
+        ],
+        draft_temperatures=entries("draft-temperature", draft_temperature, float),
+        baselines=_baseline_names(kind, baselines),
     )
     models = Models(
-        model, drafter, device, dtype, quantization(draft_quantization), compile_backend
+        model=model,
+        drafter=drafter,
+        device=device,
+        dtype=dtype,
+        compile_backend=compile_backend,
+        draft_quantization=member("draft-quantization", draft_quantization, Quantization),
     )
-    settings = run_settings(
-        chosen,
-        models.named,
-        wanted.settings,
-        max_tokens=max_tokens,
-        seed=seed,
+    settings = msgspec.structs.replace(
+        _settings(chosen, models, wanted.settings, max_tokens=max_tokens, seed=seed),
         repeats=repeats,
         system=system,
         backend=backend,
-        backend_arguments=parse_arguments(backend_arguments),
-        compile_backend=compile_backend,
+        backend_arguments=_arguments(backend_arguments),
+        compile_backend=compile_backend or "",
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
-    serving = _serving(models, settings)
+    serving = _serving(kind, models, settings)
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
         _as_served(settings, serving),
@@ -188,20 +186,107 @@ def mt_bench(
     _report(folder, plots=plots)
 
 
-def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolder") -> None:
+def _verifiers(backend: BackendName, text: str | None) -> list[str]:
+    if backend is BackendName.TRANSFORMERS:
+        if text is not None:
+            raise InvalidArgument("verifiers", text, f"no one with --backend {backend}")
+        return []
+    return verifier_names("none,token,block,gbv,otbv" if text is None else text)
+
+
+def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
+    if text is None:
+        return ["transformers"] if backend is BackendName.TRANSFORMERS else []
+    found = entries("baselines", text, str)
+    for name in found:
+        baseline(name)  # raises an error if there is no baseline with this name
+    return found
+
+
+def _arguments(text: str | None) -> dict[str, Scalar]:
+    """Return the arguments in a JSON object."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(v, Scalar) for v in found.values()):
+        raise InvalidArgument("backend-arguments", text, "a JSON object of strings and numbers")
+    return found
+
+
+def _settings(
+    questions: QuestionSet,
+    models: Models,
+    settings: tuple[Setting, ...],
+    *,
+    max_tokens: int,
+    seed: int,
+) -> RunSettings:
+    """Return the settings of a run of one repeat by this engine."""
+    named = models.named
+    return RunSettings(
+        suite=questions.suite,
+        origin=questions.origin,
+        question_ids=tuple(question.id for question in questions.questions),
+        questions_sha256=questions.sha256,
+        model=named.name,
+        drafter=named.drafter_name,
+        system=None,
+        settings=settings,
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=1,
+    )
+
+
+# Holding the conversations of a run, and reporting.
+
+
+@contextmanager
+def _watched(
+    settings: RunSettings, records: Sequence[Record] = (), *, timed: bool = True
+) -> Iterator[Callable[[Record], None]]:
+    """Show progress, with the figures so far of the setting that ran last.
+
+    Args:
+        settings: Settings of the run.
+        records: Records from earlier sittings.
+        timed: Whether the records say what took how long.
+    """
+    figures = {BLOCK_EFFICIENCY: "{:.2f} tokens/forward", TOKENS_PER_SECOND: "{:.0f} tokens/s"}
+    shown = list(figures.items())[: 2 if timed else 1]
+    sums: dict[tuple[str, Figure], Sums] = {}
+
+    def count(record: Record) -> None:
+        for figure, _ in shown if record.error is None else ():
+            key = record.setting, figure
+            sums[key] = sums.get(key, Sums(0.0, 0.0)) + figure.of(record)
+
+    for record in records:
+        count(record)
+    total = len(settings.question_ids) * len(settings.settings) * settings.repeats
+    with progress(total, "conversation", done=len(records)) as bar:
+
+        def show(record: Record) -> None:
+            count(record)
+            known = [(sums.get((record.setting, figure)), text) for figure, text in shown]
+            told = ", ".join(text.format(total.ratio) for total, text in known if total)
+            bar.update(note=f"{record.setting}: {told}" if told else "")
+
+        yield show
+
+
+def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) -> None:
     """Hold all conversations that are not yet in the folder of a run."""
-    import msgspec
-
-    from eaglegbv.eval.runner import run
-
     if folder.records:
-        settings = folder.settings
-        total = len(settings.question_ids) * len(settings.settings) * settings.repeats
+        total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
         known = f"{len(folder.records)}/{total} conversations of it are measured"
         typer.echo(f"going on with the run in {folder.path}: {known}", err=True)
-    with progress(folder.settings, folder.records) as show:
+    with _watched(folder.settings, folder.records) as show:
 
-        def keep(record: "Record") -> None:
+        def keep(record: Record) -> None:
             folder.add(record)
             show(record)
 
@@ -219,13 +304,8 @@ def _hold(serving: "Backend", questions: "Sequence[Question]", folder: "RunFolde
                 )
 
 
-def _report(folder: "RunFolder", *, plots: bool) -> None:
+def _report(folder: RunFolder, *, plots: bool) -> None:
     """Write the results into the folder of a run, and print the table."""
-    from eaglegbv.eval.plots import draw_all
-    from eaglegbv.eval.report import plain_text, table, write_markdown
-    from eaglegbv.eval.runner import write_results
-    from eaglegbv.eval.statistics import summarise
-
     found = folder.results()
     summaries = summarise(found)
     written = [
@@ -235,65 +315,316 @@ def _report(folder: "RunFolder", *, plots: bool) -> None:
     if plots:
         written += draw_all(found, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
-    report_errors(summaries)
+    _report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
 
 
-def _verifiers(backend: str, text: str | None) -> list[str]:
-    if backend == TRANSFORMERS:
-        if text is not None:
-            raise InvalidArgument("verifiers", text, f"no one with --backend {TRANSFORMERS}")
-        return []
-    return verifier_names(DEFAULT_VERIFIERS if text is None else text)
+def _report_errors(summaries: Sequence[Summary]) -> None:
+    """Print how many conversations broke off, if any did."""
+    broken = ", ".join(f"{s.setting}: {s.errors}" for s in summaries if s.errors)
+    if broken:
+        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
 
-def _baselines(backend: str, text: str | None) -> list[str]:
-    from eaglegbv.eval.baselines import baseline
-
-    if text is not None:
-        found = names("baselines", text)
-    else:
-        found = [TRANSFORMERS] if backend == TRANSFORMERS else []
-    for name in found:
-        baseline(name)  # raises an error if there is no baseline with this name
-    return found
+# What answers: this engine, SGLang, or transformers.
 
 
-def _serving(models: "Models", settings: "RunSettings") -> "Backend":
-    from eaglegbv.cli import backends
-    from eaglegbv.fused_linears import Quantization
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """Settings that are run in turns, and what answers in them.
 
+    Attributes:
+        settings: The settings.
+        open: Returns a context with the function that answers by plans.
+        baselines: What answers in settings of a baseline, by name.
+    """
+
+    settings: tuple[Setting, ...]
+    open: Callable[[], AbstractContextManager[Generate]]
+    baselines: Mapping[str, ChatBaseline] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What answers in all settings of a run.
+
+    Attributes:
+        sittings: Sittings in order; settings of different sittings do not take turns.
+        tokenizer: The target's tokenizer.
+        dtype: Dtype in which the target computes.
+        device: Device on which the target runs.
+        draft_quantization: How a drafter's weights are held, if this engine answers.
+        packages: Further packages whose versions matter.
+    """
+
+    sittings: tuple[Sitting, ...]
+    tokenizer: PreTrainedTokenizerBase
+    dtype: str
+    device: str
+    draft_quantization: str = ""
+    packages: tuple[str, ...] = ()
+
+
+def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Backend:
     arguments = settings.backend_arguments
-    if arguments and settings.backend != SGLANG:
-        raise InvalidArgument("backend-arguments", arguments, f"none but with --backend {SGLANG}")
-    if models.quantization is Quantization.INT8 and settings.backend != LOCAL:
-        expected = f"auto or none: --backend {settings.backend} holds weights its own way"
-        raise InvalidArgument("draft-quantization", str(models.quantization), expected)
-    if models.compile_backend is not None and settings.backend != LOCAL:
-        expected = f"none: --backend {settings.backend} compiles its own way"
+    if arguments and kind is not BackendName.SGLANG:
+        raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
+    if kind is BackendName.LOCAL:
+        return _local(models, settings.settings)
+    if models.draft_quantization == Quantization.INT8:
+        expected = f"auto or none: --backend {kind} holds weights its own way"
+        raise InvalidArgument("draft-quantization", str(models.draft_quantization), expected)
+    if models.compile_backend is not None:
+        expected = f"none: --backend {kind} compiles its own way"
         raise InvalidArgument("compile", models.compile_backend, expected)
-    if settings.backend == SGLANG:
-        return backends.sglang(models, settings.settings, arguments)
-    load = backends.transformers if settings.backend == TRANSFORMERS else backends.local
-    return load(models, settings.settings)
+    if kind is BackendName.SGLANG:
+        return _sglang(models, settings.settings, arguments)
+    return _transformers(models, settings.settings)
 
 
-def _as_served(settings: "RunSettings", serving: "Backend") -> "RunSettings":
+def _local(models: Models, settings: tuple[Setting, ...]) -> Backend:
+    """Load this package's engine, and also transformers if a baseline needs it."""
+    plans = [setting.plan for setting in settings if setting.baseline is None]
+    widest = next((plan for plan in plans if plan.speculative), plans[0])
+    # Every setting and repeat answers the same prompts, and must read them itself.
+    llm = models.load(widest, EngineConfig(prefix_cache=False))
+    sitting = Sitting(settings, lambda: nullcontext(llm.generate), _baselines(models, settings))
+    held = llm.draft_quantization
+    return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device), held)
+
+
+def _transformers(models: Models, settings: tuple[Setting, ...]) -> Backend:
+    """Load only transformers."""
+    device, dtype = place_of(models.device, models.dtype)
+    target = str(models.named.target)
+    check_model(target)
+    baselines = _baselines(models, settings)
+    # No setting answers by a plan.
+    sitting = Sitting(settings, lambda: nullcontext(next(iter(baselines.values()))), baselines)
+    return Backend((sitting,), load_tokenizer(target), dtype_name(dtype), str(device))
+
+
+def _sglang(
+    models: Models, settings: tuple[Setting, ...], arguments: Mapping[str, Scalar]
+) -> Backend:
+    """Let SGLang answer, with one engine for each plan, one after another."""
+    if any(setting.baseline is not None for setting in settings):
+        expected = "none with --backend sglang: its engines run one at a time"
+        raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
+
+    def sitting(plan: Plan) -> Sitting:
+        own = tuple(setting for setting in settings if setting.plan == plan)
+        return Sitting(own, lambda: _sglang_engine(models, plan, arguments))
+
+    target = str(models.named.target)
+    check_model(target)
+    sittings = tuple(map(sitting, dict.fromkeys(setting.plan for setting in settings)))
+    device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
+    return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
+
+
+@contextmanager
+def _sglang_engine(
+    models: Models, plan: Plan, arguments: Mapping[str, Scalar]
+) -> Iterator[Generate]:
+    from eaglegbv.backends.sglang.llm import SGLangLLM
+
+    # Every setting and repeat must read its prompts itself.
+    named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
+    if models.dtype is not None:
+        named["dtype"] = named_dtype(models.dtype)
+    if models.device is not None:
+        named["device"] = models.device
+    llm = SGLangLLM(models.model, models.drafter, plan=plan, **named)
+    try:
+        yield Streamed(llm)
+    finally:
+        llm.shutdown()
+
+
+def _baselines(models: Models, settings: Sequence[Setting]) -> dict[str, ChatBaseline]:
+    names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
+    if not names:
+        return {}
+    disable_progress_bar()
+    set_verbosity_error()  # its assisted generation warns about its own arguments
+    device, dtype = place_of(models.device, models.dtype)
+    target = str(models.named.target)
+    library = Library(target, dtype=dtype, device=device)
+    return {name: ChatBaseline.of(library, target, baseline(name)) for name in names}
+
+
+def _as_served(settings: RunSettings, serving: Backend) -> RunSettings:
     """Return the settings of a run with what is known about its models once they are loaded."""
-    import msgspec
-
     template = serving.tokenizer.chat_template
     if template is None:
         expected = "a model whose tokenizer has a chat template"
         raise InvalidArgument("model", settings.model, expected)
     return msgspec.structs.replace(
         settings,
-        template=_template(template),
+        # Some tokenizers have several templates, by name.
+        template=template if isinstance(template, str) else template["default"],
         dtype=serving.dtype,
         draft_quantization=serving.draft_quantization,
     )
 
 
-def _template(template: str | dict[str, str]) -> str:
-    """Return the chat template that the tokenizer applies; some have several, by name."""
-    return template if isinstance(template, str) else template["default"]
+# Through SGLang's OpenAI endpoint.
+
+
+@app.command(
+    short_help="Compare verifiers through a server of SGLang's.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def served(
+    context: typer.Context,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    verifiers: Annotated[
+        str, opt("Verifiers of sampled trees, as in generate; 'none' is plain decoding.")
+    ] = "block,gbv,otbv,spectr,specinfer,traversal",
+    eagle: Annotated[
+        str | None,
+        opt("Temperatures of SGLang's own EAGLE trees; on a CPU only 0.", shown="none"),
+    ] = None,
+    paths: Annotated[int, opt("Drafted paths, K; top-k of EAGLE.")] = 3,
+    depth: opts.Depth = 4,
+    temperature: opts.Temperatures = "1.0",
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    max_tokens: opts.MaxTokens = 128,
+    at_once: Annotated[int, opt("Number of conversations at a time.")] = 16,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    out: Annotated[
+        Path | None,
+        opt(
+            "Folder for records, logs and the table; a run in it is resumed.",
+            shown="runs/served-SET",
+        ),
+    ] = None,
+) -> None:
+    """Serve the pair with SGLang, one server per verifier, and hold all conversations in each.
+
+    Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
+    the same number of nodes. To continue an interrupted run, give the same command again.
+    """
+    from eaglegbv.backends.sglang.client import Endpoint
+    from eaglegbv.backends.sglang.launch import check_ready, running
+
+    check_ready(context.args)
+    require_integer("at-once", at_once, 1, 1024)
+    chosen = load_questions(questions_set, data).first(questions)
+    temperatures = entries("temperature", temperature, float)
+    base, shape = Plan(draft_width=draft_width), Plan(paths=paths, depth=depth)
+    sampled = grid(verifier_names(verifiers), [paths], [depth], temperatures, base=base).settings
+    own = tuple(  # SGLang's own trees
+        Setting(plan=PLAIN, temperature=hot, baseline=f"eagle K{paths} L{depth}")
+        for hot in (() if eagle is None else entries("eagle", eagle, float))
+    )
+    models = Models(model=model, drafter=drafter)
+    settings = msgspec.structs.replace(
+        _settings(chosen, models, sampled + own, max_tokens=max_tokens, seed=seed),
+        backend="sglang server",
+        backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
+    )
+    folder = RunFolder(
+        out or Path("runs") / f"served-{chosen.suite}",
+        settings,
+        describe_environment("SGLang's", ("sglang",)),
+    )
+    with _watched(settings, folder.records, timed=False) as show:
+
+        def keep(record: Record) -> None:
+            folder.add(record)
+            show(record)
+
+        for same in _by_server(settings.settings):
+            if folder.has_all(same):
+                continue
+            log = folder.path / "logs" / f"{same[0].name}.txt"
+            trees = shape if same[0].baseline is not None else same[0].plan
+            with running(_launch(same[0], trees, models, context.args), log) as url:
+                hold_at_once(
+                    Endpoint(url, trees),
+                    chosen.questions,
+                    settings,
+                    own=same,
+                    at_once=at_once,
+                    done=folder.done,
+                    on_record=keep,
+                )
+    text = plain_text(served_table(settings, folder.records))
+    (folder.path / "table.txt").write_text(text + "\n", encoding="utf-8")
+    typer.echo(text)
+
+
+def _by_server(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
+    """Group the settings that one server answers: those of one plan, at all temperatures."""
+    groups: dict[tuple[str | None, Plan], list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault((setting.baseline, setting.plan), []).append(setting)
+    return list(map(tuple, groups.values()))
+
+
+def _launch(setting: Setting, trees: Plan, models: Models, others: Sequence[str]) -> "Launch":
+    """Return the command that starts the server of a setting; ``trees`` have this shape."""
+    from eaglegbv.backends.sglang.launch import launch
+    from eaglegbv.backends.sglang.settings import Settings
+
+    target, head = str(models.named.target), models.named.drafter
+    K, L = trees.paths, trees.depth
+    if setting.baseline is not None:
+        if head is None:
+            raise InvalidArgument("drafter", None, "an EAGLE head, for --eagle")
+        return launch(target, head, paths=K, depth=L, settings=None, others=others)
+    if not trees.speculative:
+        return launch(target, None, paths=K, depth=L, settings=Settings(), others=others)
+    settings = Settings(verifier=trees.verifier, draft_width=trees.draft_width)
+    return launch(target, head, paths=K, depth=L, settings=settings, others=others)
+
+
+# The demo: an answer, then the figures of several verifiers on a few questions.
+
+
+@demo_app.command()
+def demo(
+    prompt: Annotated[
+        str, opt("The prompt to answer first.")
+    ] = "Give three tips for a good night's sleep.",
+    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 4,
+    max_tokens: opts.MaxTokens = 64,
+    seed: opts.Seed = 0,
+) -> None:
+    """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""
+    plan, models = Plan(), Models()
+    chosen = load_questions("builtin").first(questions)
+    verifiers = ("none", "token", "block", "gbv", "otbv")
+    wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
+    settings = _settings(chosen, models, wanted, max_tokens=max_tokens, seed=seed)
+    llm = models.load(plan)
+    typer.echo(f"> {prompt}")
+    params = SamplingParams(temperature=0.7, max_tokens=2 * max_tokens, seed=seed)
+    answer(llm, messages(prompt), params, printed=True)
+    typer.echo(
+        f"\nThe same tiny model on {questions} two-turn questions, temperature 1, one at a time:"
+    )
+    records: list[Record] = []
+    with _watched(settings) as show:
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            show(record)
+
+        run(llm.generate, chosen.questions, settings, on_record=keep)
+    environment = describe_environment(str(llm.device))
+    summaries = summarise(Results(settings=settings, environment=environment, records=records))
+    typer.echo(plain_text(table(summaries, intervals=False)))
+    _report_errors(summaries)
+    typer.echo(
+        "none: plain decoding; K paths of L drafted tokens; block efficiency: tokens per forward "
+        "of\nthe model; with prefill: the speed-up of everything, prompts included. Every setting "
+        "draws\nfrom the same distribution; only speed differs. A short run is a noisy one: see "
+        "`bench`."
+    )

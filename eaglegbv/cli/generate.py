@@ -6,134 +6,102 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import (
+    FITTING,
     VERIFIERS,
-    CompileBackend,
-    CudaGraphs,
-    Device,
-    Drafter,
-    DraftQuantization,
-    DraftTemperature,
-    DraftWidth,
-    Dtype,
-    MaxTokens,
-    Model,
-    SamplingName,
-    base_plan,
+    Models,
     check_out,
-    fitting_paths,
-    graph_mode,
-    load_llm,
-    quantization,
-    read_text,
+    fixed_plan,
+    member,
+    opt,
+    print_json,
 )
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.config import Plan, Planning
     from eaglegbv.llm import LLM
+    from eaglegbv.metrics import RequestMetrics, StepRecord
     from eaglegbv.sampling import SamplingParams
     from eaglegbv.text import Completion
 
 Messages = list[dict[str, str]]
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in a shell."""
+
+_AUTO = "otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans"
+_SEED = (
+    "Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "
+    "the engine chooses depend on timing."
+)
+
 
 def generate(
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the prompt; '-' reads standard input.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
-    ] = False,
-    model: Model = None,
-    drafter: Drafter = None,
+    prompt: Annotated[str | None, opt("The prompt.")] = None,
+    prompt_file: Annotated[Path | None, opt("File with it; '-' reads standard input.")] = None,
+    system: Annotated[str | None, opt("System message before the prompt.")] = None,
+    raw: opts.Raw = False,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
     verifier: Annotated[
-        str | None,
-        typer.Option(
-            help=f"One of {VERIFIERS}; or 'none' for plain decoding.",
-            show_default="otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans",
-        ),
+        str | None, opt(f"One of {VERIFIERS}; or 'none' for plain decoding.", shown=_AUTO)
     ] = None,
-    paths: Annotated[
-        int | None,
-        typer.Option(help="Drafted paths, K.", show_default="3, or as many as the verifier takes"),
-    ] = None,
-    depth: Annotated[
-        int | None, typer.Option(help="Drafted tokens per path, L.", show_default="4")
-    ] = None,
-    draft_sampling: SamplingName = None,
-    draft_width: DraftWidth = DRAFT_WIDTH,
-    draft_temperature: DraftTemperature = 1.0,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Keep the most likely tokens that together reach this probability."),
-    ] = 1.0,
-    top_k: Annotated[
-        int | None, typer.Option(help="Keep this many most likely tokens.", show_default="all")
-    ] = None,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Drop tokens less likely than this fraction of the most likely one."),
-    ] = 0.0,
+    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
+    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
+    draft_sampling: opts.SamplingName = None,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
+    temperature: opts.Temperature = 1.0,
+    top_p: Annotated[float, opt("Most likely tokens that together reach this probability.")] = 1.0,
+    top_k: Annotated[int | None, opt("Keep this many most likely tokens.", shown="all")] = None,
+    min_p: Annotated[float, opt("Drop tokens below this fraction of the most likely one.")] = 0.0,
     repetition_penalty: Annotated[
-        float,
-        typer.Option(help="Above 1, makes tokens of the prompt and the answer less likely."),
+        float, opt("Above 1, makes tokens of the prompt and the answer less likely.")
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from the logits of tokens that occur in the answer.")
+        float, opt("Subtracted from the logits of tokens that occur in the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Subtracted once for each time that a token occurs in the answer.")
+        float, opt("Subtracted once for each time that a token occurs in the answer.")
     ] = 0.0,
-    max_tokens: MaxTokens = 128,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")
-    ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "
-            "the engine chooses depend on timing.",
-            show_default="a fixed one, which is printed",
-        ),
-    ] = None,
-    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    max_tokens: opts.MaxTokens = 128,
+    stop: Annotated[list[str] | None, opt("Text that ends the answer; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, opt("Go on after end-of-sequence tokens.", "--ignore-eos")] = False,
+    seed: Annotated[int | None, opt(_SEED, shown="a fixed one, which is printed")] = None,
+    stream: Annotated[bool, opt("Print the text as it comes.")] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: text, tokens, metrics.")
+        bool, opt("Print one JSON object: text, tokens, metrics.", "--json")
     ] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="File for a timeline of the engine's steps, a Chrome trace (Perfetto)."),
+        Path | None, opt("File for a timeline of the engine's steps, a Chrome trace (Perfetto).")
     ] = None,
     trace_trees: Annotated[
-        bool,
-        typer.Option(
-            "--trace-trees", help="Add every draft tree to the trace; 'eaglegbv view' draws them."
-        ),
+        bool, opt("Add every draft tree to the trace; 'eaglegbv view' draws them.", "--trace-trees")
     ] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    compile_backend: CompileBackend = None,
-    cuda_graphs: CudaGraphs = "auto",
-    draft_quantization: DraftQuantization = "auto",
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    compile_backend: opts.CompileBackend = None,
+    cuda_graphs: opts.CudaGraphs = "auto",
+    draft_quantization: opts.DraftQuantization = "auto",
 ) -> None:
-    """Answer a prompt; the text follows the target's distribution, whatever the drafter and verifier."""
+    """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.
+
+    Ctrl-C ends the answer: the text so far stays, with its figures.
+    """
     message = _prompt(prompt, prompt_file)
     if raw and system is not None:
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
     if trace_trees and trace is None:
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
     check_out(trace, "trace")
-    from eaglegbv.config import EngineConfig
+    from eaglegbv.config import AutoPlan, EngineConfig, Planning
+    from eaglegbv.cuda_graphs import GraphMode
+    from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
     params = SamplingParams(
@@ -149,24 +117,41 @@ def generate(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    plan = _plan(base_plan(draft_sampling, draft_width, draft_temperature), verifier, paths, depth)
-    params = _seeded(params, plan)
-    config = EngineConfig(
-        cuda_graphs=graph_mode(cuda_graphs), draft_quantization=quantization(draft_quantization)
+    plan: Planning = fixed_plan(
+        verifier,
+        paths,
+        depth,
+        draft_sampling=draft_sampling,
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
     )
-    llm = load_llm(
-        model, drafter, plan, device, dtype, engine=config, compile_backend=compile_backend
-    )
+    config = EngineConfig(cuda_graphs=member("cuda-graphs", cuda_graphs, GraphMode))
+    if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
+        plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
+    elif seed is None:  # the seed that the engine would derive, so that it can be printed
+        params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
+    llm = Models(
+        model=model,
+        drafter=drafter,
+        device=device,
+        dtype=dtype,
+        compile_backend=compile_backend,
+        draft_quantization=draft_quantization,
+    ).load(plan, config)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):
+        start = time.perf_counter()
+        completion = answer(llm, request, params, printed=stream and not as_json)
         if as_json:
-            start = time.perf_counter()
-            completion = answer(llm, request, params)
-            typer.echo(_json(llm, completion, time.perf_counter() - start))
-        else:
-            completion = print_answer(llm, request, params, stream=stream)
-            repeated = _repeating(params) if seed is None else ""
-            typer.echo(_footer(completion, repeated), err=True)
+            print_json(_facts(llm, completion, time.perf_counter() - start))
+        elif not stream:
+            typer.echo(completion.text)
+        if not as_json:
+            # If the engine chooses plans, no seed reproduces a text: the choice depends on timing.
+            repeats = seed is None and params.seed is not None and temperature > 0
+            typer.echo(_footer(completion, f", seed {params.seed}" if repeats else ""), err=True)
+    if completion.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
@@ -189,67 +174,80 @@ def messages(prompt: str, system: str | None = None) -> Messages:
     return [*first, {"role": "user", "content": prompt}]
 
 
-def answer(llm: "LLM", request: str | Messages, params: "SamplingParams") -> "Completion":
-    """Return the whole answer, ignoring the pieces of the stream."""
-    for delta in llm.stream(request, params):
-        if delta.completion is not None:
-            return delta.completion
-    raise RuntimeError("the stream ended without a completion")
+class _Counter:
+    """Counts the steps of a single request, whose own counts are lost if it is cancelled."""
+
+    def __init__(self, metrics: "RequestMetrics") -> None:
+        self.metrics = metrics
+
+    def on_step(self, record: "StepRecord") -> None:
+        """Count a step."""
+        self.metrics.target_forwards += sum(record.plans.values())
+        self.metrics.committed_tokens += record.committed
+        self.metrics.accepted_tokens += record.accepted
+        for span in record.spans:
+            if record.plans:
+                self.metrics.add_seconds(span.phase, span.seconds)
 
 
-def print_answer(
-    llm: "LLM", request: str | Messages, params: "SamplingParams", *, stream: bool
+def answer(
+    llm: "LLM", request: str | Messages, params: "SamplingParams", *, printed: bool
 ) -> "Completion":
-    """Print the answer, piece by piece or at once, and return it."""
-    if not stream:
-        completion = answer(llm, request, params)
-        typer.echo(completion.text)
-        return completion
-    for delta in llm.stream(request, params):
-        typer.echo(delta.text, nl=False)
-        if delta.completion is not None:
+    """Return an answer, or as much of it as there is at Ctrl-C; print it as it comes if wanted."""
+    from eaglegbv.metrics import RequestMetrics
+    from eaglegbv.request import FinishReason
+    from eaglegbv.text import Completion
+
+    counter, text, token_ids = _Counter(RequestMetrics()), "", []
+    llm.observe(counter)
+    try:
+        for delta in llm.stream(request, params):
+            text += delta.text
+            token_ids += delta.token_ids
+            if printed:
+                typer.echo(delta.text, nl=delta.completion is not None)
+            if delta.completion is not None:
+                return delta.completion
+    except KeyboardInterrupt:
+        if printed:
             typer.echo()
-            return delta.completion
-    raise RuntimeError("the stream ended without a completion")
+    finally:
+        llm.unobserve(counter)
+    return Completion(
+        text=text,
+        token_ids=token_ids,
+        prompt_token_ids=llm.encode(request),
+        finish_reason=FinishReason.CANCELLED,
+        error=None,
+        metrics=counter.metrics,
+    )
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is None and prompt_file is None:
         raise InvalidArgument("prompt", prompt, "--prompt TEXT or --prompt-file FILE")
     if prompt is not None and prompt_file is not None:
-        raise InvalidArgument(
-            "prompt-file", str(prompt_file), "--prompt or --prompt-file, not both"
-        )
-    text = prompt if prompt_file is None else read_text(prompt_file)
+        expected = "--prompt or --prompt-file, not both"
+        raise InvalidArgument("prompt-file", str(prompt_file), expected)
+    text = prompt if prompt_file is None else _read(prompt_file)
     if not text or not text.strip():
         raise InvalidArgument("prompt", text, "a text that is not empty")
     return text
 
 
-def _plan(base: "Plan", verifier: str | None, paths: int | None, depth: int | None) -> "Planning":
-    """Return the plan that the options fix, or limits for the engine's choice if they fix none."""
-    import msgspec
-
-    if all(choice is None for choice in (verifier, paths, depth, base.draft_sampling)):
-        from eaglegbv.config import AutoPlan
-
-        temperatures = (base.draft_temperature,)
-        return AutoPlan(draft_width=base.draft_width, draft_temperatures=temperatures)
-    verifier = base.verifier if verifier is None else verifier
-    fitting = fitting_paths(verifier, base.paths)
-    return msgspec.structs.replace(
-        base,
-        verifier=verifier,
-        paths=fitting if paths is None else paths,
-        depth=base.depth if depth is None else depth,
-    )
+def _read(path: Path) -> str:
+    """Return a file's text without a byte-order mark; ``-`` is standard input."""
+    try:
+        stdin = str(path) == "-"
+        raw = typer.get_binary_stream("stdin").read() if stdin else path.read_bytes()
+        return raw.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("prompt-file", str(path), f"a readable file ({error})") from error
 
 
-def _json(llm: "LLM", completion: "Completion", seconds: float) -> str:
-    import msgspec
-
+def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, object]:
     metrics = completion.metrics
-    result = {
+    return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -264,41 +262,17 @@ def _json(llm: "LLM", completion: "Completion", seconds: float) -> str:
             "decode_seconds": metrics.decode_seconds,
         },
     }
-    return msgspec.json.encode(result).decode()
-
-
-def _seeded(params: "SamplingParams", plan: "Planning") -> "SamplingParams":
-    """Return settings with the seed that the engine would derive, so that it can be printed.
-
-    If the engine chooses plans, no seed reproduces a text, because the choice depends on timing.
-    """
-    import msgspec
-
-    from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.rng import request_seed
-
-    if params.seed is not None or not isinstance(plan, Plan):
-        return params
-    return msgspec.structs.replace(params, seed=request_seed(EngineConfig().seed, 0))
-
-
-def _repeating(params: "SamplingParams") -> str:
-    """Return a note with the seed that reproduces a sampled text; empty if no seed does."""
-    drawn = params.temperature > 0 and params.seed is not None
-    return f", seed {params.seed}" if drawn else ""
 
 
 def _footer(completion: "Completion", repeats: str) -> str:
     metrics = completion.metrics
-    seconds = metrics.decode_seconds
+    seconds, forwards = metrics.decode_seconds, metrics.target_forwards
     rate = f", {metrics.committed_tokens / seconds:.0f} tokens/s" if seconds else ""
     # Reading the prompt yields a token that is not counted in any decoding forward.
     first = max(0, len(completion.token_ids) - metrics.committed_tokens)
-    forwards = metrics.target_forwards
-    steps = ""
-    if forwards:
-        steps = (
-            f": {first} from the prompt, {metrics.committed_tokens} in {forwards} target "
-            f"forward{'' if forwards == 1 else 's'} ({metrics.block_efficiency:.2f} each)"
-        )
-    return f"[{len(completion.token_ids)} tokens{steps}{rate}, {completion.finish_reason}{repeats}]"
+    steps = (
+        f": {first} from the prompt, {metrics.committed_tokens} in {forwards} target "
+        f"forward{'' if forwards == 1 else 's'} ({metrics.block_efficiency:.2f} each)"
+    )
+    told = steps if forwards else ""
+    return f"[{len(completion.token_ids)} tokens{told}{rate}, {completion.finish_reason}{repeats}]"

@@ -1,8 +1,11 @@
-"""Heads that are named on the command line."""
+"""``eaglegbv inspect``, ``export`` and ``convert``: files of heads and models, in other formats."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from eaglegbv.cli.options import opt
 from eaglegbv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -10,8 +13,78 @@ if TYPE_CHECKING:
 
     from eaglegbv.drafters.checkpoint import Checkpoint
 
+Head = Annotated[
+    str,
+    typer.Argument(
+        help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
+    ),
+]
+_TARGET = "Folder or hub name of the target; 'tiny' for the packaged one."
 
-def open_head(drafter: str) -> "Checkpoint":
+
+def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -> None:
+    """Print what a head's files contain, check them, and warn where engines disagree about them."""
+    from eaglegbv.drafters.checkpoint import fit, inspect_head
+    from eaglegbv.models.hf import load_config
+
+    checkpoint = _open_head(drafter)
+    fitted = None if target is None else fit(checkpoint, load_config(_target_named(target)))
+    typer.echo(inspect_head(checkpoint, fitted))
+
+
+def export(
+    drafter: Head,
+    directory: Annotated[Path, typer.Argument(help="Folder to write, empty or not existing yet.")],
+    format_: Annotated[str, opt("One of eagle, sglang, speculators.", "--format")],
+    target: Annotated[
+        str | None,
+        opt(f"{_TARGET} The head is checked against it; the speculators format takes its table."),
+    ] = None,
+) -> None:
+    """Write a head in another format, with all weights unchanged."""
+    from eaglegbv.drafters.checkpoint import ExportTarget, export_head, fit
+    from eaglegbv.models.hf import load_config
+
+    checkpoint, described = _open_head(drafter), None
+    if target is not None:
+        name = _target_named(target)
+        config = load_config(name)
+        fit(checkpoint, config)
+        described = ExportTarget(
+            name=name,
+            architectures=tuple(config.architectures or ()),
+            num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+            read_embedding=lambda: _read_embedding(name),
+        )
+    export_head(checkpoint, format_, directory, described)
+    typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="GGUF file of a language model.")],
+    directory: Annotated[Path, typer.Argument(help="Folder to write, not existing yet.")],
+) -> None:
+    """Write the model in a GGUF file, its weights dequantised, as a transformers folder.
+
+    It needs the packages gguf and accelerate. With --model FILE.gguf the same is done once, in the
+    user's cache.
+    """
+    from eaglegbv import gguf
+
+    gguf.convert(file, directory)
+    typer.echo(f"{file.name}, dequantised to float32: {directory}")
+
+
+def _target_named(target: str) -> str:
+    """Return the folder or hub name of a target that exists."""
+    from eaglegbv.loading import TINY_TARGET, check_model
+
+    name = str(TINY_TARGET) if target == "tiny" else target
+    check_model(name, "target")
+    return name
+
+
+def _open_head(drafter: str) -> "Checkpoint":
     """Read the head in a folder, of the hub, or the packaged head with this name."""
     from eaglegbv.drafters.checkpoint import CONFIG, read_checkpoint
     from eaglegbv.loading import drafter_folder
@@ -22,7 +95,7 @@ def open_head(drafter: str) -> "Checkpoint":
     return read_checkpoint(folder)
 
 
-def read_embedding(model: str) -> "Tensor":
+def _read_embedding(model: str) -> "Tensor":
     """Return the token embedding of a model without opening the rest of the model."""
     import huggingface_hub
     import torch

@@ -1,37 +1,45 @@
 """The ``eaglegbv`` command."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, convert, demo, export, generate, inspect, serve, view
+from eaglegbv.cli import generate, heads, serve
+from eaglegbv.cli.options import make_app
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(
-    name="eaglegbv",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup
-    help="Lossless tree speculation for large language models.",
-)
+app = make_app("Lossless tree speculation for large language models.")
 # Commands with a long first sentence have a short help, or the list would cut the sentence off.
 app.command(short_help="Answer a prompt.")(generate.generate)
-app.command(short_help="Answer a prompt, and compare verifiers on a few questions.")(demo.demo)
-app.command(short_help="Print what a head's files say, and check them.")(inspect.inspect)
-app.command()(export.export)
-app.command(short_help="Write the model in a GGUF file as a transformers folder.")(convert.convert)
-app.command(short_help="Write one HTML page with the charts of a run or a trace.")(view.view)
+app.command(short_help="Print what a head's files say, and check them.")(heads.inspect)
+app.command()(heads.export)
+app.command(short_help="Write the model in a GGUF file as a transformers folder.")(heads.convert)
 app.command(
-    short_help="Serve a model by SGLang, with our drafts and verifiers.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Serve a model by SGLang, with our drafts and verifiers.", context_settings=PASSED_ON
 )(serve.serve)
-app.add_typer(bench.app, name="bench")
-app.add_typer(audit.app, name="audit")
+
+
+def _add(name: str, place: str, text: str) -> None:
+    """Add a command of a module that imports torch, for which the other commands need not wait."""
+
+    @app.command(name, help=text, add_help_option=False, context_settings=PASSED_ON)
+    def command(context: typer.Context) -> None:
+        module, _, attribute = place.partition(":")
+        own = getattr(import_module(f"eaglegbv.cli.{module}"), attribute)
+        own(context.args, prog_name=f"eaglegbv {name}")
+
+
+_add("demo", "bench:demo_app", "Answer a prompt, and compare verifiers on a few questions.")
+_add("bench", "bench:app", "Measure block efficiency and speed.")
+_add("audit", "audit:app", "Check that verifiers are lossless.")
+_add("view", "bench_results:view_app", "Write an HTML page with the charts of a run or a trace.")
+_add("train", "train:app", "Train a target, an EAGLE head or a bigram table.")
 
 
 def _version(wanted: bool) -> None:
@@ -50,22 +58,10 @@ def _options(
     """Handle the options that come before a command."""
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def train(context: typer.Context) -> None:
-    """Train a target, an EAGLE head or a bigram table."""
-    # Its options are in modules that import torch, so they are read only when it is called.
-    from eaglegbv.cli.train import app as train_app
-
-    train_app(context.args, prog_name="eaglegbv train")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; for a deliberate error of the package, print a line and exit with 2."""
+    """Run the command line; an error of the package or of files is one line, and status 2."""
     try:
         app(arguments)
-    except EagleGBVError as error:
+    except (EagleGBVError, OSError) as error:
         typer.echo(f"eaglegbv: {error}", err=True)
         raise SystemExit(USAGE_ERROR) from None

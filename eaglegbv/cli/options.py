@@ -1,22 +1,30 @@
-"""Options shared by several commands, and their combined meaning."""
+"""Options that several commands share, what they mean together, and how commands report.
+
+Only functions import torch here, and only when they are called: help is printed without it.
+"""
 
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
+import msgspec
 import typer
+from tqdm import tqdm
+from typer.models import OptionInfo
 
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
     from eaglegbv.config import EngineConfig, Plan, Planning
-    from eaglegbv.cuda_graphs import GraphMode
-    from eaglegbv.fused_linears import Quantization
     from eaglegbv.llm import LLM
+    from eaglegbv.loading import NamedModels
     from eaglegbv.tree import DraftSampling
 
 VERIFIERS = (
@@ -31,26 +39,45 @@ QUESTION_SETS = (
 )
 """Sets of questions listed in help, without loading them."""
 
+SAMPLINGS = "iid, wor, greedy, hub or fixed"
+FITTING = "3, or as many as the verifier takes"
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal for a bar."""
+
+Entry = TypeVar("Entry", str, int, float)
 Kind = TypeVar("Kind", bound=StrEnum)
 
+
+def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
+    """Return an option with a help text; ``shown`` replaces its default in help."""
+    option: OptionInfo = typer.Option(*names, help=text, show_default=shown)
+    return option
+
+
+def make_app(text: str | None = None) -> typer.Typer:
+    """Return an application, or a group of its commands; ``text`` is its help."""
+    return typer.Typer(
+        no_args_is_help=text is not None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup
+        help=text,
+    )
+
+
 Model = Annotated[
-    str | None,
-    typer.Option(help="Folder or hub name of the target.", show_default="the packaged tiny model"),
+    str | None, opt("Folder or hub name of the target.", shown="the packaged tiny model")
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(
-        help="Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
+    opt(
+        "Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
         "'eagle1' or 'eagle3' of the tiny model."
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="Device, such as cpu or cuda.", show_default="cuda or cpu")
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="One of float32, bfloat16, float16.", show_default="by device"),
-]
+Device = Annotated[str | None, opt("Device, such as cpu or cuda.", shown="cuda or cpu")]
+Dtype = Annotated[str | None, opt("One of float32, bfloat16, float16.", shown="by device")]
 CompileBackend = Annotated[
     str | None,
     typer.Option(
@@ -62,127 +89,77 @@ CompileBackend = Annotated[
 ]
 CudaGraphs = Annotated[
     str,
-    typer.Option(
-        "--cuda-graphs",
-        help="Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (the same "
-        "padding without recording, on any device).",
+    opt(
+        "Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (the same "
+        "padding without recording, on any device)."
     ),
 ]
 DraftQuantization = Annotated[
     str,
-    typer.Option(
-        "--draft-quantization",
-        help="How an EAGLE head's weights are held: int8, none, or auto (int8 for automatic plans "
-        "on a CPU that is fast with it).",
+    opt(
+        "How an EAGLE head's weights are held: int8, none, or auto (int8 for automatic plans "
+        "on a CPU that is fast with it)."
     ),
 ]
-SamplingName = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft sampling: iid, wor, greedy, hub or fixed.", show_default="the verifier's own"
-    ),
-]
-DraftWidth = Annotated[int, typer.Option(help="Number of candidates a draft distribution keeps.")]
-Questions = Annotated[
-    int | None,
-    typer.Option(help="Number of questions, spread evenly over the set.", show_default="all"),
-]
-QuestionsSet = Annotated[
-    str, typer.Option(help=f"Set of questions: {QUESTION_SETS}; or a file of JSON lines.")
-]
-QuestionData = Annotated[
-    Path | None,
-    typer.Option(help="File or folder from which to read the set, instead of the usual places."),
-]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Raw = Annotated[bool, opt("Continue the prompt as it is, without a chat template.", "--raw")]
+Verifier = Annotated[str, opt("Verifier, as in generate.")]
+Depth = Annotated[int, opt("Drafted tokens per path, L.")]
+SamplingName = Annotated[str | None, opt(f"Draft sampling: {SAMPLINGS}.", shown="the verifier's")]
+DraftWidth = Annotated[int, opt("Number of candidates a draft distribution keeps.")]
 DraftTemperature = Annotated[
-    float,
-    typer.Option(
-        help="Temperature of the drafts, as a multiple of the request's; lossless at any value."
-    ),
+    float, opt("Temperature of the drafts, as a multiple of the request's; lossless at any value.")
 ]
+Temperature = Annotated[float, opt("Sampling temperature; 0 is greedy.")]
+Temperatures = Annotated[str, opt("Sampling temperatures.")]
+Questions = Annotated[int | None, opt("Questions, spread evenly over the set.", shown="all")]
+QuestionsSet = Annotated[str, opt(f"Set of questions: {QUESTION_SETS}; or a file of JSON lines.")]
+QuestionData = Annotated[
+    Path | None, opt("File or folder from which to read the set, instead of the usual places.")
+]
+MaxTokens = Annotated[int, opt("Most tokens of an answer.")]
+Repeats = Annotated[int, opt("How many times to run everything.")]
+Seed = Annotated[int, opt("Seed of all random numbers.")]
+AsJson = Annotated[bool, opt("Print JSON.", "--json")]
 
 
-def fitting_paths(verifier: str, paths: int) -> int:
-    """Return ``paths``, or the most that a verifier takes; plain decoding takes any number."""
-    from eaglegbv.verifiers.registry import make_any_verifier
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The models that the options name, and how they are loaded; see the options' help."""
 
-    check_verifier(verifier)
-    return paths if verifier == "none" else make_any_verifier(verifier).fitting_paths(paths)
+    model: str | None = None
+    drafter: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    compile_backend: str | None = None
+    draft_quantization: str = "auto"
 
+    @property
+    def named(self) -> "NamedModels":
+        """Target and drafter, with names resolved and defaults filled in."""
+        from eaglegbv.loading import named_models
 
-def check_verifier(name: str) -> None:
-    """Raise unless a verifier has this name; ``none`` is plain decoding."""
-    from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
+        return named_models(self.model, self.drafter)
 
-    found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
-    if name not in found:
-        raise InvalidArgument("verifier", name, one_of(sorted(found), name))
+    def load(self, plan: "Planning", engine: "EngineConfig | None" = None) -> "LLM":
+        """Load them into an engine; print what is measured first, if anything is."""
+        from transformers.utils.logging import disable_progress_bar
 
+        from eaglegbv.config import EngineConfig
+        from eaglegbv.fused_linears import Quantization
+        from eaglegbv.llm import LLM
 
-def verifier_names(text: str) -> list[str]:
-    """Return the verifiers in a comma-separated list."""
-    found = names("verifiers", text)
-    for name in found:
-        check_verifier(name)
-    return found
-
-
-def draft_samplings(text: str) -> "list[DraftSampling | None]":
-    """Return the draft distributions in a comma-separated list; ``own`` is each verifier's own."""
-    from eaglegbv.tree import DraftSampling
-
-    found: list[DraftSampling | None] = []
-    for name in names("draft_sampling", text):
-        if name != "own" and name not in set(DraftSampling):
-            raise InvalidArgument("draft_sampling", name, f"{one_of(DraftSampling, name)}, or own")
-        found.append(None if name == "own" else DraftSampling(name))
-    return found
-
-
-def base_plan(draft_sampling: str | None, draft_width: int, draft_temperature: float) -> "Plan":
-    """Return the default plan with these draft settings."""
-    from eaglegbv.config import Plan
-    from eaglegbv.tree import DraftSampling
-
-    if draft_sampling is not None and draft_sampling not in set(DraftSampling):
-        raise InvalidArgument(
-            "draft_sampling", draft_sampling, one_of(DraftSampling, draft_sampling)
-        )
-    return Plan(
-        draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
-
-
-def load_llm(
-    model: str | None,
-    drafter: str | None,
-    plan: "Planning",
-    device: str | None,
-    dtype: str | None,
-    *,
-    engine: "EngineConfig | None" = None,
-    compile_backend: str | None = None,
-) -> "LLM":
-    """Load the models that the options name."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from eaglegbv.llm import LLM
-
-    disable_progress_bar()
-    with _telling("eaglegbv.calibration"):
-        return LLM(
-            model,
-            drafter,
-            plan=plan,
-            device=device,
-            dtype=dtype,
-            engine=engine,
-            compile_backend=compile_backend,
-        )
+        disable_progress_bar()
+        held = member("draft-quantization", self.draft_quantization, Quantization)
+        with _telling("eaglegbv.calibration"):
+            return LLM(
+                self.model,
+                self.drafter,
+                plan=plan,
+                device=self.device,
+                dtype=self.dtype,
+                engine=msgspec.structs.replace(engine or EngineConfig(), draft_quantization=held),
+                compile_backend=self.compile_backend,
+            )
 
 
 class _Told(logging.Handler):
@@ -207,35 +184,83 @@ def _telling(name: str) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def graph_mode(name: str) -> "GraphMode":
-    """Return the graph mode with a name."""
-    from eaglegbv.cuda_graphs import GraphMode
-
-    return _named("cuda-graphs", name, GraphMode)
+# What the texts of options mean.
 
 
-def quantization(name: str) -> "Quantization":
-    """Return the quantisation with a name."""
-    from eaglegbv.fused_linears import Quantization
+def entries(option: str, text: str, kind: Callable[[str], Entry]) -> list[Entry]:
+    """Return the entries of a comma-separated list."""
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        if all(parts):
+            return [kind(part) for part in parts]
+    except ValueError:
+        pass
+    wanted = "integers" if kind is int else "numbers" if kind is float else "names"
+    raise InvalidArgument(option, text, f"{wanted} separated by commas")
 
-    return _named("draft-quantization", name, Quantization)
 
-
-def _named(option: str, name: str, kind: type[Kind]) -> Kind:
+def member(option: str, name: str, kind: type[Kind]) -> Kind:
     """Return the member of ``kind`` that an option names."""
-    if name not in list(kind):
+    if name not in set(kind):
         raise InvalidArgument(option, name, one_of(kind, name))
     return kind(name)
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text; ``-`` is standard input."""
-    try:
-        if str(path) == "-":
-            return typer.get_binary_stream("stdin").read().decode()
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("prompt-file", str(path), f"a readable file ({error})") from error
+def check_verifier(name: str) -> None:
+    """Raise unless a verifier has this name; ``none`` is plain decoding."""
+    from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
+
+    found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
+    if name not in found:
+        raise InvalidArgument("verifier", name, one_of(sorted(found), name))
+
+
+def verifier_names(text: str) -> list[str]:
+    """Return the verifiers in a comma-separated list."""
+    found = entries("verifiers", text, str)
+    for name in found:
+        check_verifier(name)
+    return found
+
+
+def draft_sampling_named(name: str | None) -> "DraftSampling | None":
+    """Return the draft sampling with a name; None stays the verifier's own."""
+    from eaglegbv.tree import DraftSampling
+
+    return None if name is None else member("draft_sampling", name, DraftSampling)
+
+
+def fitting_paths(verifier: str, paths: int) -> int:
+    """Return ``paths``, or the most that a verifier takes; plain decoding takes any number."""
+    from eaglegbv.verifiers.registry import make_any_verifier
+
+    check_verifier(verifier)
+    return paths if verifier == "none" else make_any_verifier(verifier).fitting_paths(paths)
+
+
+def fixed_plan(
+    verifier: str | None = None,
+    paths: int | None = None,
+    depth: int | None = None,
+    *,
+    draft_sampling: str | None,
+    draft_width: int,
+    draft_temperature: float,
+) -> "Plan":
+    """Return a plan with these values; None is the default, or the paths that a verifier takes."""
+    from eaglegbv.config import Plan
+
+    default = Plan()
+    verifier = default.verifier if verifier is None else verifier
+    fitting = fitting_paths(verifier, default.paths)
+    return Plan(
+        verifier=verifier,
+        paths=fitting if paths is None else paths,
+        depth=default.depth if depth is None else depth,
+        draft_sampling=draft_sampling_named(draft_sampling),
+        draft_width=draft_width,
+        draft_temperature=draft_temperature,
+    )
 
 
 def check_out(path: Path | None, option: str = "out") -> None:
@@ -244,25 +269,49 @@ def check_out(path: Path | None, option: str = "out") -> None:
         raise InvalidArgument(option, str(path), "a file in a folder that can be written to")
 
 
-def names(option: str, text: str) -> list[str]:
-    """Return the entries of a comma-separated list."""
-    found = [entry.strip() for entry in text.split(",")]
-    if not all(found):
-        raise InvalidArgument(option, text, "names separated by commas")
-    return found
+# How commands report.
 
 
-def integers(option: str, text: str) -> list[int]:
-    """Return the integers in a comma-separated list."""
-    try:
-        return [int(entry) for entry in text.split(",")]
-    except ValueError:
-        raise InvalidArgument(option, text, "integers separated by commas") from None
+def print_json(content: object) -> None:
+    """Print a JSON object on a line."""
+    typer.echo(msgspec.json.encode(content).decode())
 
 
-def numbers(option: str, text: str) -> list[float]:
-    """Return the numbers in a comma-separated list."""
-    try:
-        return [float(entry) for entry in text.split(",")]
-    except ValueError:
-        raise InvalidArgument(option, text, "numbers separated by commas") from None
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file, and say so."""
+    path.write_bytes(msgspec.json.encode(content) + b"\n")
+    typer.echo(f"wrote {path}", err=True)
+
+
+class Progress:
+    """A bar on standard error; where that is no terminal, a line every :data:`LINE_SECONDS`."""
+
+    def __init__(self, bar: "tqdm[NoReturn]", total: int, unit: str, what: str, done: int) -> None:
+        """Begin with ``done`` units; see :func:`progress`."""
+        self._bar, self._total, self._unit, self._what = bar, total, unit, what
+        self._begun = self._told = time.monotonic()
+        self._first = self._done = done
+
+    def update(self, count: int = 1, note: str = "") -> None:
+        """Count units that are done; ``note`` says what was last done, or how it went."""
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(count)
+        self._done += count
+        now = time.monotonic()
+        if self._bar.disable and now - self._told >= LINE_SECONDS:
+            self._told = now
+            rest = (now - self._begun) / (self._done - self._first) * (self._total - self._done)
+            about = f"{self._done}/{self._total} {self._unit}s, about {rest:.0f} s to go"
+            typer.echo("; ".join(filter(None, (self._what, about, note))), err=True)
+
+
+@contextmanager
+def progress(
+    total: int, unit: str, what: str = "", *, done: int = 0, leave: bool = True
+) -> Iterator[Progress]:
+    """Show how many of ``total`` units are done within this context; ``what`` they are for."""
+    with tqdm(
+        total=total, initial=done, desc=what, unit=unit, leave=leave, file=sys.stderr, disable=None
+    ) as bar:
+        yield Progress(bar, total, unit, what, done)

@@ -1,4 +1,4 @@
-"""The audit of a whole engine on real models: the joint distribution of the first tokens, by a G-test."""
+"""The audit of a whole engine on real models: its first tokens by a G-test."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -96,10 +96,10 @@ def audit_pair(
 ) -> PairResult:
     """Generate the same few tokens many times and compare them with their exact joint distribution.
 
-    The plain transformers model gives the exact distribution, warped as ``params`` says, with one forward of
-    whole sequences for each token: it shares neither attention nor cache with the engine. Every
-    text has ``params.max_tokens`` tokens, the first of which is not speculated. With a small
-    ``top_k`` there are few enough texts to list them all.
+    The plain transformers model gives the exact distribution, warped as ``params`` says, with one
+    forward of whole sequences for each token: it shares neither attention nor cache with the
+    engine. Every text has ``params.max_tokens`` tokens, the first of which is not speculated. With
+    a small ``top_k`` there are few enough texts to list them all.
 
     Args:
         llm: The engine with its plan, in float32, so that the two differ only by rounding.
@@ -128,7 +128,7 @@ def audit_pair(
     first = params.seed or 0
     one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
     model = _plain_model(llm)
-    dist = joint_probs(
+    probs = joint_probs(
         lambda texts: _next_probs(model, texts, params),
         one.prompt_token_ids,
         tokens,
@@ -142,7 +142,7 @@ def audit_pair(
     if failed is not None:
         raise EagleGBVError(failed)
     smallest = max(SMALLEST_EXPECTED, samples / MOST_CELLS)
-    test = g_test_texts([c.token_ids for c in completions], dist, level=level, smallest=smallest)
+    test = g_test_texts([c.token_ids for c in completions], probs, level=level, smallest=smallest)
     forwards = sum(c.metrics.target_forwards for c in completions)
     committed = sum(c.metrics.committed_tokens for c in completions)
     return PairResult(
@@ -185,5 +185,5 @@ def _next_probs(
         logits = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
         warped = warp(logits, WarpSettings.of([params], [len(ids)], device=model.device))
         rows.append(warped.double().softmax(dim=1).cpu().numpy())
-    dists: NDArray[np.float64] = np.concatenate(rows)
-    return dists
+    probs: NDArray[np.float64] = np.concatenate(rows)
+    return probs

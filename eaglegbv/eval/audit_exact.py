@@ -1,4 +1,4 @@
-"""Random tiny problems for an audit: pairs of distributions that cover all special cases of a verifier."""
+"""The exact audit: a verifier's output distribution on random tiny problems, by enumeration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +94,7 @@ DRAFTS: Mapping[str, Draft] = MappingProxyType(
         "one_hot": lambda rng, p: point_mass(rng, len(p)),
     }
 )
-"""Functions that draw a draft distribution, given the target's distribution at the same prefix, by kind."""
+"""Functions that draw a draft distribution, given the target's at the same prefix, by kind."""
 
 ROUND = ("random", "zeros", "random", "ties", "one_hot")
 """Order of target kinds in a round; two in five are positive everywhere."""
@@ -102,7 +102,7 @@ ROUND = ("random", "zeros", "random", "ties", "one_hot")
 
 @dataclass(frozen=True, slots=True)
 class RandomTarget:
-    """A target whose distribution at every prefix is drawn on demand, as a function of the fields."""
+    """A target whose distributions are drawn on demand, as a function of the fields."""
 
     vocab: int
     kind: str
@@ -110,7 +110,7 @@ class RandomTarget:
 
     def __call__(self, prefix: Prefix) -> Probs:
         """Return p(. | prefix)."""
-        return _target_dist(self, prefix)
+        return _target_probs(self, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,17 @@ class RandomDraft:
 
     def __call__(self, prefix: Prefix) -> Probs:
         """Return q(. | prefix)."""
-        return _draft_dist(self, prefix)
+        return _draft_probs(self, prefix)
 
 
 @lru_cache(maxsize=1 << 14)
-def _target_dist(target: RandomTarget, prefix: Prefix) -> Probs:
+def _target_probs(target: RandomTarget, prefix: Prefix) -> Probs:
     rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
     return as_probs(TARGETS[target.kind](rng, target.vocab))
 
 
 @lru_cache(maxsize=1 << 14)
-def _draft_dist(draft: RandomDraft, prefix: Prefix) -> Probs:
+def _draft_probs(draft: RandomDraft, prefix: Prefix) -> Probs:
     rng = np.random.default_rng([*draft.seed, len(prefix), *prefix])
     p = draft.target(prefix)
     weights = np.array(p, dtype=np.float64)
@@ -149,7 +149,7 @@ def as_probs(weights: Weights) -> Probs:
 def instance(
     draft_sampling: DraftSampling, shape: Shape, number: int, *, steps: int, seed: int
 ) -> Sequence[Problem]:
-    """Return problem ``number``: one target, and for each of ``steps`` a separate draft distribution.
+    """Return problem ``number``: one target, and a separate drafter for each of ``steps``.
 
     The kinds rotate so that every target kind meets every draft kind within 35 instances.
 
@@ -173,7 +173,8 @@ def instance(
     ]
 
 
-# The exact audit: a verifier's output distribution on random tiny problems, computed by enumeration.
+# The exact audit: a verifier's output distribution on random tiny problems, computed by
+# enumeration.
 
 
 MOST_TREES = 20_000
@@ -273,10 +274,11 @@ class Subject(ABC):
         return paths if self.max_paths is None else min(paths, self.max_paths)
 
     def check(self, draft_sampling: DraftSampling, shape: Shape) -> None:
-        """Check that the verifier claims to be lossless for ``draft_sampling``, and that trees can be listed.
+        """Check that the verifier claims to be lossless here, and that trees can be listed.
 
         Raises:
-            SamplingMismatch: The verifier makes no claim for this draft sampling or number of paths.
+            SamplingMismatch: The verifier makes no claim for this draft sampling or number of
+                paths.
             InvalidArgument: There are too many draft trees.
         """
         if draft_sampling not in self.draft_samplings:
@@ -292,7 +294,7 @@ class Subject(ABC):
         trees = count_trees(draft_sampling, shape)
         if trees > MOST_TREES:
             sizes = (shape.vocab, shape.length, shape.paths)
-            expected = f"at most {MOST_TREES} draft trees to list; here {trees} of distribution {str(draft_sampling)!r}"
+            expected = f"at most {MOST_TREES} draft trees to list; here {trees} of {draft_sampling}"
             raise InvalidArgument("(vocab, depth, paths)", sizes, expected)
 
     @abstractmethod
@@ -307,7 +309,8 @@ class Subject(ABC):
         ``on_instance`` is called with the figure of each problem.
 
         Raises:
-            SamplingMismatch: The verifier makes no claim for this draft sampling or number of paths.
+            SamplingMismatch: The verifier makes no claim for this draft sampling or number of
+                paths.
             InvalidArgument: The problems are too large.
         """
 
@@ -362,9 +365,9 @@ class ExactSubject(Subject):
     ) -> AuditResult:
         """Enumerate the distribution of the texts that the verifier writes on random problems.
 
-        The (modified) target completes the steps' texts. The distribution of the first ``depth + 1`` tokens,
-        within which every debt of a first step falls due, is compared with the target's.
-        ``on_instance`` is called with each problem's error.
+        The (modified) target completes the steps' texts. The distribution of the first ``depth +
+        1`` tokens, within which every debt of a first step falls due, is compared with the
+        target's. ``on_instance`` is called with each problem's error.
         """
         self.check(draft_sampling, sizes.shape)
         start = perf_counter()

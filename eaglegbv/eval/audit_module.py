@@ -111,14 +111,14 @@ def _load(path: Path) -> ModuleType:
 
 def _check(cls: type[Rule]) -> None:
     try:
-        name, dists = cls.name, cls.draft_samplings
+        name, samplings = cls.name, cls.draft_samplings
     except AttributeError as error:
         expected = f"a class attribute of {cls.__name__}"
         raise InvalidArgument(str(error.name), None, expected) from None
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f"{cls.__name__}.name", name, "the verifier's name")
-    if not isinstance(dists, frozenset) or not dists or not dists <= set(DraftSampling):
+    if not isinstance(samplings, frozenset) or not samplings or not samplings <= set(DraftSampling):
         known = ", ".join(sorted(DraftSampling))
         raise InvalidArgument(
-            f"{cls.__name__}.draft_samplings", dists, f"a frozenset of {{{known}}}"
+            f"{cls.__name__}.draft_samplings", samplings, f"a frozenset of {{{known}}}"
         )

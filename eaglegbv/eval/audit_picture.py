@@ -1,9 +1,9 @@
 """Block efficiency of verifiers on synthetic models, by temperature and number of paths."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import inf, sqrt
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from eaglegbv.config import MAX_PATHS
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
+from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.eval.plots import (
     CAPTION,
     COLOURS,
@@ -22,7 +23,7 @@ from eaglegbv.eval.plots import (
     plain_axes,
     save_picture,
 )
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, TargetProbs
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -84,14 +85,6 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     block_efficiency: float
     error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Trees of independent paths with the target's distributions at their nodes."""
-
-    tree: DraftTree
-    target: TargetProbs
 
 
 def measure(
@@ -159,7 +152,7 @@ def draw_batch(
     paths: int,
     temperature: float,
     generator: torch.Generator,
-) -> Batch:
+) -> Offer:
     """Draw ``size`` trees of ``paths`` independent paths, each from a separate pair of models."""
     shape = (size, 1 + paths * settings.depth, settings.vocab)
     logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -168,12 +161,12 @@ def draw_batch(
     rows = torch.arange(size).unsqueeze(1)
 
     def draw(places: Tensor) -> Tensor:
-        dists = q[rows, places].flatten(0, 1)
-        return torch.multinomial(dists, 1, generator=generator).view(size, paths)
+        probs = q[rows, places].flatten(0, 1)
+        return torch.multinomial(probs, 1, generator=generator).view(size, paths)
 
     trees = draw_trees(size, paths, settings.depth, draw)
     target = TargetProbs.of_logits(p.flatten(0, 1).log(), rows * shape[1] + trees.places)
-    return Batch(trees.with_probs(q[rows, trees.places]), target)
+    return Offer(trees.with_probs(q[rows, trees.places]), target)
 
 
 # A picture of block efficiency against temperature and the number of paths.
@@ -222,35 +215,19 @@ def draw(
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A point of a curve and half its interval."""
-
-    x: float
-    y: float
-    half: float
-
-
-def _curve(figures: Sequence[Figure], verifier: str, axis: Axis) -> list[Point]:
+def _curve(figures: Sequence[Figure], verifier: str, axis: Axis) -> list[tuple[float, Figure]]:
     own = (figure for figure in figures if figure.verifier == verifier)
-    points = (
-        Point(
-            figure.temperature if axis == "temperature" else figure.paths,
-            figure.block_efficiency,
-            INTERVAL * figure.error,
-        )
-        for figure in own
-    )
-    return sorted(points, key=lambda point: point.x)
+    places = ((one.temperature if axis == "temperature" else one.paths, one) for one in own)
+    return sorted(places, key=itemgetter(0))
 
 
-def _lines(axes: "Axes", curves: Mapping[str, list[Point]]) -> None:
+def _lines(axes: "Axes", curves: Mapping[str, list[tuple[float, Figure]]]) -> None:
     drawn = {name: curve for name, curve in curves.items() if curve}
     for name, curve in drawn.items():
         axes.errorbar(
-            [point.x for point in curve],
-            [point.y for point in curve],
-            yerr=[point.half for point in curve],
+            [x for x, _ in curve],
+            [figure.block_efficiency for _, figure in curve],
+            yerr=[INTERVAL * figure.error for _, figure in curve],
             color=COLOURS[name],
             linestyle="--" if name in SINGLE else "-",
             linewidth=2.4 if name == "otbv" else 1.2,
@@ -259,9 +236,9 @@ def _lines(axes: "Axes", curves: Mapping[str, list[Point]]) -> None:
             markersize=3,
         )
     plain_axes(axes, "y")
-    right = max(point.x for curve in drawn.values() for point in curve)
+    right = max(x for curve in drawn.values() for x, _ in curve)
     low, high = axes.get_ylim()
-    ends = {name: curve[-1].y for name, curve in drawn.items()}
+    ends = {name: curve[-1][1].block_efficiency for name, curve in drawn.items()}
     for name, y in _spread(ends, LABEL_GAP * (high - low)).items():
         axes.annotate(
             name,

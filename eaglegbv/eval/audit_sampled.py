@@ -1,12 +1,13 @@
-"""Trees of independent paths, drawn for many requests at once, and uniforms for judging trees."""
+"""The sampled audit: the output distribution of a batched verifier on random tiny problems."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import nextafter
 from operator import itemgetter
 from time import perf_counter
-from typing import Protocol, Self
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, instance
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
 from eaglegbv.verifiers.stateful import (
@@ -50,7 +51,7 @@ class PathTrees:
     places: Tensor
 
     def with_probs(self, draft_probs: Tensor) -> DraftTree:
-        """Return the trees with the distributions from which they were drawn, ``[batch, nodes, vocab]``."""
+        """Return the trees with the draft distributions, ``[batch, nodes, vocab]``."""
         size, paths, length = self.path_nodes.shape
         return DraftTree(
             draft_sampling=DraftSampling.IID,
@@ -201,19 +202,15 @@ class Written:
     committed: int
 
 
-class Writer(Protocol):
-    """Writes texts of L + 1 tokens with the batched implementation of a verifier."""
-
-    def __call__(
-        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
-    ) -> Written:
-        """Write texts whose steps follow ``problems``."""
+Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
+"""Writes so many texts of L + 1 tokens with a batched verifier; their steps follow the problems."""
 
 
 # Texts written by a batched stateful verifier, step after step, on tiny problems.
 #
 # A debt of an earlier step changes what later ones commit, so only whole runs can be judged. Many
-# requests run side by side. Each has its own debts, and every debt keeps the draft distribution of its step.
+# requests run side by side. Each has its own debts, and every debt keeps the draft distribution of
+# its step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +221,13 @@ class RunTexts:
         codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
         lengths: ``[batch]`` int64, number of tokens of each text.
         layers: Debts of the texts; column k is that of step k.
-        draft_dists: The draft distribution of each step.
+        draft_probs_at: The draft distribution of each step.
     """
 
     codes: Tensor
     lengths: Tensor
     layers: Layers
-    draft_dists: tuple[ProbsAt, ...]
+    draft_probs_at: tuple[ProbsAt, ...]
 
     @classmethod
     def start(cls, size: int) -> "RunTexts":
@@ -246,38 +243,35 @@ class RunTexts:
             self.layers.remaining[chosen],
             self.layers.most_drafts,
         )
-        return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_dists)
+        return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_probs_at)
 
 
-@dataclass(frozen=True, slots=True)
-class RunWriter:
-    """Writes texts with a stateful verifier, one step after the other."""
+def write_runs(
+    verifier: StatefulVerifier,
+    problems: Sequence[Problem],
+    samples: int,
+    generator: torch.Generator,
+) -> Written:
+    """Take one step for each of ``problems``, then steps without drafts.
 
-    verifier: StatefulVerifier
-
-    def __call__(
-        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
-    ) -> Written:
-        """Take one step for each of ``problems``, then steps without drafts.
-
-        Texts end after L + 1 tokens, within which every debt of a first step falls due. A step
-        without drafts commits a token of the modified target.
-        """
-        vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
-        texts, cells, committed = RunTexts.start(samples), [], 0
-        for number in range(len(problems) + total):
-            drafting = number < len(problems)
-            problem = problems[number if drafting else -1]
-            texts = _step(self.verifier, texts, problem, generator, drafting=drafting)
-            if number == 0:
-                committed = int(texts.lengths.sum())
-            done = texts.lengths >= total
-            surplus = vocab ** (texts.lengths[done] - total)
-            cells.append(texts.codes[done] // surplus - vocab**total)
-            texts = texts.only(~done)
-            if len(texts.codes) == 0:
-                break
-        return Written(torch.cat(cells), committed)
+    Texts end after L + 1 tokens, within which every debt of a first step falls due. A step without
+    drafts commits a token of the modified target.
+    """
+    vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
+    texts, cells, committed = RunTexts.start(samples), [], 0
+    for number in range(len(problems) + total):
+        drafting = number < len(problems)
+        problem = problems[number if drafting else -1]
+        texts = _step(verifier, texts, problem, generator, drafting=drafting)
+        if number == 0:
+            committed = int(texts.lengths.sum())
+        done = texts.lengths >= total
+        surplus = vocab ** (texts.lengths[done] - total)
+        cells.append(texts.codes[done] // surplus - vocab**total)
+        texts = texts.only(~done)
+        if len(texts.codes) == 0:
+            break
+    return Written(torch.cat(cells), committed)
 
 
 def prefix_of(code: int, vocab: int) -> Prefix:
@@ -301,10 +295,10 @@ def _step(
     if drafting:
         trees = _draw(problem, texts.codes, generator)
         codes = _node_codes(trees, texts.codes, vocab)
-        tree = trees.with_probs(_dists(problem.draft_probs, codes, vocab))
+        tree = trees.with_probs(_probs_after(problem.draft_probs, codes, vocab))
     else:
         tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
-    p = _dists(problem.target_probs, codes, vocab).flatten(0, 1)
+    p = _probs_after(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
     uniforms = _uniforms(tree, texts.layers.count, generator)
@@ -313,7 +307,7 @@ def _step(
         codes=_extended(texts.codes, tree, result, vocab),
         lengths=texts.lengths + result.accepted + 1,
         layers=result.layers,
-        draft_dists=(*texts.draft_dists, problem.draft_probs),
+        draft_probs_at=(*texts.draft_probs_at, problem.draft_probs),
     )
 
 
@@ -323,8 +317,8 @@ def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTr
 
     def draw(places: Tensor) -> Tensor:
         del places
-        dists = _dists(problem.draft_probs, reached, shape.vocab).flatten(0, 1)
-        drawn = torch.multinomial(dists, 1, generator=generator).view_as(reached)
+        probs = _probs_after(problem.draft_probs, reached, shape.vocab).flatten(0, 1)
+        drawn = torch.multinomial(probs, 1, generator=generator).view_as(reached)
         reached.mul_(shape.vocab).add_(drawn)
         return drawn
 
@@ -347,10 +341,10 @@ def _extended(codes: Tensor, tree: DraftTree, verdict: Verdict, vocab: int) -> T
     return codes * vocab + verdict.token_ids
 
 
-def _dists(dist: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
-    """Return the distributions after texts with codes of any shape ``[...]``: ``[..., vocab]`` float64."""
+def _probs_after(probs_at: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
+    """Return, ``[..., vocab]`` float64, the distributions after texts with codes ``[...]``."""
     each, rows = codes.unique(return_inverse=True)
-    table = [dist(prefix_of(code, vocab)) for code in each.tolist()]
+    table = [probs_at(prefix_of(code, vocab)) for code in each.tolist()]
     return torch.tensor(table, dtype=torch.float64)[rows]
 
 
@@ -366,9 +360,9 @@ class _OwnProbs:
         codes = self.texts.codes
         for column in tokens.T:
             codes = codes * self.vocab + column
-        dists = [_dists(dist, codes, self.vocab) for dist in self.texts.draft_dists]
+        each = [_probs_after(probs_at, codes, self.vocab) for probs_at in self.texts.draft_probs_at]
         empty = torch.zeros((len(codes), 0, self.vocab), dtype=torch.float64)
-        probs = torch.stack(dists, dim=1) if dists else empty
+        probs = torch.stack(each, dim=1) if each else empty
         return SparseProbs(torch.arange(self.vocab).expand(probs.shape), probs)
 
 
@@ -383,52 +377,34 @@ def _uniforms(tree: DraftTree, layers: int, generator: torch.Generator) -> State
 
 # Texts whose first step is taken by a stateless batched verifier, and the rest by the target.
 #
-# Such a verifier keeps nothing between steps, so one step shows its distribution. Every draft tree of a tiny
-# problem is listed once, and the verifier judges trees sampled from their exact distribution.
+# Such a verifier keeps nothing between steps, so one step shows its distribution. Every draft tree
+# of a tiny problem is listed once, and the verifier judges trees sampled from their exact
+# distribution.
 
 
 CHUNK = 4096
 """Number of trees judged in one call."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWriter:
-    """Writes texts with one step of a verifier."""
-
-    verifier: Verifier
-
-    def __call__(
-        self, problems: Sequence[Problem], samples: int, generator: torch.Generator
-    ) -> Written:
-        """Let the verifier take one step of the first problem; p completes the texts."""
-        trees, target, masses = batch_of(problems[0])
-        dists = _probs_by_code(problems[0])
-        cells, committed = [], 0
-        for size in _chunks(samples):
-            index = torch.multinomial(masses, size, replacement=True, generator=generator)
-            tree = trees.mapped(itemgetter(index))
-            dist = replace(target, rows=target.rows[index])
-            verdict = self.verifier.verify(tree, dist, random_uniforms(tree, generator))
-            drafted = tree.token_ids.gather(1, verdict.path_nodes)
-            tokens = torch.cat((drafted, verdict.token_ids.unsqueeze(1)), dim=1)
-            tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token_ids.unsqueeze(1))
-            texts = Texts(tokens, verdict.accepted + 1)
-            committed += int(texts.lengths.sum())
-            cells.append(_complete(texts, dists, generator))
-        return Written(torch.cat(cells), committed)
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Texts in progress: the first ``lengths`` tokens of a row; the rest is undecided."""
-
-    tokens: Tensor
-    lengths: Tensor
-
-
-def _chunks(samples: int) -> list[int]:
-    full, rest = divmod(samples, CHUNK)
-    return [CHUNK] * full + ([rest] if rest else [])
+def write_steps(
+    verifier: Verifier, problems: Sequence[Problem], samples: int, generator: torch.Generator
+) -> Written:
+    """Let the verifier take one step of the first problem; p completes the texts."""
+    trees, target, masses = batch_of(problems[0])
+    by_length = _probs_by_code(problems[0])
+    cells, committed = [], 0
+    for first in range(0, samples, CHUNK):
+        size = min(CHUNK, samples - first)
+        index = torch.multinomial(masses, size, replacement=True, generator=generator)
+        tree = trees.mapped(itemgetter(index))
+        own = replace(target, rows=target.rows[index])
+        verdict = verifier.verify(tree, own, random_uniforms(tree, generator))
+        drafted = tree.token_ids.gather(1, verdict.path_nodes)
+        tokens = torch.cat((drafted, verdict.token_ids.unsqueeze(1)), dim=1)
+        tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token_ids.unsqueeze(1))
+        committed += int((verdict.accepted + 1).sum())
+        cells.append(_complete(tokens, verdict.accepted + 1, by_length, generator))
+    return Written(torch.cat(cells), committed)
 
 
 def _probs_by_code(problem: Problem) -> list[Tensor]:
@@ -444,18 +420,23 @@ def _probs_by_code(problem: Problem) -> list[Tensor]:
     ]
 
 
-def _complete(texts: Texts, dists: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-    """Complete texts with the target; return each whole text as a number in base ``vocab``."""
-    vocab = dists[0].shape[1]
-    code = torch.zeros_like(texts.lengths)
-    for d, draft_sampling in enumerate(dists):
-        own = torch.multinomial(draft_sampling[code], 1, generator=generator).squeeze(1)
-        code = code * vocab + torch.where(texts.lengths > d, texts.tokens[:, d], own)
+def _complete(
+    tokens: Tensor, lengths: Tensor, by_length: Sequence[Tensor], generator: torch.Generator
+) -> Tensor:
+    """Complete texts, the first ``lengths`` of ``tokens``, with the target.
+
+    Return each whole text as a number in base ``vocab``.
+    """
+    vocab = by_length[0].shape[1]
+    code = torch.zeros_like(lengths)
+    for d, probs in enumerate(by_length):
+        own = torch.multinomial(probs[code], 1, generator=generator).squeeze(1)
+        code = code * vocab + torch.where(lengths > d, tokens[:, d], own)
     return code
 
 
 def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
-    """Return all draft trees of a problem, their target distributions and their probabilities ``[batch]``.
+    """Return all draft trees of a problem, the target's distributions, and masses ``[batch]``.
 
     The rows of the target distributions belong to prefixes, and all trees share them.
     """
@@ -517,8 +498,8 @@ class _Nodes:
 
 # The sampled audit: a batched verifier's output distribution on random tiny problems, by G-tests.
 #
-# A batched verifier takes given uniforms, so its distribution cannot be enumerated. But it can be sampled,
-# with many trees in one call.
+# A batched verifier takes given uniforms, so its distribution cannot be enumerated. But it can be
+# sampled, with many trees in one call.
 
 
 class SampledResult(Result, frozen=True, kw_only=True):
@@ -573,24 +554,6 @@ class SampledSubject(Subject):
     samples: int
     level: float = LEVEL
 
-    @classmethod
-    def of(cls, verifier: Rule, write: Writer, samples: int) -> Self:
-        """Return a subject with the name and claims of ``verifier``.
-
-        Raises:
-            InvalidArgument: ``samples`` is not positive.
-        """
-        if samples < 1:
-            raise InvalidArgument("samples", samples, "an integer of at least 1")
-        return cls(
-            name=verifier.name,
-            draft_samplings=verifier.draft_samplings,
-            default_sampling=verifier.default_sampling,
-            max_paths=verifier.max_paths,
-            write=write,
-            samples=samples,
-        )
-
     @torch.inference_mode()
     def audit(
         self,
@@ -634,15 +597,25 @@ class SampledSubject(Subject):
 
 
 def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> SampledSubject:
-    """Return the audit's subject for a batched verifier.
+    """Return the audit's subject for a batched verifier, with its name and its claims.
 
     Raises:
         InvalidArgument: ``samples`` is not positive.
     """
-    writer: Writer = (
-        RunWriter(verifier) if isinstance(verifier, StatefulVerifier) else StepWriter(verifier)
+    if samples < 1:
+        raise InvalidArgument("samples", samples, "an integer of at least 1")
+    if isinstance(verifier, StatefulVerifier):
+        write: Writer = partial(write_runs, verifier)
+    else:
+        write = partial(write_steps, verifier)
+    return SampledSubject(
+        name=verifier.name,
+        draft_samplings=verifier.draft_samplings,
+        default_sampling=verifier.default_sampling,
+        max_paths=verifier.max_paths,
+        write=write,
+        samples=samples,
     )
-    return SampledSubject.of(verifier, writer, samples)
 
 
 def _joint(problem: Problem) -> NDArray[np.float64]:

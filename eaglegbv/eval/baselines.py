@@ -1,4 +1,4 @@
-"""An LLM whose answers are streamed, so that the time to the first token is known."""
+"""What a run compares the engine with: SGLang's answers, and transformers' own ``generate``."""
 
 import re
 import time
@@ -230,25 +230,6 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class BaselineAnswer:
-    """An answer of a baseline, like the engine's :class:`eaglegbv.text.Completion`.
-
-    Attributes:
-        text: The answer, without special tokens.
-        token_ids: Tokens of the answer.
-        finish_reason: ``stop`` or ``length``.
-        metrics: Counts of the target's forwards. The first forward counts as prefill, with all that
-            belongs to it: assisted generation drafts before the prompt is read. Prefill is the only
-            phase whose time is known.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    metrics: RequestMetrics
-
-
-@dataclass(frozen=True, slots=True)
 class ChatBaseline:
     """A baseline that answers chat messages for the benchmark's runner.
 
@@ -267,8 +248,11 @@ class ChatBaseline:
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> BaselineAnswer:
+    ) -> Completion:
         """Answer one conversation.
+
+        The first forward counts as prefill, with all that belongs to it: assisted generation drafts
+        before the prompt is read. Prefill is the only phase whose time is known.
 
         Raises:
             InvalidArgument: The plan is not plain, or the prompt fills the model's context.
@@ -294,9 +278,11 @@ class ChatBaseline:
                 streamer=watch,
             )[0].tolist()
         ended = bool(answer) and answer[-1] in self.generation.eos_token_ids
-        return BaselineAnswer(
+        return Completion(
             text=str(self.tokenizer.decode(answer, skip_special_tokens=True)),
             token_ids=answer,
+            prompt_token_ids=prompt,
+            error=None,
             finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
             metrics=watch.metrics,
         )

@@ -20,15 +20,15 @@ from eaglegbv.loading import Pair
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """Distributions at one temperature, at places of texts that the target wrote at that temperature.
+    """Distributions at one temperature, at places of texts that the target wrote at it.
 
     Attributes:
-        dists: At every place, the drafter's distribution of the next token, which is the first level of its
-            trees, and the target's distribution on its support.
+        probs: At every place, the drafter's distribution of the next token, which is the first
+            level of its trees, and the target's distribution on its support.
         texts: ``[places]``, index of the text of each place.
     """
 
-    dists: NodeProbs
+    probs: NodeProbs
     texts: NDArray[np.int64]
 
     def mean(self, values: Tensor) -> Estimate:
@@ -54,14 +54,14 @@ class Harvest:
             count: Most nodes.
             seed: Seed of drafts and uniforms.
         """
-        dists = self.dists.top(width)
+        probs = self.probs.top(width)
         places = np.unique(
-            np.linspace(0, dists.count - 1, min(count, dists.count)).astype(np.int64)
+            np.linspace(0, probs.count - 1, min(count, probs.count)).astype(np.int64)
         )
         found = []
         for place in places.tolist():
             rng = np.random.default_rng((seed, place, width, drafts))
-            q, p = dists.draft[place].numpy(), dists.target[place].numpy()
+            q, p = probs.draft[place].numpy(), probs.target[place].numpy()
             kept = np.flatnonzero(q)
             q = q[kept]
             # One token at the end stands for all tokens that the drafter cannot propose.
@@ -79,33 +79,24 @@ class Harvest:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """Values of two rules at the places of a harvest, for comparison.
+def lead_ratio(
+    harvest: Harvest, lead: tuple[Tensor, Tensor], other: Harvest, others: tuple[Tensor, Tensor]
+) -> Estimate:
+    """Return the ratio of two leads, each a ratio of means, in harvests of the same questions.
 
-    Attributes:
-        harvest: The places.
-        leader: ``[places]``, values of the first rule.
-        follower: ``[places]``, values of the second rule.
+    Args:
+        harvest: Places.
+        lead: ``[places]``, values of a rule, and of the one that it leads.
+        other: Other places.
+        others: The same there.
     """
-
-    harvest: Harvest
-    leader: Tensor
-    follower: Tensor
-
-    def sums_by_text(self, texts: int) -> tuple[list[float], list[float]]:
-        """Return the sums of each rule's values over each of ``texts`` texts."""
-        leader, follower = (
-            np.bincount(self.harvest.texts, weights=values.cpu().numpy(), minlength=texts).tolist()
-            for values in (self.leader, self.follower)
-        )
-        return leader, follower
-
-
-def lead_ratio(lead: Lead, other: Lead) -> Estimate:
-    """Return the ratio of two leads, each a ratio of means, in harvests of the same questions."""
-    texts = 1 + int(max(one.harvest.texts.max() for one in (lead, other)))
-    return bootstrap_ratio_of_ratios(*lead.sums_by_text(texts), *other.sums_by_text(texts))
+    texts = 1 + int(max(harvest.texts.max(), other.texts.max()))
+    sums = [
+        np.bincount(places.texts, weights=values.cpu().numpy(), minlength=texts).tolist()
+        for places, both in ((harvest, lead), (other, others))
+        for values in both
+    ]
+    return bootstrap_ratio_of_ratios(*sums)
 
 
 def harvest(
@@ -116,7 +107,7 @@ def harvest(
     width: int,
     sampling: Sampling,
 ) -> Harvest:
-    """Harvest the distributions at places of texts from :func:`eaglegbv.eval.paired_comparison.collect`.
+    """Return the distributions at places of texts that ``paired_comparison.collect`` wrote.
 
     Args:
         pair: Target and drafter.
@@ -126,7 +117,8 @@ def harvest(
         sampling: How many places of each text to use.
 
     Raises:
-        InvalidArgument: The temperature is 0, where distributions are points, or no text is long enough.
+        InvalidArgument: The temperature is 0, where distributions are points, or no text is long
+            enough.
     """
     if not temperature > 0:
         raise InvalidArgument("temperature", temperature, "a positive number")
@@ -140,15 +132,15 @@ def harvest(
         numbers += here
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
-    widest = max(dists.draft.shape[1] for dists in found)
+    widest = max(probs.draft.shape[1] for probs in found)
 
     def joined(columns: Sequence[Tensor]) -> Tensor:
         pad = torch.nn.functional.pad
         return torch.cat([pad(column, (0, widest - column.shape[1])) for column in columns])
 
-    dists = NodeProbs(
-        joined([dists.ids for dists in found]),
-        joined([dists.draft for dists in found]),
-        joined([dists.target for dists in found]),
+    probs = NodeProbs(
+        joined([probs.ids for probs in found]),
+        joined([probs.draft for probs in found]),
+        joined([probs.target for probs in found]),
     )
-    return Harvest(dists, np.array(numbers))
+    return Harvest(probs, np.array(numbers))

@@ -10,13 +10,13 @@ from scipy import optimize, stats
 from eaglegbv.errors import InvalidArgument
 
 SMALLEST_EXPECTED = 5.0
-"""Expected count from which the chi-square distribution of G is accurate (Cochran's rule of thumb)."""
+"""Expected count from which G is distributed as chi-square (Cochran's rule of thumb)."""
 
 SHIFT = 0.04
 """Total variation at which power is stated; some thousands of samples in fifty cells notice it."""
 
 LEVEL = 1e-4
-"""A right distribution is rejected once in ten thousand tests, so many tests seldom fail by chance."""
+"""A right distribution is rejected once in ten thousand tests: many seldom fail by chance."""
 
 POWER = 0.9
 """Probability with which a shift must be noticed to count as detectable."""
@@ -34,8 +34,9 @@ class GTest:
         samples: Number of texts observed.
         cells: Number of cells compared, after merging.
         p_value: Probability of a G at least as large if the distribution is right.
-        power: Probability of rejecting, at the given level, a distribution at the given total variation from
-            the expected one, spread evenly over all cells: the spread that is hardest to see.
+        power: Probability of rejecting, at the given level, a distribution at the given total
+            variation from the expected one, spread evenly over all cells: the spread that is
+            hardest to see.
     """
 
     statistic: float
@@ -59,8 +60,8 @@ def g_test(
         observed: Cell indices, ``[samples]``.
         expected: Probabilities ``[cells]``.
         smallest: Cells with a smaller expected count are merged with their neighbours: the
-            chi-square distribution of G needs filled cells, and with fewer cells a small shift is easier to
-            see.
+            chi-square distribution of G needs filled cells, and with fewer cells a small shift is
+            easier to see.
         shift: Total variation at which the power is stated.
         level: Probability of rejecting a right distribution, for the power.
     """
@@ -109,7 +110,7 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
 
 
 def power(samples: int, cells: int, *, shift: float, level: float) -> float:
-    """Return the probability of rejecting a distribution at total variation ``shift``, spread evenly."""
+    """Return the probability of rejecting a distribution ``shift`` away, spread evenly."""
     if cells < 2:
         return 0.0
     # Moving every cell up or down by 2 * shift of its mean is a total variation of shift.
@@ -132,21 +133,21 @@ def detectable_shift(
 
 def g_test_texts(
     texts: Sequence[Sequence[int]],
-    dist: Mapping[Text, float],
+    probs: Mapping[Text, float],
     *,
     shift: float = SHIFT,
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
-    """Compare texts with the exact distribution of texts; a text that the distribution lacks has probability 0.
+    """Compare texts with their exact distribution; a text that it lacks has probability 0.
 
-    Rare texts are merged with their neighbours in the order of ``dist``; after :func:`joint_law`,
-    these are texts that begin alike.
+    Rare texts are merged with their neighbours in the order of ``probs``; after
+    :func:`joint_probs`, these are texts that begin alike.
     """
-    cells = {text: i for i, text in enumerate(dist)}
-    impossible = len(dist)
+    cells = {text: i for i, text in enumerate(probs)}
+    impossible = len(probs)
     observed = [cells.get(tuple(text), impossible) for text in texts]
-    expected = np.append(np.array(list(dist.values()), dtype=np.float64), 0.0)
+    expected = np.append(np.array(list(probs.values()), dtype=np.float64), 0.0)
     return g_test(observed, expected, shift=shift, level=level, smallest=smallest)
 
 
@@ -157,10 +158,11 @@ def joint_probs(
     *,
     most: int = 1_000_000,
 ) -> dict[Text, float]:
-    """Return the exact distribution of the first ``tokens`` tokens after ``prompt``; omit impossible texts.
+    """Return the exact distribution of the first tokens after ``prompt``, of possible texts.
 
     Args:
-        next_probs: Maps sequences of one length to the distributions of their next token, ``[batch, vocab]``.
+        next_probs: Maps sequences of one length to the distributions of their next token, ``[batch,
+            vocab]``.
         prompt: The prompt.
         tokens: Number of tokens.
         most: Most texts that are allowed.
@@ -168,17 +170,17 @@ def joint_probs(
     Raises:
         InvalidArgument: More than ``most`` texts have positive probability.
     """
-    dist: dict[Text, float] = {(): 1.0}
+    probs: dict[Text, float] = {(): 1.0}
     for length in range(1, tokens + 1):
-        rows = next_probs([[*prompt, *text] for text in dist])
+        rows = next_probs([[*prompt, *text] for text in probs])
         count = np.count_nonzero(rows)
         if count > most:
             raise InvalidArgument(
                 "tokens", tokens, f"at most {most} possible texts, not {count} of {length}"
             )
-        dist = {
+        probs = {
             (*text, int(token)): mass * float(row[token])
-            for (text, mass), row in zip(dist.items(), rows, strict=True)
+            for (text, mass), row in zip(probs.items(), rows, strict=True)
             for token in np.flatnonzero(row)
         }
-    return dist
+    return probs

@@ -62,9 +62,9 @@ class NodeProbs:
         """Number of nodes."""
         return self.draft.shape[0]
 
-    def __getitem__(self, nodes: slice) -> Self:
+    def __getitem__(self, some: slice) -> Self:
         """Return some of the nodes."""
-        return type(self)(self.ids[nodes], self.draft[nodes], self.target[nodes])
+        return type(self)(self.ids[some], self.draft[some], self.target[some])
 
     def top(self, width: int) -> Self:
         """Keep the ``width`` most likely draft tokens, renormalised."""
@@ -74,29 +74,29 @@ class NodeProbs:
         )
 
 
-def single(dists: NodeProbs, drafts: int) -> Tensor:  # noqa: ARG001
+def single(nodes: NodeProbs, drafts: int) -> Tensor:  # noqa: ARG001
     """Return the acceptance of a single draft, whatever n: sum min(p, q)."""
-    return torch.minimum(dists.target, dists.draft).sum(dim=1)
+    return torch.minimum(nodes.target, nodes.draft).sum(dim=1)
 
 
-def rejection_iid(dists: NodeProbs, drafts: int) -> Tensor:
+def rejection_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     """Recursive rejection sampling of independent drafts (SpecInfer): 1 - prod (1 - beta_k).
 
     beta_k = sum min(r, q), where r is p at first and then (r - q)+ normalised. It does not depend
     on what was rejected.
     """
-    r, rest = dists.target, torch.ones_like(dists.draft[:, 0])
+    r, rest = nodes.target, torch.ones_like(nodes.draft[:, 0])
     # The mass that p has off the support of q stays there, whatever is rejected.
-    off = (1 - dists.target.sum(dim=1)).clamp(min=0)
+    off = (1 - nodes.target.sum(dim=1)).clamp(min=0)
     for _ in range(drafts):
-        beta = torch.minimum(r, dists.draft).sum(dim=1)
+        beta = torch.minimum(r, nodes.draft).sum(dim=1)
         rest = rest * (1 - beta).clamp(min=0)
-        r, off = _normalised((r - dists.draft).clamp(min=0), off)
+        r, off = _normalised((r - nodes.draft).clamp(min=0), off)
     return 1 - rest
 
 
 def rejection_wor(
-    dists: NodeProbs, drafts: int, *, chains: int = CHAINS, generator: torch.Generator | None = None
+    nodes: NodeProbs, drafts: int, *, chains: int = CHAINS, generator: torch.Generator | None = None
 ) -> Tensor:
     """Recursive rejection sampling without replacement, as an unbiased estimate.
 
@@ -105,14 +105,14 @@ def rejection_wor(
     all tokens are drafted.
     """
     generator = generator or torch.Generator().manual_seed(0)
-    return _in_parts(dists, lambda part: _rejection_wor(part, drafts, chains, generator))
+    return _in_parts(nodes, lambda part: _rejection_wor(part, drafts, chains, generator))
 
 
 def _rejection_wor(
-    dists: NodeProbs, drafts: int, chains: int, generator: torch.Generator
+    nodes: NodeProbs, drafts: int, chains: int, generator: torch.Generator
 ) -> Tensor:
-    q = dists.draft.repeat_interleave(chains, dim=0)
-    r = dists.target.repeat_interleave(chains, dim=0)
+    q = nodes.draft.repeat_interleave(chains, dim=0)
+    r = nodes.target.repeat_interleave(chains, dim=0)
     off = (1 - r.sum(dim=1)).clamp(min=0)
     rest = torch.ones_like(off)
     for k in range(drafts):
@@ -121,35 +121,35 @@ def _rejection_wor(
             # Where every draft is accepted nothing is refused, and the drawn token has no effect.
             drawn = torch.multinomial(_or_ones(refused), 1, generator=generator)
             r, off = _normalised((r - q).clamp(min=0), off)
-            q = _dist(q.scatter(1, drawn, 0.0))
+            q = _normalise(q.scatter(1, drawn, 0.0))
         rest = rest * (1 - torch.minimum(r, q).sum(dim=1)).clamp(min=0)
-    return 1 - rest.view(dists.count, chains).mean(dim=1)
+    return 1 - rest.view(nodes.count, chains).mean(dim=1)
 
 
-def k_seq_iid(dists: NodeProbs, drafts: int) -> Tensor:
+def k_seq_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     """K-SEQ (SpecTr): 1 - (1 - beta)^n, all of p that its drafts serve."""
-    n = torch.full((1, dists.count), drafts)
-    _, served = k_seq(dists.target.unsqueeze(0), dists.draft.unsqueeze(0), n)
+    n = torch.full((1, nodes.count), drafts)
+    _, served = k_seq(nodes.target.unsqueeze(0), nodes.draft.unsqueeze(0), n)
     return served.sum(dim=2)[0]
 
 
-def greedy(dists: NodeProbs, drafts: int) -> Tensor:
+def greedy(nodes: NodeProbs, drafts: int) -> Tensor:
     """The n - 1 most likely tokens and one drawn from the rest, r: p(A) + sum min(p, r) off A.
 
     It is this draft sampling's optimum, and what its verifier (MDSD, section 5) accepts.
     """
-    covered = dists.target[:, : drafts - 1].sum(dim=1)
-    r = _dist(dists.draft[:, drafts - 1 :])
-    return covered + torch.minimum(dists.target[:, drafts - 1 :], r).sum(dim=1)
+    covered = nodes.target[:, : drafts - 1].sum(dim=1)
+    r = _normalise(nodes.draft[:, drafts - 1 :])
+    return covered + torch.minimum(nodes.target[:, drafts - 1 :], r).sum(dim=1)
 
 
-def optimum_iid(dists: NodeProbs, drafts: int) -> Tensor:
+def optimum_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     """alpha* of independent drafts, Q(H) = q(H)^n."""
-    ranked = RankedProbs.of(dists.ids, dists.draft, dists.target)
+    ranked = RankedProbs.of(nodes.ids, nodes.draft, nodes.target)
     return _optimum(ranked, ranked.draft.cumsum(dim=1) ** drafts)
 
 
-def optimum_wor(dists: NodeProbs, drafts: int) -> Tensor:
+def optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
     """alpha* of drafts without replacement, Q(H) by an exponential race.
 
     Token x arrives at an Exp(q_x) time, and all n drafts lie in H iff n of H have arrived when the
@@ -157,11 +157,11 @@ def optimum_wor(dists: NodeProbs, drafts: int) -> Tensor:
 
         Q(H) = Integral lambda exp(-lambda t) Pr(at least n of H have arrived by t) dt.
     """
-    return _in_parts(dists, lambda part: _optimum_wor(part, drafts))
+    return _in_parts(nodes, lambda part: _optimum_wor(part, drafts))
 
 
-def _optimum_wor(dists: NodeProbs, drafts: int) -> Tensor:
-    ranked = RankedProbs.of(dists.ids, dists.draft, dists.target)
+def _optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
+    ranked = RankedProbs.of(nodes.ids, nodes.draft, nodes.target)
     q, real = ranked.draft, ranked.draft > 0
     size = real.sum(dim=1)
     n = torch.minimum(size, torch.tensor(drafts))
@@ -193,13 +193,13 @@ def _optimum(ranked: RankedProbs, inside: Tensor) -> Tensor:
     return 1 + torch.where(ranked.draft > 0, excess, 0.0).amin(dim=1).clamp(max=0)
 
 
-def _in_parts(dists: NodeProbs, rule: Callable[[NodeProbs], Tensor]) -> Tensor:
+def _in_parts(nodes: NodeProbs, rule: Callable[[NodeProbs], Tensor]) -> Tensor:
     """Apply ``rule`` to a few nodes at a time, which limits the memory it takes."""
-    starts = range(0, dists.count, NODES_AT_ONCE)
-    return torch.cat([rule(dists[first : first + NODES_AT_ONCE]) for first in starts])
+    starts = range(0, nodes.count, NODES_AT_ONCE)
+    return torch.cat([rule(nodes[first : first + NODES_AT_ONCE]) for first in starts])
 
 
-def _dist(weights: Tensor) -> Tensor:
+def _normalise(weights: Tensor) -> Tensor:
     """Normalise ``[nodes, width]``; rows of zeros remain zeros."""
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=_TINY)
 

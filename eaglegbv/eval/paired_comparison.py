@@ -1,4 +1,4 @@
-"""Draft trees with the target's distributions at their nodes, and the smaller trees they contain."""
+"""Verifiers on the same drafts: what each accepts of the very same trees."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class Offer:
         order of its nodes.
 
         Raises:
-            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of its
-                distribution.
+            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of
+                its distribution.
         """
         tree = self.tree
         if (paths, length) == (tree.paths, tree.length):
@@ -94,15 +94,15 @@ class Offer:
 #
 # At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
 # verifier judges it several times with different random numbers. All verifiers see the same tokens,
-# draft distributions and target distributions, and use the same numbers, so what makes a place easy or hard cancels out
-# in the ratio of two of them.
+# draft distributions and target distributions, and use the same numbers, so what makes a place easy
+# or hard cancels out in the ratio of two of them.
 #
 # What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-# from texts that follow the target's distribution. This is not the engine's block efficiency, because the
-# engine's steps begin where earlier ones ended. More of them begin where the drafter is weak, since
-# steps are short there, so the engine's figure is lower. Verifiers that keep state from step to step
-# (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing about them, and
-# they are measured in the engine instead.
+# from texts that follow the target's distribution. This is not the engine's block efficiency,
+# because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
+# weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
+# step to step (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing
+# about them, and they are measured in the engine instead.
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,10 +338,12 @@ def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
             raise InvalidArgument("settings", setting.name, "settings that draft")
         rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
         rule.check_sampling(sampling_of(plan, rule, drafter, greedy=False), plan.paths)
-        dist = sampling_of(plan, rule, drafter, greedy=greedy)
+        draft_sampling = sampling_of(plan, rule, drafter, greedy=greedy)
         verifier = make_verifier(verifier_name(plan, greedy=greedy))
-        size = {"paths": 1, "depth": 1} if dist is DraftSampling.IID else {}
-        alike = msgspec.structs.replace(plan, verifier=Plan().verifier, draft_sampling=dist, **size)
+        size = {"paths": 1, "depth": 1} if draft_sampling is DraftSampling.IID else {}
+        alike = msgspec.structs.replace(
+            plan, verifier=Plan().verifier, draft_sampling=draft_sampling, **size
+        )
         member = _Member(number, verifier, plan.paths, plan.depth)
         gathered.setdefault((alike, setting.temperature), []).append(member)
     return [
@@ -468,13 +470,13 @@ class _Bench:
         group = Group.decode(requests, tree, slots)
         forward = Forward.of([group], [])
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
-        dist = probs_of_nodes(group, forward.layouts[0], logits)
+        target = probs_of_nodes(group, forward.layouts[0], logits)
         for request in requests:
             self._kv.commit(request, [])
-        for request, faults in zip(requests, find_faults(tree, dist).tolist(), strict=True):
+        for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):
             if faults:
                 raise fault_error(faults, request.number)
-        return Offer(tree, dist)
+        return Offer(tree, target)
 
     def _verify(
         self, requests: Sequence[Request], offer: Offer, members: Sequence[_Member]

@@ -1,6 +1,5 @@
 """Questions of a benchmark, and the places they are read from."""
 
-import gzip
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.llm import LLM
-from eaglegbv.utils import write_whole
+from eaglegbv.utils import read_json_lines, write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
@@ -208,13 +207,7 @@ def read_questions(path: Path, source: str) -> tuple[Question, ...]:
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
     """
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InvalidArgument("data", str(path), f"a readable JSON-lines file ({error})") from error
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    questions = tuple(_question(line, f"{path}:{n}", str(n), source) for n, line in lines)
+    questions = tuple(_question(row, place, source) for place, row in read_json_lines(path, _Row))
     if not questions:
         raise InvalidArgument("data", str(path), "at least one question")
     seen: set[str] = set()
@@ -256,17 +249,13 @@ class _Row(msgspec.Struct):
         return [turn for turn in single if turn is not None][:1]
 
 
-def _question(line: str, place: str, number: str, source: str) -> Question:
-    try:
-        row = msgspec.json.decode(line, type=_Row)
-    except msgspec.DecodeError as error:
-        raise InvalidArgument("data", place, f"a JSON object of a question ({error})") from error
+def _question(row: _Row, place: str, source: str) -> Question:
     turns = row.user_turns()
     if not turns or not all(turn.strip() for turn in turns):
         raise InvalidArgument("data", place, "'turns': a list of non-empty strings")
     ids = (row.id, row.question_id, row.prompt_id, row.task_id, row.unique_id)
     return Question(
-        id=str(next((i for i in ids if i is not None), number)),
+        id=str(next((i for i in ids if i is not None), place.rpartition(":")[2])),
         category=row.category or row.subject or "none",
         turns=tuple(turns),
         source=row.source or source,

@@ -1,6 +1,6 @@
-"""Sizes of models with random weights."""
+"""Engines over a target and an EAGLE-3 head with random weights, of any shape."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from eaglegbv.drafters.eagle_model import (
 )
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.machine import barrier_of
 from eaglegbv.loading import feature_spec, head_drafter
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
@@ -218,6 +217,11 @@ def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
         head = Eagle3Head(config, embedding, torch.arange(config.draft_vocab_size))
     # The frequencies of its rotations, which the head computes on the CPU, stay in float32.
     return head.to(device, embedding.dtype).train(mode=False)
+
+
+def barrier_of(device: torch.device) -> Callable[[], None] | None:
+    """Return a function that waits for ``device`` to finish its work; None if none is needed."""
+    return torch.cuda.synchronize if device.type == "cuda" else None
 
 
 @contextmanager

@@ -1,24 +1,27 @@
-"""Reading JSON files into structs, with errors that name the argument a user gave."""
+"""What a run saves: settings, environment, a record for each conversation; and the files of it."""
 
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
-from eaglegbv.config import Plan
+from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import processor_name
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
-
-Content = TypeVar("Content")
+from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import Content, decode_json
+from eaglegbv.verifiers.registry import make_any_verifier
 
 
 def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) -> Content:
@@ -34,9 +37,10 @@ def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) 
         InvalidArgument: The file cannot be read, or its content is of another type.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise InvalidArgument(argument, str(path), f"{expected} ({error})") from error
+    return decode_json(content, kind, argument=argument, place=str(path), expected=expected)
 
 
 # Entries saved one a line as they come, so that a killed process loses at most one.
@@ -72,12 +76,16 @@ class Journal(Generic[Entry]):
         Raises:
             InvalidArgument: The file cannot be read, or a line is not an entry.
         """
-        try:
-            lines = self._whole_lines().splitlines()
-            return [msgspec.json.decode(line, type=self._kind) for line in lines]
-        except (OSError, msgspec.DecodeError) as error:
-            expected = f"{self._content} ({error})"
-            raise InvalidArgument(argument, str(self._path.parent), expected) from error
+        return [
+            decode_json(
+                line,
+                self._kind,
+                argument=argument,
+                place=f"{self._path}:{number}",
+                expected=self._content,
+            )
+            for number, line in enumerate(self._whole_lines().split(b"\n")[:-1], start=1)
+        ]
 
     def resume(self) -> list[Entry]:
         """Return all entries, and remove a last line that was cut short, so that more can be added.
@@ -329,3 +337,99 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 def name_of_model(model: str) -> str:
     """Return ``tiny`` for the packaged target, wherever it is; other names unchanged."""
     return "tiny" if Path(model) == TINY_TARGET else model
+
+
+# The settings that a benchmark compares, from lists of the values that vary.
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Settings to compare.
+
+    Attributes:
+        settings: Every lossless combination, once.
+        left_out: Names of combinations that are not lossless, or whose distribution needs more
+            paths.
+    """
+
+    settings: tuple[Setting, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def grid(
+    verifiers: Sequence[str],
+    paths: Sequence[int],
+    depths: Sequence[int],
+    temperatures: Sequence[float],
+    *,
+    base: Plan,
+    draft_samplings: Sequence[DraftSampling | None] = (),
+    draft_temperatures: Sequence[float] = (),
+    baselines: Sequence[str] = (),
+) -> Grid:
+    """Return every combination once, in the order of the lists.
+
+    ``"none"`` has no paths, depth or distribution, and occurs once for each temperature. A verifier
+    that takes fewer paths than requested runs with as many as it takes, which its setting's name
+    says. Combinations of a verifier with a distribution for which it is not lossless are left out,
+    and named.
+
+    Args:
+        verifiers: Names of verifiers, including ``"none"`` for plain decoding.
+        paths: Numbers of paths.
+        depths: Lengths of a path.
+        temperatures: Sampling temperatures.
+        base: All other values of every plan.
+        draft_samplings: Draft samplings, None for each verifier's own; by default that of ``base``.
+        draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
+        baselines: Names of other libraries' ways, which come after the rest, once for each
+            temperature.
+
+    Raises:
+        InvalidArgument: A value is out of range, or a verifier does not exist.
+        SamplingMismatch: A verifier takes none of the draft samplings.
+    """
+    lists = (
+        temperatures,
+        verifiers,
+        draft_samplings or (base.draft_sampling,),
+        draft_temperatures or (base.draft_temperature,),
+        paths,
+        depths,
+    )
+    kept: dict[Setting, None] = {}
+    left_out: dict[Setting, SamplingMismatch] = {}
+    for temperature, verifier, draft_sampling, hotter, k, depth in product(*lists):
+        if verifier == "none":
+            kept[Setting(plan=PLAIN, temperature=temperature)] = None
+            continue
+        plan = msgspec.structs.replace(
+            base,
+            verifier=verifier,
+            paths=make_any_verifier(verifier).fitting_paths(k),
+            depth=depth,
+            draft_sampling=draft_sampling,
+            draft_temperature=hotter,
+        )
+        setting = Setting(plan=plan, temperature=temperature)
+        try:
+            _check_sampling(plan)
+            kept[setting] = None
+        except SamplingMismatch as error:
+            left_out[setting] = error
+    for temperature, name in product(temperatures, baselines):
+        kept[Setting(plan=PLAIN, temperature=temperature, baseline=name)] = None
+    running = {setting.plan.verifier for setting in kept}
+    for setting, mismatch in left_out.items():
+        if setting.plan.verifier not in running:
+            raise mismatch
+    return Grid(tuple(kept), tuple(setting.name for setting in left_out))
+
+
+def _check_sampling(plan: Plan) -> None:
+    if plan.draft_sampling is None:
+        return
+    make_any_verifier(plan.verifier).check_sampling(plan.draft_sampling, plan.paths)
+    if plan.paths < plan.draft_sampling.min_paths:
+        expected = f"at least {plan.draft_sampling.min_paths} for {plan.draft_sampling}"
+        raise SamplingMismatch("paths", plan.paths, expected)

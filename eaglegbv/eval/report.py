@@ -2,10 +2,18 @@
 
 import hashlib
 from collections.abc import Sequence
+from math import isclose
 from pathlib import Path
 
-from eaglegbv.eval.records import Results, RunSettings
-from eaglegbv.eval.statistics import FIGURES, Estimate, Summary
+from eaglegbv.eval.records import Record, Results, RunSettings
+from eaglegbv.eval.statistics import (
+    ACCEPTANCE_LENGTH,
+    BLOCK_EFFICIENCY,
+    FIGURES,
+    Estimate,
+    Summary,
+    whole,
+)
 from eaglegbv.fused_linears import Quantization
 
 HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
@@ -33,9 +41,29 @@ def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[
 
 
 def with_interval(estimate: Estimate, digits: int = 2) -> str:
-    """Return a figure and its interval."""
+    """Return a figure and its interval; the figure alone if the interval is a point.
+
+    That is so if only one unit (a question) was measured: its noise is not known.
+    """
+    if isclose(estimate.low, estimate.high, rel_tol=1e-12):
+        return f"{estimate.value:.{digits}f}"
     low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"
     return f"{estimate.value:.{digits}f} [{low}, {high}]"
+
+
+def served_table(settings: RunSettings, records: Sequence[Record]) -> list[list[str]]:
+    """Return what was accepted in every setting with a record, headings first; no speeds."""
+    headings = ("setting", "conversations", "broken off", "tokens")
+    rows = [[*headings, ACCEPTANCE_LENGTH.name, BLOCK_EFFICIENCY.name]]
+    for setting in settings.settings:
+        own = [record for record in records if record.setting == setting.name]
+        held = whole(own)
+        tokens = sum(turn.completion_tokens for record in held for turn in record.turns)
+        counts = map(str, (len(held), len(own) - len(held), tokens))
+        figures = (with_interval(f.pooled(held)) for f in (ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY))
+        if own:
+            rows.append([setting.name, *counts, *figures])
+    return rows
 
 
 def plain_text(rows: Sequence[Sequence[str]]) -> str:

@@ -1,23 +1,24 @@
-"""Files of measurements from which a page of results is written: compact, named, in one folder."""
+"""The page of results: measured files, compact and named, in one folder, and Markdown of them.
+
+Every number and verdict on the page is computed from the files. Of each kind the page shows the
+latest run; full tables of a paper's comparison stay in its file.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from eaglegbv.config import AutoPlan, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import drafters
-from eaglegbv.eval import throughput as batches
-from eaglegbv.eval.comparison import compare_runs
-from eaglegbv.eval.drafters import DrafterReport
-from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Report, findings_table
+from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table
+from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Report, Table, findings_table
 from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.plots import (
     PICTURES,
@@ -27,7 +28,7 @@ from eaglegbv.eval.plots import (
     save_picture,
     whiskers,
 )
-from eaglegbv.eval.records import Environment, Record, Results, Setting, Turn, read_json
+from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
 from eaglegbv.eval.report import (
     acceptance_text,
     drafter_name,
@@ -42,31 +43,32 @@ from eaglegbv.eval.statistics import (
     TOKENS_PER_SECOND,
     Estimate,
     Figure,
-    Rank,
-    SideOfOne,
     over_plain,
-    paired_ratio,
     rank_settings,
     rank_ways,
-    ratio_of_speedups,
     summarise,
     whole,
 )
-from eaglegbv.eval.study import Study, draw_study, study_table, tree_findings
-from eaglegbv.eval.study import findings as study_findings
+from eaglegbv.eval.study import (
+    Study,
+    draw_study,
+    study_table,
+    temperature_findings,
+    tree_findings,
+)
 from eaglegbv.eval.throughput import Cell, Timing, rate_table
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.utils import Content
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-
 DIGITS = 6
 """Digits to which seconds are rounded."""
 
-
-_Content = TypeVar("_Content")
+MOST_ROWS = 8
+"""Most rows, headings included, of a paper's table that the page shows; files have them all."""
 
 
 class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +111,13 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     draft_quantization: str = ""
 
+    @property
+    def variant(self) -> str:
+        """How it differs from a usual run, as a suffix of its name."""
+        unusual = [f"compiled ({self.compile_backend})"] if self.compile_backend else []
+        unusual += [self.dtype] if self.dtype not in ("", "float32") else []
+        return "".join(f", {word}" for word in unusual)
+
 
 class NamedReport(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter's report, with the name under which it is shown."""
@@ -143,10 +152,7 @@ KINDS: Mapping[str, type[Evidence]] = {
     "batch": BatchResults,
     "drafters": DrafterResults,
 }
-"""Kind of a file, by how its name begins: ``mt-bench-again.json`` is a run too."""
-
-AGAIN = "-again"
-"""End of the name of a second run with the same settings."""
+"""Kind of a file, by how its name begins: ``batch-inductor.json`` is a run by batch too."""
 
 
 def read_evidence(folder: Path) -> dict[str, Evidence]:
@@ -158,8 +164,8 @@ def read_evidence(folder: Path) -> dict[str, Evidence]:
     Raises:
         InvalidArgument: A file's content is not what its name says.
     """
-    known = set(_files(folder)) - set(other_files(folder))
-    return {path.stem: _read(path) for path in sorted(known)}
+    known = [path for path in _files(folder) if _kind(path.stem) is not None]
+    return {path.stem: _read(path) for path in known}
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -198,35 +204,26 @@ def kind_of(name: str) -> type[Evidence]:
     found = _kind(name)
     if found is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
-    return found
+    return KINDS[found]
 
 
-def _kind(name: str) -> type[Evidence] | None:
-    found = kind_among(KINDS, name)
-    return None if found is None else KINDS[found]
-
-
-def kind_among(kinds: Iterable[str], name: str) -> str | None:
-    """Return the longest of ``kinds`` with which a file's name begins, or None."""
-    found = [kind for kind in kinds if name == kind or name.startswith(f"{kind}-")]
-    return max(found, key=len, default=None)
+def _kind(name: str) -> str | None:
+    return next((kind for kind in KINDS if f"{name}-".startswith(f"{kind}-")), None)
 
 
 def compact(results: Results) -> Results:
     """Return a run with one turn per conversation and without texts; no figure changes."""
     return Results(
+        # The folder from which its questions were read matters to no reader of the page.
         settings=msgspec.structs.replace(
-            # The folder from which it was read matters to no reader of the page.
-            results.settings,
-            origin=Path(results.settings.origin).name,
+            results.settings, origin=Path(results.settings.origin).name
         ),
         environment=results.environment,
-        records=[_compact_record(record) for record in results.records],
+        records=[
+            msgspec.structs.replace(one, turns=[_sum(one.turns)] if one.turns else [])
+            for one in results.records
+        ],
     )
-
-
-def _compact_record(record: Record) -> Record:
-    return msgspec.structs.replace(record, turns=[_sum(record.turns)] if record.turns else [])
 
 
 def _sum(turns: Sequence[Turn]) -> Turn:
@@ -270,27 +267,18 @@ def _from(kind: type[Evidence], source: Path) -> Evidence:
     if kind is Results:
         return compact(load_results(source))
     if kind is PaperResults and source.is_dir():
-        report = _decode(source / "report.json", Report)
+        told = source / "report.txt"
+        title = told.read_text(encoding="utf-8").partition("\n")[0] if told.is_file() else ""
+        # The first file of the folder that tells where it was measured.
+        places = (_where(path.read_bytes()) for path in sorted(source.glob("*.json")))
         return PaperResults(
-            report=report,
-            title=_title(source / "report.txt"),
-            environment=_environment(source),
+            report=_decode(source / "report.json", Report),
+            title=title,
+            environment=next(filter(None, places), None),
         )
-    if kind is Study and source.is_dir():
-        source /= "study.json"
     if kind is DrafterResults:
         return _without_questions(_decode(source, DrafterResults))
-    return _decode(source, kind)
-
-
-def _title(report: Path) -> str:
-    return report.read_text(encoding="utf-8").partition("\n")[0] if report.is_file() else ""
-
-
-def _environment(folder: Path) -> Environment | None:
-    """Return where a comparison was measured, from the first file of its folder that tells."""
-    found = (_where(path.read_bytes()) for path in sorted(folder.glob("*.json")))
-    return next(filter(None, found), None)
+    return _decode(source / "study.json" if kind is Study and source.is_dir() else source, kind)
 
 
 class _Where(msgspec.Struct):
@@ -317,7 +305,7 @@ def _read(path: Path) -> Evidence:
     return read_results(path) if kind is Results else _decode(path, kind)
 
 
-def _decode(path: Path, kind: type[_Content]) -> _Content:
+def _decode(path: Path, kind: type[Content]) -> Content:
     return read_json(path, kind, argument="file", expected=f"a readable file of {kind.__name__}")
 
 
@@ -337,19 +325,12 @@ def _plain(content: object) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
-# The sections of the page of results, each for one measured file, as Markdown.
-#
-# Pictures are passed as Markdown too: as links to the files.
+# The sections of the page, each for one measured file, as Markdown: figures first.
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page.
-
-    Attributes:
-        title: Heading of the section.
-        parts: Paragraphs and tables of the section.
-    """
+    """A part of the page: its heading, and its paragraphs and tables."""
 
     title: str
     parts: tuple[str, ...]
@@ -366,7 +347,7 @@ class Section:
         return "\n\n".join([f"## {self.title}", *(part for part in self.parts if part)])
 
 
-def where(environment: Environment | None) -> str:
+def _measured(environment: Environment | None) -> str:
     """Return a sentence on where and when something was measured."""
     if environment is None:
         return "Where and when was not recorded."
@@ -377,268 +358,166 @@ def where(environment: Environment | None) -> str:
     )
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as code, separated by commas."""
-    return ", ".join(f"`{name}`" for name in names)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "-"
 
 
-def run_section(name: str, results: Results, pictures: str) -> Section:
-    """Return the section of a run."""
+def _lines(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _run_section(name: str, results: Results, pictures: str) -> Section:
     summaries = summarise(results)
-    told = [f"- {heading}: {fact}" for heading, fact in facts(results).items()]
-    asked = len(results.settings.question_ids) * results.settings.repeats
-    whole_run = asked * len(results.settings.settings)
+    settings = results.settings
+    asked = len(settings.question_ids) * settings.repeats * len(settings.settings)
     held = sum(summary.conversations for summary in summaries)
     broken = sum(summary.errors for summary in summaries)
-    done = f"{held} of {whole_run} conversations held to their end, {broken} broke off."
-    count = len(results.settings.question_ids)
-    label = "" if name == results.settings.suite else f" ({name})"
+    label = "" if name == settings.suite else f" ({name})"
     return Section(
-        f"{results.settings.suite}: {count} questions{label}",
+        f"{settings.suite}: {len(settings.question_ids)} questions{label}",
         (
-            "\n".join(told),
-            done,
             markdown_table(table(summaries)),
-            "\n".join(f"- {line}" for line in _rank_lines(results)),
             pictures,
             "Share of the forwards that accept a token at each depth:",
             acceptance_text(summaries),
             "Block efficiency by category:",
             markdown_table(_by_category(results)),
+            f"{held} of {asked} conversations held to their end, {broken} broke off. "
+            + "; ".join(f"{heading}: {fact}" for heading, fact in facts(results).items())
+            + ".",
         ),
     )
 
 
-def _rank_lines(results: Results) -> list[str]:
-    lines = []
-    for figure in (BLOCK_EFFICIENCY, TOKENS_PER_SECOND):
-        for temperature, rank in rank_settings(results, figure).items():
-            lines.append(f"Temperature {temperature:g}, {figure.name}: {_rank_text(rank)}")
-    return lines
-
-
-def _rank_text(rank: Rank) -> str:
-    text = f"`{rank.leader}` is highest ({rank.value:.2f})"
-    if rank.tied:
-        text += f"; not told apart from it: {listed(rank.tied)}"
-    if rank.behind:
-        text += f"; below it beyond the interval: {listed(rank.behind)}"
-    return text + "."
-
-
 def _by_category(results: Results) -> list[list[str]]:
-    held = whole(results.records)
-    categories = list(dict.fromkeys(record.category for record in held))
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in whole(results.records):
+        groups.setdefault((record.setting, record.category), []).append(record)
+    categories = list(dict.fromkeys(category for _, category in groups))
     rows = [["setting", *categories]]
     for setting in results.settings.settings:
-        own = [record for record in held if record.setting == setting.name]
-        rows.append([setting.name, *(_efficiency(own, category) for category in categories)])
+        own = (groups.get((setting.name, category), []) for category in categories)
+        figures = [f"{BLOCK_EFFICIENCY.pooled(some).value:.2f}" if some else "-" for some in own]
+        rows.append([setting.name, *figures])
     return rows
 
 
-def _efficiency(records: Sequence[Record], category: str) -> str:
-    own = [record for record in records if record.category == category]
-    return f"{BLOCK_EFFICIENCY.pooled(own).value:.2f}" if own else "-"
-
-
-def paper_section(content: PaperResults, pictures: str, *, title: str) -> Section:
-    """Return the section of a comparison with a paper; ``title`` is used if it has none itself."""
+def _paper_section(name: str, content: PaperResults, pictures: str) -> Section:
     report = content.report
-    parts = [where(content.environment), pictures]
-    for one in report.tables:
-        parts += [f"**{one.title}**", markdown_table(one.rows), *one.notes]
+    shown = _shown(report.tables)
+    parts = [pictures]
+    for one in shown:
+        parts += [f"**{one.title}**", markdown_table(one.rows)]
     if report.findings:
-        parts.append(f"{verdicts(content)}.".capitalize())
+        parts.append(f"{_verdicts(content)}.".capitalize())
     if report.exceptions:
         parts += ["Those against:", markdown_table(findings_table(report.exceptions))]
-    return Section(content.title or title, (*parts, *report.notes))
+    left = len(report.tables) - len(shown)
+    more = [f"{left} more tables, long ones or alike, are in `{name}.json`"] if left else []
+    notes = [*(note for one in shown for note in one.notes), *report.notes, *more]
+    told = "; ".join(note.removesuffix(".") for note in dict.fromkeys(notes))
+    title = content.title or EXPECTED.get(name, name)
+    return Section(title, (*parts, f"{told}. {_measured(content.environment)}"))
 
 
-def verdicts(content: PaperResults) -> str:
+def _shown(tables: Sequence[Table]) -> list[Table]:
+    """Return the short tables; of those that differ only in temperature or length, the last."""
+    short = [one for one in tables if len(one.rows) <= MOST_ROWS]
+    return list({(one.title.partition(", T =")[0], one.rows[0][0]): one for one in short}.values())
+
+
+def _verdicts(content: PaperResults) -> str:
     """Return a sentence on how many of a paper's directions were confirmed."""
-    found = content.report.findings
-    counts = ", ".join(
-        f"{sum(one.verdict == verdict for one in found)} {verdict}"
-        for verdict in (AGREES, AGAINST, OPEN)
-    )
-    return f"of {len(found)} directions {counts}"
+    counted = Counter(one.verdict for one in content.report.findings)
+    counts = ", ".join(f"{counted[verdict]} {verdict}" for verdict in (AGREES, AGAINST, OPEN))
+    return f"of {counted.total()} directions {counts}"
 
 
-def study_section(study: Study, pictures: str) -> Section:
-    """Return the section of a study of trees."""
+def _study_section(study: Study, pictures: str) -> Section:
+    """Return the section of a study: its first drafter, with the most paths."""
+    own = [cell for cell in study.sampled if cell.drafter == study.drafters[0]]
+    most = max((cell.paths for cell in own), default=0)
+    shown = [cell for cell in own if cell.paths == most or cell.temperature == 0]
+    part = msgspec.structs.replace(study, drafters=study.drafters[:1], sampled=tuple(shown))
+    others = f" {', '.join(study.drafters[1:])}, and fewer paths, are in `study.json`."
     asked = f"{len(study.questions)} questions of {study.suite}; target {study.model}."
     return Section(
         "Sampled and deterministic trees, and the draft temperature",
         (
-            f"{asked} {where(study.environment)}",
-            "Tokens a step, at equal numbers of verified nodes:",
-            markdown_table(study_table(study)),
-            "\n".join(f"- {finding}." for finding in study_findings(study)),
+            f"Tokens a step, at equal numbers of verified nodes, with {most} paths:",
+            markdown_table(study_table(part)),
+            _lines([f"{finding}." for finding in temperature_findings(part)]),
             pictures,
+            f"{asked}{others} {_measured(study.environment)}",
         ),
     )
 
 
-def batch_section(name: str, content: BatchResults, pictures: str) -> Section:
-    """Return the section of a run by batch."""
+def _batch_section(name: str, content: BatchResults, pictures: str) -> Section:
     drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
     about = ", ".join(filter(None, (content.model, drafter, content.suite)))
-    fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`." if content.verifier else ""
+    fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`. " if content.verifier else ""
     backend = content.compile_backend
     compiled = f"The engine is compiled (`--compile {backend}`); " if backend else ""
-    contexts = any(timing.context for timing in content.timings)
-    rows = batches.summarise(content.timings)
     return Section(
-        f"Tokens/s by batch{variant(content)} ({name})",
+        f"Tokens/s by batch{content.variant} ({name})",
         (
-            f"{about}. {compiled}{where(content.environment)}",
-            "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
-            f"by this engine, within a repeat. {fixed}",
-            markdown_table(rate_table(rows, lengths=contexts)),
+            markdown_table(rate_table(content.timings)),
             pictures,
+            "Medians over repeats; in parentheses the median ratio to `none`, plain decoding "
+            f"by this engine, within a repeat. {fixed}{about}. {compiled}"
+            f"{_measured(content.environment)}",
         ),
     )
 
 
-def variant(content: BatchResults) -> str:
-    """Return how a run by batch differs from a usual one, as a suffix of its name."""
-    backend = content.compile_backend
-    unusual = [f"compiled ({backend})"] if backend else []
-    unusual += [content.dtype] if content.dtype not in ("", "float32") else []
-    return "".join(f", {word}" for word in unusual)
-
-
-def drafters_section(content: DrafterResults, pictures: str) -> Section:
-    """Return the section of a comparison of drafters."""
+def _drafters_section(content: DrafterResults, pictures: str) -> Section:
     names = [one.name for one in content.drafters]
     reports = [one.report for one in content.drafters]
     return Section(
         "Drafters",
         (
-            f"Questions: {content.origin}. {where(content.environment)}",
-            markdown_table(drafters.depth_table(reports, names)),
+            markdown_table(depth_table(reports, names)),
             "Acceptance length by category:",
-            markdown_table(drafters.category_table(reports, names)),
+            markdown_table(category_table(reports, names)),
             pictures,
+            f"Questions: {content.origin}. {_measured(content.environment)}",
         ),
     )
-
-
-# The section of a second run: which figures of the first it reproduces.
-
-
-SPEEDUP = "speed-up"
-
-
-def again_section(first: Results, second: Results) -> Section:
-    """Return the section of the second of two runs with the same settings."""
-    rows = [["setting", "figure", "first", "second", "second / first", "reproduced"]]
-    counts: Counter[str] = Counter()
-    settings: Counter[str] = Counter()
-    for one in _reproductions(first, second):
-        same = one.ratio.side_of_one() is SideOfOne.OPEN
-        settings[one.figure] += 1
-        counts[one.figure] += same
-        rows.append(
-            [
-                *(one.setting, one.figure, f"{one.first:.3f}", f"{one.second:.3f}"),
-                *(with_interval(one.ratio, 3), "yes" if same else "no"),
-            ]
-        )
-    said = ", ".join(f"{name} in {counts[name]} of {settings[name]}" for name in settings)
-    seeds = f"seeds {first.settings.seed} and {second.settings.seed}"
-    return Section(
-        f"{second.settings.suite}: a second run",
-        (
-            f"The same settings with {seeds}. A figure counts as reproduced where the 95% paired "
-            f"interval of the second run's ratio to the first holds 1; of all settings: {said}. "
-            "That the machine was faster or slower during one of them is in no interval; it shows "
-            "in tokens/s, and cancels in the speed-up over plain decoding.",
-            where(second.environment),
-            markdown_table(rows),
-        ),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reproduction:
-    """A figure of one setting in two runs, and the second's ratio to the first."""
-
-    setting: str
-    figure: str
-    first: float
-    second: float
-    ratio: Estimate
-
-
-def _reproductions(first: Results, second: Results) -> Iterator[_Reproduction]:
-    for comparison in compare_runs(first, second):
-        for one in comparison.differences:
-            if one.figure in (BLOCK_EFFICIENCY.name, TOKENS_PER_SECOND.name) and one.ratio:
-                yield _Reproduction(comparison.a, one.figure, one.a, one.b, one.ratio)
-        setting = next(s for s in first.settings.settings if s.name == comparison.a)
-        if not setting.plain:
-            yield from _speedups(setting, first, second)
-
-
-def _speedups(setting: Setting, first: Results, second: Results) -> Iterator[_Reproduction]:
-    plain = [
-        s.name for s in first.settings.settings if s.plain and s.temperature == setting.temperature
-    ]
-    own = [[_of(run, name) for name in (setting.name, *plain)] for run in (second, first)]
-    if plain and all(all(records) for records in own):
-        (ours, base), (earlier, earlier_base) = own
-        yield _Reproduction(
-            setting.name,
-            SPEEDUP,
-            paired_ratio(TOKENS_PER_SECOND, earlier, earlier_base).value,
-            paired_ratio(TOKENS_PER_SECOND, ours, base).value,
-            ratio_of_speedups(TOKENS_PER_SECOND, ours, base, earlier, earlier_base),
-        )
-
-
-def _of(results: Results, setting: str) -> list[Record]:
-    return [record for record in whole(results.records) if record.setting == setting]
 
 
 # The section that ranks verifiers over all measured files.
 
 
-def when_section(evidence: Mapping[str, Evidence], order: Sequence[str]) -> Section:
-    """Return the section that says which verifier is best when.
-
-    Args:
-        evidence: Measured files by name.
-        order: Their names, in the order in which runs are shown.
-    """
+def _when_section(evidence: Mapping[str, Evidence], order: Sequence[str]) -> Section:
+    """Return the section that says which verifier is best when; runs are shown in this order."""
     runs = {name: one for name in order if isinstance(one := evidence[name], Results)}
     papers = [one for one in evidence.values() if isinstance(one, PaperResults)]
-    loads = [one for one in evidence.values() if isinstance(one, BatchResults)]
-    studies = [one for one in evidence.values() if isinstance(one, Study)]
     parts = [
         "Ranked from the files by their intervals: a setting is behind the best where the whole "
-        "interval of its ratio to it lies below 1, else it cannot be told from it."
+        "interval of its ratio to it lies below 1, else it cannot be told from it. Runs take one "
+        "request at a time."
     ]
     if runs:
-        parts += [
-            "One request at a time:",
-            markdown_table(_run_ranks(runs)),
+        leads = (
             _leads(runs, BLOCK_EFFICIENCY, "the most tokens a forward"),
             _leads(runs, TOKENS_PER_SECOND, "the most tokens a second"),
-        ]
+        )
+        parts += [markdown_table(_run_ranks(runs)), "\n".join(leads)]
     if papers:
         parts += ["What the papers say about order and trend, and what was measured:"]
-        parts.append("\n".join(f"- {one.title}: {verdicts(one)}." for one in papers))
-    for content in loads:
-        parts += [
-            f"By batch{variant(content)}, speed over plain decoding "
-            "(median and range over repeats; behind is what is slower in its best repeat than the "
-            "best in its worst):",
-            markdown_table(_load_ranks(content)),
-        ]
-    for study in studies:
-        lines = "\n".join(f"- {finding}." for finding in tree_findings(study))
-        parts += ["By kind of tree (draft temperatures are in the study's own section):", lines]
+        parts.append(_lines([f"{one.title}: {_verdicts(one)}." for one in papers]))
+    for content in (evidence[name] for name in order):
+        if isinstance(content, BatchResults):
+            parts += [
+                f"By batch{content.variant}, speed over plain decoding "
+                "(median and range over repeats; behind is what is slower in its best repeat than "
+                "the best in its worst):",
+                markdown_table(_load_ranks(content)),
+            ]
+        if isinstance(content, Study):
+            lines = _lines([f"{finding}." for finding in tree_findings(content)])
+            parts += ["By kind of tree (draft temperatures are in the study's own section):", lines]
     parts.append(_defaults(runs))
     return Section("Which verifier when", tuple(parts))
 
@@ -649,7 +528,7 @@ def _run_ranks(runs: Mapping[str, Results]) -> list[list[str]]:
         for figure in (BLOCK_EFFICIENCY, TOKENS_PER_SECOND):
             for temperature, rank in rank_settings(results, figure).items():
                 best = f"`{rank.leader}` ({rank.value:.2f})"
-                others = [listed(names) or "-" for names in (rank.tied, rank.behind)]
+                others = [_listed(rank.tied), _listed(rank.behind)]
                 rows.append([name, f"{temperature:g}", figure.name, best, *others])
     return rows
 
@@ -660,37 +539,32 @@ def _load_ranks(content: BatchResults) -> list[list[str]]:
         rank = rank_ways(ways)
         best = f"`{rank.leader}` ({with_interval(ways[rank.leader])})"
         prompt = f"{cell.context} tokens" if cell.context else "as it is"
-        others = [listed(names) or "-" for names in (rank.tied, rank.behind)]
+        others = [_listed(rank.tied), _listed(rank.behind)]
         rows.append([f"{cell.temperature:g}", prompt, str(cell.batch), best, *others])
     return rows
 
 
-def _verifiers(results: Results, names: Sequence[str]) -> list[str]:
-    known = {setting.name: setting for setting in results.settings.settings}
-    return [known[name].baseline or known[name].plan.verifier for name in names]
-
-
 def _best_by_cell(runs: Mapping[str, Results], figure: Figure) -> list[tuple[str, set[str]]]:
-    """Return, for each run and temperature, the leader and all settings that are not behind."""
-    return [
-        (_verifiers(results, [rank.leader])[0], set(_verifiers(results, rank.best)))
-        for results in runs.values()
-        for rank in rank_settings(results, figure).values()
-    ]
+    """Return, for each run and temperature, the leading verifier and all that are not behind."""
+    cells = []
+    for results in runs.values():
+        verifiers = {s.name: s.baseline or s.plan.verifier for s in results.settings.settings}
+        cells += [
+            (verifiers[rank.leader], {verifiers[name] for name in rank.best})
+            for rank in rank_settings(results, figure).values()
+        ]
+    return cells
 
 
 def _leads(runs: Mapping[str, Results], figure: Figure, what: str) -> str:
     cells = _best_by_cell(runs, figure)
-    return f"- {what}: " + "; ".join(_counts(cells)) + f" (of {len(cells)} cells)."
-
-
-def _counts(cells: Sequence[tuple[str, set[str]]]) -> list[str]:
     leads = Counter(leader for leader, _ in cells)
     near = Counter(name for _, best in cells for name in sorted(best))
-    return [
+    counts = [
         f"`{name}` leads in {leads[name]} and is not behind in {count}"
         for name, count in near.most_common()
     ]
+    return f"- {what}: " + "; ".join(counts) + f" (of {len(cells)} cells)."
 
 
 def _defaults(runs: Mapping[str, Results]) -> str:
@@ -712,12 +586,12 @@ def _defaults(runs: Mapping[str, Results]) -> str:
     )
 
 
-# Pictures for the page of results, as small SVG files.
+# Pictures for the page, as small SVG files.
 
 
 def picture_names(evidence: Mapping[str, Evidence]) -> dict[str, list[str]]:
     """Return the names of the pictures of each file, without suffix."""
-    return {name: [f"{name}_{part}" for part in _parts(name, e)] for name, e in evidence.items()}
+    return {name: [f"{name}_{part}" for part in _parts(e)] for name, e in evidence.items()}
 
 
 def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
@@ -728,10 +602,12 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """
     written = []
     for name, content in evidence.items():
-        for part in _parts(name, content):
+        for part in _parts(content):
             path = folder / f"{name}_{part}.svg"
             if isinstance(content, Study):
-                _copy_study(content, path)
+                with TemporaryDirectory() as own:
+                    drawn = [one for one in draw_study(content, Path(own)) if one.suffix == ".svg"]
+                    path.write_bytes(drawn[0].read_bytes())
             else:
                 with picture_style():
                     save_picture(_canvas(part, content), path)
@@ -739,12 +615,12 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
     return written
 
 
-def _parts(name: str, content: Evidence) -> Iterator[str]:
+def _parts(content: Evidence) -> Iterator[str]:
     if isinstance(content, Study):
         yield "trees"
     if isinstance(content, BatchResults):
         yield "speed"
-    if isinstance(content, Results) and not name.endswith(AGAIN):
+    if isinstance(content, Results):
         plans = [s.plan for s in content.settings.settings if s.plan.speculative]
         yield "tokens_per_second"
         yield "seconds_by_phase"
@@ -758,19 +634,13 @@ def _parts(name: str, content: Evidence) -> Iterator[str]:
 
 def _canvas(part: str, content: Evidence) -> "Canvas":
     if isinstance(content, BatchResults):
-        return batch_canvas(over_plain(content.timings))
+        return _batch_canvas(over_plain(content.timings))
     assert isinstance(content, Results)
     picture = next(one for one in PICTURES if one.name == part)
     return picture.draw(measured_of(content))
 
 
-def _copy_study(study: Study, path: Path) -> None:
-    with TemporaryDirectory() as folder:
-        drawn = [one for one in draw_study(study, Path(folder)) if one.suffix == ".svg"]
-        path.write_bytes(drawn[0].read_bytes())
-
-
-def batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
+def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
     """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
     from matplotlib.figure import Figure as Canvas
 
@@ -811,19 +681,25 @@ def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) ->
     axes.legend(frameon=False, fontsize=7, loc="upper right")
 
 
-# The page of results, as Markdown, from measured files; every number and verdict is computed.
-
+# The whole page.
 
 EXPECTED: Mapping[str, str] = {
     "mt-bench": "the full MT-Bench run",
-    "mt-bench-again": "the same a second time",
     "baselines": "transformers' plain and assisted generation beside the engine",
     **{f"paper-{name}": paper.title for name, paper in sorted(PAPERS.items())},
     "study": "sampled against deterministic trees, and the draft temperature",
     "batch": "tokens/s by batch",
     "drafters": "drafters side by side",
 }
-"""The sections that the page should have; it names those that are missing."""
+"""The sections that the page should have, in order; it names those that are missing."""
+
+_INTRODUCTION = (
+    "Written by `eaglegbv bench results` from the measured files in [results/](results): no number "
+    "or verdict here is typed by hand. How figures are defined, and what counts in them: "
+    "[benchmarks.md](benchmarks.md). Brackets are 95% bootstrap intervals over questions unless "
+    "something else is said. Speeds are of the machine that is named, and of that day's code and "
+    "heads; other machines and models give others. Of each kind the latest run is shown."
+)
 
 
 def page(
@@ -838,71 +714,39 @@ def page(
         pictures: Links to the pictures of each file, by the same names.
         others: Names of files in the same folder that are not shown.
     """
-    order = _ordered(evidence)
+    order = sorted(sorted(evidence), key=_position)
     sections = [
-        when_section(evidence, order),
-        *(section(name, evidence[name], evidence, pictures.get(name, ())) for name in order),
+        _when_section(evidence, order),
+        *(_section(name, evidence[name], pictures.get(name, ())) for name in order),
     ]
-    return (
-        "\n\n".join(
-            [
-                "# Results",
-                _INTRODUCTION,
-                *_missing(evidence, others),
-                "\n".join(f"- [{one.title}](#{one.anchor})" for one in sections),
-                *(one.text for one in sections),
-            ]
-        )
-        + "\n"
-    )
+    parts = [
+        "# Results",
+        "\n".join(f"- [{one.title}](#{one.anchor})" for one in sections),
+        *(one.text for one in sections),
+        "## About this page",
+        " ".join([_INTRODUCTION, *_missing(evidence, others)]),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-_INTRODUCTION = (
-    "Written by `eaglegbv bench results` from the measured files in [results/](results): no number "
-    "or verdict here is typed by hand. How figures are defined, and what counts in them: "
-    "[benchmarks.md](benchmarks.md). Brackets are 95% bootstrap intervals over questions unless "
-    "something else is said. Speeds are of the machine that is named, and of that day's code and "
-    "heads; other machines and models give others. Of runs by batch the latest stand first."
-)
-
-
-def section(
-    name: str, content: Evidence, evidence: Mapping[str, Evidence], pictures: Sequence[str]
-) -> Section:
-    """Return the section of one file."""
-    drawn = "\n\n".join(f"![{link.rpartition('/')[2]}]({link})" for link in pictures)
+def _section(name: str, content: Evidence, pictures: Sequence[str]) -> Section:
+    drawn = "\n".join(f"![{link.rpartition('/')[2]}]({link})" for link in pictures)
     if isinstance(content, PaperResults):
-        return paper_section(content, drawn, title=EXPECTED.get(name, name))
+        return _paper_section(name, content, drawn)
     if isinstance(content, BatchResults):
-        return batch_section(name, content, drawn)
+        return _batch_section(name, content, drawn)
     if isinstance(content, DrafterResults):
-        return drafters_section(content, drawn)
+        return _drafters_section(content, drawn)
     if isinstance(content, Study):
-        return study_section(content, drawn)
-    first = evidence.get(name.removesuffix(AGAIN))
-    if name.endswith(AGAIN) and isinstance(first, Results):
-        return again_section(first, content)
-    return run_section(name, content, drawn)
+        return _study_section(content, drawn)
+    return _run_section(name, content, drawn)
 
 
-def _ordered(evidence: Mapping[str, Evidence]) -> list[str]:
-    """Return the files' names in the order of their kinds, with the latest runs by batch first."""
-    latest = sorted(sorted(evidence), key=lambda name: _started(evidence[name]), reverse=True)
-    return sorted(latest, key=_results_page_kind)
-
-
-def _results_page_kind(name: str) -> int:
-    """Return the position of a file's kind on the page."""
+def _position(name: str) -> int:
+    """Return where a file's section stands on the page."""
     order = list(EXPECTED)
-    kind = kind_among(order, name)
-    return len(order) if kind is None else order.index(kind)
-
-
-def _started(content: Evidence) -> str:
-    """Return when a run by batch began; other kinds have no such order."""
-    if not isinstance(content, BatchResults) or content.environment is None:
-        return ""
-    return content.environment.started
+    known = name if name in order else _kind(name)
+    return order.index(known) if known in order else len(order)
 
 
 def _missing(evidence: Mapping[str, Evidence], others: Sequence[str]) -> Iterator[str]:
@@ -910,4 +754,4 @@ def _missing(evidence: Mapping[str, Evidence], others: Sequence[str]) -> Iterato
     if absent:
         yield f"Not measured, so missing here: {'; '.join(absent)}."
     if others:
-        yield f"Measured for other pages, and not shown here: {listed(others)}."
+        yield f"Measured for other pages, and not shown here: {_listed(others)}."

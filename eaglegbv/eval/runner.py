@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -354,3 +355,40 @@ def _messages(settings: RunSettings, turns: Sequence[str], answers: Sequence[str
         messages.append({"role": "assistant", "content": answer})
     messages.append({"role": "user", "content": turns[-1]})
     return messages
+
+
+def hold_at_once(
+    generate: Generate,
+    questions: Sequence[Question],
+    settings: RunSettings,
+    *,
+    own: Sequence[Setting],
+    at_once: int,
+    done: Collection[Key],
+    on_record: Callable[[Record], None],
+) -> None:
+    """Ask every question in some of the settings, several conversations at a time.
+
+    Args:
+        generate: Answers conversations; called from several threads.
+        questions: The questions to ask.
+        settings: Settings of the whole run; a question's seed is the same in every setting.
+        own: The settings in which ``generate`` answers.
+        at_once: Number of conversations at a time.
+        done: Keys of records that need not be held again.
+        on_record: Receives each record, in the calling thread, as soon as it is complete.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [
+            pool.submit(converse, generate, question, setting, settings, repeat, seed)
+            for repeat in range(settings.repeats)
+            for setting in own
+            for number, question in enumerate(questions)
+            for seed in [request_seed(settings.seed, repeat * len(questions) + number)]
+            if (setting.name, question.id, repeat) not in done
+        ]
+        try:
+            for future in as_completed(waiting):
+                on_record(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)

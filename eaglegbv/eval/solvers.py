@@ -1,14 +1,15 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so that a distribution
-is about equally peaked for every V, and draft logits are the target's plus normal noise of standard
-deviation 0.8. A draft distribution keeps all tokens or its most likely ones. Every solver gets the two distributions
-on the draft distribution's support and n drafts, and selects one of the drafts. The measured time is the
-process's processor time, so that other users of the machine do not count.
+Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so
+that a distribution is about equally peaked for every V, and draft logits are the target's plus
+normal noise of standard deviation 0.8. A draft distribution keeps all tokens or its most likely
+ones. Every solver gets the two distributions on the draft's support and n drafts, and selects one
+of the drafts. The measured time is the process's processor time, so that other users of the machine
+do not count.
 
-The distribution of what a node commits is computed from what the solver does, not from what it aims at: from
-the distribution of its selection (for the exact solver, from its relabelling of drafts), the acceptance that
-its own distribution b prescribes, and the residual.
+The distribution of what a node commits is computed from what the solver does, not from what it aims
+at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),
+the acceptance that its own distribution b prescribes, and the residual.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,8 +78,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         width: Number of tokens of the draft distribution.
         solver: Name of the solver.
         instances: Number of nodes.
-        median_ms: Median milliseconds of processor time from the two distributions and the drafts to the
-            selected draft; None if the solver refused all nodes.
+        median_ms: Median milliseconds of processor time from the two distributions and the drafts
+            to the selected draft; None if the solver refused all nodes.
         mean_ms: Mean of the same.
         success: Share of the nodes solved in time and within the tolerance.
         refused: Number of nodes that were too large for the solver; they count in no other figure
@@ -173,9 +174,9 @@ class Answer:
     def deviation(self, node: Node) -> float:
         """Return the L1 distance of the committed distribution from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
-        dist = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
-        dist[node.ids] += self.accepted
-        return float(np.abs(dist - node.target).sum())
+        committed = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
+        committed[node.ids] += self.accepted
+        return float(np.abs(committed - node.target).sum())
 
 
 def settings_of(
@@ -185,7 +186,8 @@ def settings_of(
 
     Args:
         sizes: V and n of each size.
-        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V, keeps all.
+        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V,
+            keeps all.
     """
     wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
     return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]
@@ -320,8 +322,8 @@ def _mean(values: Sequence[float]) -> float:
 def optimal_acceptance(node: Node) -> float:
     """Return alpha* for the node's number of drafts."""
     columns = (node.ids, node.draft, node.wanted)
-    dists = NodeProbs(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
-    return optimum_iid(dists, len(node.drawn)).item()
+    nodes = NodeProbs(*(torch.from_numpy(column).unsqueeze(0) for column in columns))
+    return optimum_iid(nodes, len(node.drawn)).item()
 
 
 def exact(node: Node) -> Answer:
@@ -341,10 +343,10 @@ def exact(node: Node) -> Answer:
     seconds = process_time() - start
 
     places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
-    dist, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
-    dist[places] = plan.selected.numpy().ravel()
+    b, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
+    b[places] = plan.selected.numpy().ravel()
     selected[places] = _probs_by_labels(plan, len(node.drawn))
-    return _answer(node, seconds, dist, selected, 0.0)
+    return _answer(node, seconds, b, selected, 0.0)
 
 
 def _probs_by_labels(plan: Transport, n: int) -> Floats:
@@ -378,10 +380,10 @@ def _probs_by_labels(plan: Transport, n: int) -> Floats:
     L = label.cumsum()
     before = np.concatenate(([0.0], L[:-1]))
     density = sum(L**k * before ** (n - 1 - k) for k in range(n))
-    dist = own * density
-    np.add.at(dist, receiver, exchanged * density[giver])
-    np.add.at(dist, giver, exchanged * density[receiver])
-    return np.asarray(dist)
+    probs = own * density
+    np.add.at(probs, receiver, exchanged * density[giver])
+    np.add.at(probs, giver, exchanged * density[receiver])
+    return np.asarray(probs)
 
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
@@ -396,15 +398,15 @@ def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
     chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
     seconds = process_time() - start
-    probs = np.array(plan.probs, dtype=np.float64)
-    return _answer(node, seconds, probs, probs, plan.shortfall)
+    selected = np.array(plan.probs, dtype=np.float64)
+    return _answer(node, seconds, selected, selected, plan.shortfall)
 
 
-def _answer(node: Node, seconds: float, dist: Floats, selected: Floats, bound: float) -> Answer:
-    """Accept with min(1, p/b), b = ``dist``, a draft that was selected with dist ``selected``."""
-    h = np.divide(node.wanted, dist, out=np.ones_like(dist), where=dist > 0)
+def _answer(node: Node, seconds: float, b: Floats, selected: Floats, bound: float) -> Answer:
+    """Accept with min(1, p/b), a draft that was selected with probabilities ``selected``."""
+    h = np.divide(node.wanted, b, out=np.ones_like(b), where=b > 0)
     residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - dist, 0.0)
+    residual[node.ids] = np.maximum(node.wanted - b, 0.0)
     return Answer(seconds, selected * np.minimum(h, 1.0), residual, bound)
 
 

@@ -159,7 +159,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(count / max(1, self.forwards) for count in self.by_depth)
 
 
-# Definitions of a benchmark's figures, each as the ratio of two sums over conversations.
+# A benchmark's figures, each as the ratio of two sums over conversations.
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,20 +262,14 @@ SECONDS_PER_FORWARD = Figure(
     _forwards,
 )
 
-FIGURES: Mapping[str, Figure] = MappingProxyType(
-    {
-        figure.name: figure
-        for figure in (
-            BLOCK_EFFICIENCY,
-            ACCEPTANCE_LENGTH,
-            TOKENS_PER_SECOND,
-            WALL_TOKENS_PER_SECOND,
-            SECONDS_PER_FORWARD,
-        )
-    }
+_ALL = (
+    *(BLOCK_EFFICIENCY, ACCEPTANCE_LENGTH),
+    *(TOKENS_PER_SECOND, WALL_TOKENS_PER_SECOND, SECONDS_PER_FORWARD),
 )
+FIGURES: Mapping[str, Figure] = MappingProxyType({figure.name: figure for figure in _ALL})
 
-# Computation of a run's figures from its records.
+
+# The figures of a run, from its records.
 
 
 OTHER = "other"
@@ -323,14 +317,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(results: Results) -> list[Summary]:
     """Return the figures of every setting with a record, in the run's order."""
-    by_setting: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in results.records:
-        by_setting[record.setting].append(record)
+    by_setting = _by_setting(results)
     return [
         _summarise(setting, by_setting[setting.name], _plain(setting, results, by_setting))
         for setting in results.settings.settings
-        if by_setting[setting.name]
+        if setting.name in by_setting
     ]
+
+
+def _by_setting(results: Results) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in results.records:
+        found.setdefault(record.setting, []).append(record)
+    return found
 
 
 def _plain(
@@ -356,8 +355,8 @@ def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Reco
         acceptance_length=sum(accepted, start=Sums(0.0, 0.0)).ratio,
         block_efficiency=BLOCK_EFFICIENCY.pooled(counted),
         acceptance_by_depth=_acceptance_by_depth(counted),
-        tokens_per_second=_rate(TOKENS_PER_SECOND, counted),
-        wall_tokens_per_second=_rate(WALL_TOKENS_PER_SECOND, counted),
+        tokens_per_second=_median_over_repeats(TOKENS_PER_SECOND, counted),
+        wall_tokens_per_second=_median_over_repeats(WALL_TOKENS_PER_SECOND, counted),
         speedup=_speedup(TOKENS_PER_SECOND, counted, plain),
         wall_speedup=_speedup(WALL_TOKENS_PER_SECOND, counted, plain),
         milliseconds_by_phase=_milliseconds_by_phase(counted),
@@ -375,19 +374,12 @@ def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
     return [accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth]]
 
 
-def _rate(figure: Figure, records: Sequence[Record]) -> Estimate:
-    return _median_over_repeats(figure, records)
-
-
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
-    ours = {(r.repeat, r.question_id): r for r in whole(records)}
-    theirs = {(r.repeat, r.question_id): r for r in whole(plain)}
+    ours, theirs = ({(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain))
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         return None
-    return _median_over_repeats(
-        figure, [ours[key] for key in shared], [theirs[key] for key in shared]
-    )
+    return _median_over_repeats(figure, *([own[key] for key in shared] for own in (ours, theirs)))
 
 
 def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate:
@@ -424,35 +416,6 @@ def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     medians = np.zeros(values.shape[1:])
     medians[some] = np.nanmedian(values[:, some], axis=0)
     return medians
-
-
-def ratio_of_speedups(
-    figure: Figure,
-    records: Sequence[Record],
-    plain: Sequence[Record],
-    other_records: Sequence[Record],
-    other_plain: Sequence[Record],
-) -> Estimate:
-    """Return one run's speed-up over another's, on the questions that all four answered.
-
-    Within each run, how fast the machine was cancels out.
-    """
-    sums = [figure.by_question(r) for r in (records, plain, other_records, other_plain)]
-    shared = sorted(set.intersection(*(set(one) for one in sums)))
-    columns = [
-        column
-        for one in sums
-        for column in ([one[q].above for q in shared], [one[q].below for q in shared])
-    ]
-
-    def ratio(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        ours, base, theirs, their_base = (
-            totals[2 * n] / np.maximum(totals[2 * n + 1], np.finfo(np.float64).tiny)
-            for n in range(4)
-        )
-        return np.asarray(ours / base / (theirs / their_base))
-
-    return bootstrap(columns, ratio)
 
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
@@ -512,15 +475,13 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     A setting is behind if the whole 95% interval of its ratio to the leader, paired by question,
     lies below 1.
     """
-    by_setting: dict[str, list[Record]] = {}
-    for record in whole(results.records):
-        by_setting.setdefault(record.setting, []).append(record)
+    by_setting = _by_setting(results)
     ranks = {}
     for temperature in dict.fromkeys(s.temperature for s in results.settings.settings):
         here = {
-            s.name: by_setting[s.name]
+            s.name: own
             for s in results.settings.settings
-            if s.temperature == temperature and s.name in by_setting
+            if s.temperature == temperature and (own := whole(by_setting.get(s.name, ())))
         }
         if here:
             ranks[temperature] = _rank(here, figure)
@@ -545,15 +506,14 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
     Values are medians over repeats; the ends are the lowest and the highest repeat.
     """
     found = {
-        cell: {way: _spread(own.ratios) for way, own in ways.items() if own.ratios}
+        cell: {
+            way: Estimate(median(own.ratios), min(own.ratios), max(own.ratios))
+            for way, own in ways.items()
+            if own.ratios
+        }
         for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
     }
     return {cell: ways for cell, ways in found.items() if ways}
-
-
-def _spread(repeats: Sequence[float]) -> Estimate:
-    """Return the median of some repeats, with the lowest and the highest as its interval."""
-    return Estimate(median(repeats), min(repeats), max(repeats))
 
 
 def rank_ways(ways: dict[str, Estimate]) -> Rank:

@@ -1,4 +1,4 @@
-"""The least time that the machine allows for a phase of a step.
+"""Step time by phase for models of any shape, beside the least time that the machine allows.
 
 The floor of a forward is the larger of two times: reading all its weights, and the keys and values
 it attends to, once at the measured bandwidth; and doing its multiplications at the measured rate.
@@ -17,11 +17,58 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv.cuda_graphs import REPLAYED
 from eaglegbv.engine import Engine
-from eaglegbv.eval.machine import Machine
-from eaglegbv.eval.random_models import WARM_UP_STEPS, Rig, Shape, StepSetting
-from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
+from eaglegbv.eval.random_models import WARM_UP_STEPS, Rig, Shape, StepSetting, barrier_of
+from eaglegbv.metrics import Phase, StepRecord, Stopwatch, seconds_by_phase
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
+
+# What the machine can do.
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured rates of a device.
+
+    Attributes:
+        bandwidth: Bytes a second that a large copy moves; each byte counts once for reading and
+            once for writing.
+        flops: Multiplications and additions a second of a large matrix product.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int = 256) -> Machine:
+    """Time a large copy and a large matrix product, and keep the best of several runs of each.
+
+    Args:
+        dtype: Dtype of the matrices.
+        device: Device to measure.
+        megabytes: Size of the copy, in MiB.
+    """
+    barrier = barrier_of(device)
+    source = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
+    sink = torch.empty_like(source)
+    copy = _best(lambda: sink.copy_(source), barrier)
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn((size, size), device=device).to(dtype)
+    b = torch.randn((size, size), device=device).to(dtype)
+    product = _best(lambda: torch.mm(a, b), barrier)
+    return Machine(bandwidth=2 * source.numel() / copy, flops=2 * size**3 / product)
+
+
+def _best(work: Callable[[], object], barrier: Callable[[], None] | None, runs: int = 6) -> float:
+    """Return the shortest time of several runs, in seconds."""
+    times = []
+    for _ in range(runs):
+        watch = Stopwatch(barrier)
+        with watch.phase(Phase.FORWARD):
+            work()
+        times.append(watch.seconds[Phase.FORWARD])
+    return min(times)
+
+
+# The least time of a phase.
 
 
 def forward_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
@@ -87,9 +134,7 @@ class OperationCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Step time by phase for models of any shape with random weights, and the machine's least time.
-#
-# See :mod:`eaglegbv.eval.step_bench` for the least time.
+# Times of steps.
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""One timed call of a way to generate, and the load at which it was timed."""
+"""Tokens a second of several ways to generate, which take turns, by batch and context."""
 
 import math
 import time
@@ -198,12 +198,11 @@ class TransformersWay:
         return self.generation(prompts, tokens, temperature=temperature, seed=seed).numel()
 
 
-# Tokens a second by batch and context of several ways to generate, which take turns in a process.
-#
 # Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
-# time is that of the whole call, including prompts. Ways take turns, and which one begins changes, so
-# that whatever slows the machine for a while slows all of them alike. A small batch is measured on
-# several prompts, batch after batch, because drafts of a single text may be good or bad by chance.
+# time is that of the whole call, including prompts. Ways take turns, and which one begins changes,
+# so that whatever slows the machine for a while slows all of them alike. A small batch is measured
+# on several prompts, batch after batch, because drafts of a single text may be good or bad by
+# chance.
 
 
 BASELINE = "none"
@@ -301,27 +300,6 @@ def _cell(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Figures of a way in a cell, over the repeats.
-
-    Attributes:
-        way: Name of the way.
-        batch: Number of prompts.
-        context: Tokens of each prompt; 0 for the questions as they are.
-        temperature: Sampling temperature.
-        rate: Median tokens a second.
-        ratio: Median ratio to plain decoding in the same repeat; None if that was not measured.
-    """
-
-    way: str
-    batch: int
-    context: int
-    temperature: float
-    rate: float
-    ratio: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Speeds:
     """Speeds of a way in a cell.
 
@@ -333,6 +311,11 @@ class Speeds:
 
     rates: tuple[float, ...]
     ratios: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """Return the median rate, and in brackets the median ratio if there is one."""
+        ratio = f" ({median(self.ratios):.2f})" if self.ratios else ""
+        return f"{median(self.rates):.0f}{ratio}"
 
 
 def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
@@ -364,22 +347,6 @@ def _rate(calls: Sequence[Timing]) -> float:
     return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
 
 
-def summarise(timings: Iterable[Timing]) -> list[Row]:
-    """Return medians over the repeats, in order of first appearance."""
-    return [
-        Row(
-            way=way,
-            batch=cell.batch,
-            context=cell.context,
-            temperature=cell.temperature,
-            rate=median(own.rates),
-            ratio=median(own.ratios) if own.ratios else None,
-        )
-        for cell, ways in speeds_by_cell(timings).items()
-        for way, own in ways.items()
-    ]
-
-
 # Tables for a terminal of tokens a second and of the plans chosen.
 
 
@@ -387,32 +354,22 @@ FEW = 0.02
 """Plans with a smaller share than this are shown together."""
 
 
-def rate_table(rows: Sequence[Row], *, lengths: bool = True) -> list[list[str]]:
+def rate_table(timings: Iterable[Timing]) -> list[list[str]]:
     """Return table rows, headings first: one row for each way, one column for each batch size.
 
-    Args:
-        rows: Rows in the order of the table.
-        lengths: Whether to state the lengths of the prompts, needed where they differ.
+    The lengths of the prompts are stated if they differ from those of the questions.
     """
-    batches = sorted({row.batch for row in rows})
-    lines: dict[tuple[float, int, str], dict[int, Row]] = {}
-    for row in rows:
-        lines.setdefault((row.temperature, row.context, row.way), {})[row.batch] = row
-
-    def figure(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        ratio = "" if row.ratio is None else f" ({row.ratio:.2f})"
-        return f"{row.rate:.0f}{ratio}"
-
+    lines: dict[tuple[float, int, str], dict[int, Speeds]] = {}
+    for cell, ways in speeds_by_cell(timings).items():
+        for way, speeds in ways.items():
+            lines.setdefault((cell.temperature, cell.context, way), {})[cell.batch] = speeds
+    batches = sorted({batch for found in lines.values() for batch in found})
+    lengths = any(context for _, context, _ in lines)
     body = [
-        [
-            _label(temperature, context, way, lengths=lengths),
-            *(figure(found.get(b)) for b in batches),
-        ]
-        for (temperature, context, way), found in lines.items()
+        [_label(*line, lengths=lengths), *(str(found.get(batch, "-")) for batch in batches)]
+        for line, found in lines.items()
     ]
-    return [["tokens/s (of none)", *(f"batch {b}" for b in batches)], *body]
+    return [["tokens/s (of none)", *(f"batch {batch}" for batch in batches)], *body]
 
 
 def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:

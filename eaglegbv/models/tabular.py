@@ -1,8 +1,8 @@
 """An exact toy target: the next token's distribution is a table over the last few tokens.
 
-Its distributions are known in closed form, so tests can compare what an engine emits with the exact joint
-distribution. A table of tokens by slot takes the place of a KV pool: a slot freed too early, or a tree node
-that sees its sibling, changes the distribution.
+Its distributions are known in closed form, so tests can compare what an engine emits with the exact
+joint distribution. A table of tokens by slot takes the place of a KV pool: a slot freed too early,
+or a tree node that sees its sibling, changes the distribution.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class TabularTarget(Target):
 
         Args:
             vocab_size: Number of tokens, at least 2.
-            order: Tokens a distribution depends on; positions before the text's start count as one more
-                token.
+            order: Tokens a distribution depends on; positions before the text's start count as one
+                more token.
             seed: Seed of the tables.
             scale: Standard deviation of the logits; larger values give more peaked distributions.
             hidden_size: Width of a state's features.

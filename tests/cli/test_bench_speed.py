@@ -51,7 +51,7 @@ def test_a_missing_file_is_said_before_any_model_is_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("eaglegbv.cli.batches.load_llm", load)
+    monkeypatch.setattr("eaglegbv.cli.options.Models.load", load)
     result = cli("bench", "batch", "--data", str(tmp_path / "none.jsonl"))
     assert result.status == 2
     assert "data=" in result.err

@@ -1,13 +1,19 @@
+import errno
 import io
 import json
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from eaglegbv.config import AUTO, plan_name
+from eaglegbv.eval.records import Journal
+from eaglegbv.llm import LLM
 from eaglegbv.utils import CACHE_FOLDER
+
+FULL = Path("/dev/full")
 
 
 def generate(cli, pair, *arguments: str):
@@ -130,7 +136,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--verifier", "foo"], ", none, otbv, "),
         (
             ["--prompt", "a", "--draft-sampling", "nope"],
-            "distribution='nope': expected one of iid, wor, greedy, hub, f",
+            "draft_sampling='nope': expected one of iid, wor, greedy, hub, f",
         ),
         (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "expected one of float32, bfloat16, float16, or a"),
@@ -200,3 +206,79 @@ def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
     result = generate(cli, pair, "--prompt", "Hello", "--trace", str(tmp_path / "no" / "trace"))
     assert result.status == 2
     assert "trace=" in result.err
+
+
+@pytest.mark.parametrize("how", ["--stream", "--no-stream", "--json"])
+def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
+    cli, pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    fixed = ("--prompt", "Hello", "--verifier", "none", "--ignore-eos")
+    whole = generate(cli, pair, *fixed).out
+    stream = LLM.stream
+
+    def interrupted(*arguments: object, **named: object):
+        pieces = stream(*arguments, **named)
+        yield from islice(pieces, 5)
+        pieces.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    cut = generate(cli, pair, *fixed, how)
+    assert cut.status == 130
+    if how == "--json":
+        told = json.loads(cut.out)
+        assert (told["finish_reason"], len(told["token_ids"])) == ("cancelled", 5)
+        assert told["metrics"]["target_forwards"] == 4  # the first token is the prompt's
+        text = told["text"]
+    else:
+        assert re.match(
+            r"\[5 tokens: 1 from the prompt, 4 in 4 target forwards \(1.00 each\), \d+ tokens/s, "
+            r"cancelled\]\n$",
+            cut.err,
+        )
+        text = cut.out.removesuffix("\n")
+    assert 0 < len(text) < len(whole)
+    assert whole.startswith(text)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
+    result = generate(cli, pair, "--prompt", "Hello", "--trace", str(FULL))
+    assert result.status == 2
+    assert result.out.strip()  # the answer is not lost
+    footer, error = result.err.splitlines()
+    assert footer.startswith("[12 tokens")
+    assert error == (
+        "eaglegbv: trace='/dev/full': expected a file to write ([Errno 28] No space left on device)"
+    )
+    trace = tmp_path / "trace.json"
+    generate(cli, pair, "--prompt", "Hello", "--trace", str(trace))
+    page = cli("view", str(trace), "--out", str(FULL))
+    assert page.status == 2
+    assert page.err.startswith("eaglegbv: out='/dev/full': expected a file to write")
+    assert page.err.count("\n") == 1
+
+
+def test_an_error_of_the_disk_is_one_line(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "records.jsonl")
+
+    monkeypatch.setattr(Journal, "add", full)
+    short = ("--questions-set", "builtin", "--questions", "1", "--max-tokens", "4")
+    result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"))
+    assert result.status == 2
+    assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"
+
+
+def test_a_prompt_file_may_begin_with_a_byte_order_mark(cli, pair, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hello", encoding="utf-8-sig")
+    fixed = ("--verifier", "otbv", "--raw")
+    expected = generate(cli, pair, "--prompt", "Hello", *fixed).out
+    assert generate(cli, pair, "--prompt-file", str(file), *fixed).out == expected
+    file.write_bytes("café".encode("latin-1"))
+    refused = generate(cli, pair, "--prompt-file", str(file))
+    assert refused.status == 2
+    assert "expected a readable file" in refused.err

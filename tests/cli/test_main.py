@@ -7,6 +7,7 @@ import pytest
 import typer
 
 import eaglegbv
+from eaglegbv.cli import audit, bench, bench_results
 from eaglegbv.cli.main import app
 from eaglegbv.cli.options import VERIFIERS
 from eaglegbv.verifiers import registry
@@ -66,7 +67,8 @@ def test_every_option_has_help() -> None:
         for sub, one in getattr(command, "commands", {}).items():
             yield from silent(one, f"{name} {sub}")
 
-    assert list(silent(typer.main.get_command(app), "eaglegbv")) == []
+    for one in (app, audit.app, bench.app, bench.demo_app, bench_results.view_app):
+        assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
 
 
 def test_help_names_the_verifiers_there_are(cli) -> None:

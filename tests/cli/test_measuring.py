@@ -1,4 +1,4 @@
-"""Progress of a run: beside the bar stands the setting that ran last, and no other."""
+"""Progress: a bar on a terminal, with what ran last; elsewhere lines, so that logs show it."""
 
 import io
 import sys
@@ -6,10 +6,11 @@ import sys
 import pytest
 from support.runs import NONE, OTBV, record, run_settings
 
-from eaglegbv.cli.measuring import progress
+from eaglegbv.cli import options
+from eaglegbv.cli.bench import _watched
 
 
-class Terminal(io.StringIO):
+class Stderr(io.StringIO):
     """Standard error that is a terminal, or is not."""
 
     def __init__(self, *, terminal: bool) -> None:
@@ -21,17 +22,26 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_is_for_a_terminal_and_shows_what_ran_last(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_what_is_done_and_how_it_goes(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, seconds: float
 ) -> None:
-    shown = Terminal(terminal=terminal)
+    shown = Stderr(terminal=terminal)
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(options, "LINE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "200")
-    with progress(run_settings()) as show:
+    with _watched(run_settings()) as show:
         for setting, committed in ((NONE, 10), (OTBV, 25)):
             show(record(setting, "q0", 0, forwards=10, committed=committed, decode_seconds=1.0))
         show(record(NONE, "q1", 0, forwards=1, committed=1, decode_seconds=1.0, error="broke off"))
-    last = shown.getvalue().split("\r")[-1]
-    assert ("none: 1.00 tokens/forward, 10 tokens/s" in last) is terminal
-    assert "otbv" not in last
-    assert bool(shown.getvalue()) is terminal
+    text = shown.getvalue()
+    figures = "none: 1.00 tokens/forward, 10 tokens/s"
+    if terminal:
+        last = text.split("\r")[-1]
+        assert figures in last
+        assert "otbv" not in last
+    else:
+        lines = text.splitlines()
+        assert len(lines) == (3 if seconds == 0 else 0)
+        assert all("/12 conversations, about " in line for line in lines)
+        assert [line.rpartition("; ")[2] for line in lines[::2]] == [figures, figures][: len(lines)]

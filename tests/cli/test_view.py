@@ -4,7 +4,11 @@ from pathlib import Path
 import pytest
 from support.runs import ENVIRONMENT, OTBV, record, run_settings
 
+from eaglegbv.config import Plan
 from eaglegbv.eval.runner import RunFolder
+from eaglegbv.llm import LLM
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.trace import Tracer
 
 
 @pytest.fixture
@@ -30,6 +34,30 @@ def test_a_trace_of_generate_is_shown(cli, pair, tmp_path: Path) -> None:
     assert made.status == 0, made.err
     assert cli("view", str(trace)).status == 0
     assert '"kind": "trace"' in (tmp_path / "trace.html").read_text(encoding="utf-8")
+
+
+def test_a_trace_of_a_process_that_was_killed_shows_what_was_there(
+    cli, pair, tmp_path: Path
+) -> None:
+    llm = LLM(pair[1], pair[3], plan=Plan(verifier="none"), device="cpu")
+    trace, left = tmp_path / "trace.json", tmp_path / "left.json"
+    with Tracer(trace) as tracer:
+        llm.observe(tracer)
+        pieces = llm.stream("hello", SamplingParams(max_tokens=8, ignore_eos=True))
+        for _ in zip(range(4), pieces, strict=False):
+            pass
+        whole = trace.read_bytes()
+        pieces.close()
+    for cut in (len(whole), len(whole) - 7):  # between two writes, and within one
+        left.write_bytes(whole[:cut])
+        assert cli("view", str(left)).status == 0
+        page = (tmp_path / "left.html").read_text(encoding="utf-8")
+        assert '["Steps", "4"]' in page
+    for nothing in (b"", b"[\n"):
+        left.write_bytes(nothing)
+        refused = cli("view", str(left))
+        assert refused.status == 2
+        assert refused.err.count("\n") == 1
 
 
 def test_the_trees_of_generate_are_shown(cli, pair, tmp_path: Path) -> None:

@@ -1,12 +1,30 @@
 """bench batch: ways take turns, and ratios are those of the same repeat."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import pytest
 
+from eaglegbv.config import AUTO
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.questions import PromptSource
-from eaglegbv.eval.throughput import Grid, Timing, measure, summarise
+from eaglegbv.eval.throughput import (
+    Cell,
+    EngineWay,
+    Grid,
+    Speeds,
+    Timing,
+    WatchedWay,
+    choice_lines,
+    measure,
+    rate_table,
+    speeds_by_cell,
+)
+from eaglegbv.llm import LLM
+from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
@@ -65,34 +83,85 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     assert len(set(first.seeds)) == 3 + 1
 
 
+def speeds(*timings: Timing) -> dict[str, Speeds]:
+    [found] = speeds_by_cell(timings).values()
+    return found
+
+
 def test_calls_of_a_repeat_count_together() -> None:
-    rows = summarise(
-        [timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0, 2)] * 2
-    )
-    found = {row.way: row for row in rows}
-    assert found["none"].rate == pytest.approx(50)
-    assert found["auto"].ratio == pytest.approx(2)
+    found = speeds(*[timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0)] * 2)
+    assert found["none"].rates == pytest.approx((50,))
+    assert found["auto"].ratios == pytest.approx((2,))
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
     # A machine that slows down threefold in the second repeat.
-    rows = summarise(
-        [
-            timing("none", 0, 2.0),
-            timing("auto", 0, 1.0),
-            timing("none", 1, 6.0),
-            timing("auto", 1, 3.0),
-            timing("none", 2, 2.0),
-            timing("auto", 2, 0.8),
-        ]
-    )
-    found = {row.way: row for row in rows}
-    assert found["auto"].ratio == pytest.approx(2.0)
-    assert found["none"].ratio == 1
-    assert found["none"].rate == 50
-    assert summarise([timing("auto", 0, 1.0)])[0].ratio is None
+    seconds = {"none": (2.0, 6.0, 2.0), "auto": (1.0, 3.0, 0.8)}
+    calls = [timing(way, n, own[n]) for n in range(3) for way, own in seconds.items()]
+    found = speeds(*calls)
+    assert found["auto"].ratios == pytest.approx((2.0, 2.0, 2.5))
+    assert str(found["auto"]) == "100 (2.00)"
+    assert str(found["none"]) == "50 (1.00)"
+    assert str(speeds(timing("auto", 0, 1.0))["auto"]) == "100"
+
+
+def test_the_table_has_a_column_a_batch() -> None:
+    calls = [timing("none", 0, 2.0), timing("auto", 0, 1.0), timing("none", 0, 1.0, batch=4)]
+    assert rate_table(calls) == [
+        ["tokens/s (of none)", "batch 2", "batch 4"],
+        ["T=1, none", "50 (1.00)", "100 (1.00)"],
+        ["T=1, auto", "100 (2.00)", "-"],
+    ]
+    long = [msgspec.structs.replace(one, context=n) for n, one in enumerate(calls)]
+    assert [row[0] for row in rate_table(long)[1:3]] == [
+        *("T=1, own tokens, none", "T=1, 1 tokens, auto")
+    ]
 
 
 def test_an_empty_grid_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="batches"):
         Grid(batches=[0], contexts=[0], temperatures=[1.0], tokens=8, repeats=1)
+
+
+class Counting:
+    """An engine that counts a plan as often as the prompts say."""
+
+    def __init__(self) -> None:
+        self.metrics = EngineMetrics()
+
+    def generate(self, prompts: list[list[int]], params: object, *, plan: object) -> list[object]:
+        for prompt in prompts:
+            for plan_number in prompt:
+                self.metrics.add(FORWARDS, 1, f"plan {plan_number}")
+                self.metrics.add(REASONS, 1, "best")
+        return [SimpleNamespace(error=None, token_ids=[1]) for _ in prompts]
+
+
+def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
+    engine = cast("LLM", Counting())
+    watched, other = WatchedWay(EngineWay("auto", engine, AUTO)), EngineWay("3x4", engine, AUTO)
+    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
+    asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
+    for told in measure([watched, other], lambda count, _: asked[count], grid):
+        watched.note(told)
+    assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
+        Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
+        Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+    }
+    assert choice_lines(watched) == [
+        "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
+        "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
+    ]
+
+
+def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
+    assert QUESTIONS.take(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
+    assert QUESTIONS.take(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
+    assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
+
+
+def test_few_prompts_are_spread_over_the_questions() -> None:
+    many = PromptSource([[n] for n in range(80)])
+    assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
+    assert many.take(3, 0) == [[0], [26], [53]]
+    assert many.take(1, 0) == [[0]]

@@ -2,8 +2,7 @@ import pytest
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.grid import grid
-from eaglegbv.eval.records import Setting
+from eaglegbv.eval.records import Setting, grid
 from eaglegbv.tree import DraftSampling
 
 

@@ -6,7 +6,7 @@ import torch
 
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.collect_probs import Harvest, Lead, harvest, lead_ratio
+from eaglegbv.eval.collect_probs import Harvest, harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
 from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.solvers import exact, optimal_acceptance
@@ -51,7 +51,7 @@ def test_the_distributions_are_those_at_the_places(temperature: float, width: in
         expected[token] = (top.indices, top.values / top.values.sum(), p[top.indices])
     left = list(roots)
     for place, text in enumerate(found.texts.tolist()):
-        ids, q, p = (x[place] for x in (found.dists.ids, found.dists.draft, found.dists.target))
+        ids, q, p = (x[place] for x in (found.probs.ids, found.probs.draft, found.probs.target))
         for root in left:
             wanted = expected[root[1]]
             if root[0] == text and torch.equal(ids, wanted[0]):
@@ -87,17 +87,17 @@ def test_means_and_ratios_are_over_places_and_paired_by_text() -> None:
     assert found.mean(values).value == pytest.approx(3.0)
     double = found.ratio(2 * values, values)
     assert (double.value, double.low, double.high) == pytest.approx((2.0, 2.0, 2.0))
-    lead = lead_ratio(Lead(found, 3 * values, values), Lead(found, 2 * values, values))
+    lead = lead_ratio(found, (3 * values, values), found, (2 * values, values))
     assert (lead.value, lead.low, lead.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_solvers_get_the_harvested_distributions() -> None:
-    """A truncated distribution is renormalised, and what it cannot propose is one token at the end."""
+    """Truncated ones are renormalised; what they cannot propose is one token at the end."""
     found = some_probs()
     nodes = found.nodes(width=3, drafts=2, count=9, seed=0)
-    dists = found.dists.top(3)
+    probs = found.probs.top(3)
     assert [optimal_acceptance(node) for node in nodes] == pytest.approx(
-        optimum_iid(dists, 2).tolist(), abs=1e-12
+        optimum_iid(probs, 2).tolist(), abs=1e-12
     )
     for node in nodes:
         assert node.target.sum() == pytest.approx(1.0)

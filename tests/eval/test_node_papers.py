@@ -1,4 +1,4 @@
-"""Papers on one node: solvers and draft distributions on distributions harvested from a pair of tables."""
+"""Papers on one node: solvers and draft samplings on distributions of a pair of tables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +126,8 @@ def test_the_solvers_paper_end_to_end(site: Site) -> None:
         assert row.acceptance == pytest.approx(row.optimum, abs=1e-3)
     times, within, optima = report.tables
     assert len(times.rows) == 1 + 2 * len(Solver)
-    # All are in time, so each takes the size it accepts most at: the whole distribution, three drafts.
+    # All are in time, so each takes the size it accepts most at: the whole distribution, three
+    # drafts.
     assert {line[3] for line in within.rows[1:]} == {f"k = {VOCAB}, n = 3"}
     assert len(optima.rows) == 1 + 2 * 2
     [wider] = [f for f in report.findings if f"k = {VOCAB} at least" in f.statement]

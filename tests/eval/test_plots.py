@@ -16,9 +16,10 @@ from eaglegbv.eval.plots import (
     measured_of,
     seconds_by_phase,
     tokens_per_second,
+    whiskers,
 )
 from eaglegbv.eval.records import Results, Setting
-from eaglegbv.eval.statistics import OTHER
+from eaglegbv.eval.statistics import OTHER, Estimate
 from eaglegbv.metrics import Phase
 
 pytest.importorskip("matplotlib")
@@ -174,3 +175,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(NotInstalled, match=r"pip install 'eaglegbv\[bench\]'"):
         draw_all(RUN, tmp_path)
+
+
+def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:
+    figures = [Estimate(2.0, 1.5, 3.0), Estimate(1.0, 1.25, 1.5), Estimate(2.0, 1.0, 1.75)]
+    assert whiskers(figures) == [[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]

@@ -10,6 +10,7 @@ from support.data import MT_BENCH, data_file
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.questions import DATA_VARIABLE, SUITES, load_questions, read_questions
+from eaglegbv.utils import read_json_lines
 
 CATEGORIES = {
     "writing",
@@ -125,6 +126,49 @@ def test_malformed_files_are_refused(tmp_path: Path, text: str, message: str) ->
     bad.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidArgument, match=message):
         read_questions(bad, "test")
+
+
+ROW = '{"prompt": "%s"}\n'
+LINE_ENDS = "One\u2028two\u2029three\x85four"
+
+
+@pytest.mark.parametrize(
+    ("content", "turns"),
+    [
+        (b"\xef\xbb\xbf" + (ROW % "One?").encode(), ["One?"]),
+        (("\n\r\n" + ROW % "One?" + "  \n" + ROW % "Two?").encode(), ["One?", "Two?"]),
+        ((ROW % "One?").replace("\n", "\r\n").encode(), ["One?"]),
+        ((ROW % LINE_ENDS).encode(), [LINE_ENDS]),
+        ((ROW % "One?").rstrip().encode(), ["One?"]),
+    ],
+    ids=["byte-order mark", "blank lines", "CRLF", "line separators", "no last newline"],
+)
+def test_lines_end_where_json_lines_do(tmp_path: Path, content: bytes, turns: list[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(content)
+    assert [q.turns[0] for q in read_questions(path, "mine")] == turns
+    rows = [row["prompt"] for _, row in read_json_lines(path, dict[str, str])]
+    assert rows == turns
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "caf\xe9"}'.encode("latin-1"),
+        b'{"prompt": "cut sho',
+        b'{"turns": [null]}',
+        b'{"prompt": 7}',
+        b"null",
+        b"[1, 2]",
+        b'{"turns": null}',
+        '{"prompt": "One?"}'.encode("utf-16"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named_with_its_number(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes((ROW % "One?").encode() + b"\n" + line + b"\n")
+    with pytest.raises(InvalidArgument, match=r"data='.*bad\.jsonl:3'"):
+        read_questions(path, "mine")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"\x1f\x8b not gzip"])

@@ -14,10 +14,9 @@ from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.grid import grid
 from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, collect, same_drafts
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Setting
+from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair

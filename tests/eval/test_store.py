@@ -3,12 +3,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_llm import FakeLLM
-from support.runs import ENVIRONMENT, NONE, QUESTIONS, record, run_settings
+from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_settings
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.records import Record, Setting
+from eaglegbv.eval.records import Journal, Record, Setting, read_json
 from eaglegbv.eval.runner import RunFolder, load_results, read_results, run, write_results
-from eaglegbv.eval.statistics import summarise
+from eaglegbv.eval.statistics import Estimate, summarise
 
 
 class Killed(Exception):
@@ -103,6 +103,7 @@ def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path, run_settings(), ENVIRONMENT)
 
 
+@pytest.mark.parametrize("setting", [NONE, OTBV], ids=lambda setting: setting.name)
 def test_results_are_read_back(tmp_path: Path, setting: Setting) -> None:
     folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
     folder.add(record(setting, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
@@ -111,3 +112,58 @@ def test_results_are_read_back(tmp_path: Path, setting: Setting) -> None:
     assert read_results(path) == results
     with pytest.raises(InvalidArgument, match="results="):
         read_results(tmp_path / "run.json")
+
+
+# Its files.
+
+ENTRIES = [Estimate(2.0, 1.0, 3.0), Estimate(5.0, 4.0, 6.0)]
+
+
+def journal(folder: Path) -> Journal[Estimate]:
+    return Journal(folder / "lines.jsonl", Estimate, "figures")
+
+
+def test_entries_are_read_in_order(tmp_path: Path) -> None:
+    assert journal(tmp_path).read() == journal(tmp_path).resume() == []
+    for entry in ENTRIES:
+        journal(tmp_path).add(entry)
+    assert journal(tmp_path).read() == journal(tmp_path).resume() == ENTRIES
+
+
+def test_reading_leaves_a_torn_line_to_its_writer(tmp_path: Path) -> None:
+    mine, path = journal(tmp_path), tmp_path / "lines.jsonl"
+    for entry in ENTRIES:
+        mine.add(entry)
+    whole = path.read_bytes()
+    for cut in (0, 1, len(whole) // 4):
+        path.write_bytes(whole + whole[:cut])
+        assert mine.read() == ENTRIES
+        assert path.read_bytes() == whole + whole[:cut]
+        assert mine.resume() == ENTRIES
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[: len(whole) // 4])
+    assert mine.resume() == []
+    assert path.read_bytes() == b""
+
+
+def test_a_line_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"value": 1}\n{"val')
+    with pytest.raises(InvalidArgument, match=r"results=.*figures"):
+        journal(tmp_path).read("results")
+    with pytest.raises(InvalidArgument, match=r"out=.*figures"):
+        journal(tmp_path).resume()
+    assert path.read_bytes() == b'{"value": 1}\n{"val'
+
+
+def test_content_is_read_or_refused_by_the_name_a_user_gave(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"value": 2, "low": 1, "high": 3}')
+    assert read_json(path, Estimate, argument="file", expected="a figure") == Estimate(2, 1, 3)
+    for content in (b"{}", b"[", b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"file='.*a\.json': expected a figure \("):
+            read_json(path, Estimate, argument="file", expected="a figure")
+    path.unlink()
+    with pytest.raises(InvalidArgument, match="No such file"):
+        read_json(path, Estimate, argument="file", expected="a figure")

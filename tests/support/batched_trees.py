@@ -9,12 +9,7 @@ import torch
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import draft_counts
-from eaglegbv.verifiers.proof.chooser import (
-    Prefix,
-    Probs,
-    ProbsAt,
-    UniformChooser,
-)
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
 from eaglegbv.verifiers.proof.tree import Outcome, from_draft_tree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget

@@ -1,4 +1,4 @@
-"""The G-test of observed token sequences against their exact joint distribution, as a dense array."""
+"""The G-test of token sequences against their exact joint distribution, as a dense array."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["GTest", "g_test", "joint_probs"]
 
 
 def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
-    """Compare samples (cell indices) with the exact distribution ``[cells]``; all rare cells are one."""
+    """Compare samples (cell indices) with the exact ``[cells]``; all rare cells are one."""
     means = expected / expected.sum() * len(observed)
     rare = (means > 0) & (means < SMALLEST_EXPECTED)
     cell = np.where(rare, len(expected), np.arange(len(expected)))
@@ -23,10 +23,10 @@ def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
 def joint_probs(
     next_probs: Callable[[list[list[int]]], NDArray[np.float64]], prompt: list[int], tokens: int
 ) -> NDArray[np.float64]:
-    """Return the exact distribution of the first ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
+    """Return the exact joint of the first ``tokens`` tokens after ``prompt``, ``[vocab ** tokens]``.
 
     Args:
-        next_probs: From sequences of one length to the distributions of their next token, ``[batch, vocab]``.
+        next_probs: From sequences of one length to their next token's, ``[batch, vocab]``.
         prompt: The prompt.
         tokens: Number of tokens.
     """

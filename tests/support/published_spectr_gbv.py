@@ -11,8 +11,8 @@ def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Verify the paths one after the other; a later path counts where it is accepted further.
 
     Source: src/engine.py of github.com/junemily/SpecTr-GBV at e399f44, which calls itself the
-    official implementation of 2604.25925. With joint distributions p and q of a prefix, c = min(1, q/p) and
-    K paths, a whole path is accepted with p [1 - (1 - c)^K] / [1 - (1 - q)^K], a shorter prefix x
+    official implementation of 2604.25925. With joint distributions p and q of a prefix,
+    c = min(1, q/p) and K paths, a whole path is accepted with p [1 - (1 - c)^K] / [1 - (1 - q)^K], a shorter prefix x
     with
 
         (sum_y p(xy) (1 - c(xy))^K - p(x) (1 - c(x))^K)

@@ -36,7 +36,7 @@ class SGLangPair:
 
 @dataclass(frozen=True, slots=True)
 class NextProbs:
-    """From sequences of one length to the distributions of their next token, by transformers in float64."""
+    """From sequences of one length to their next token's, by transformers in float64."""
 
     model: LlamaForCausalLM
     temperature: float

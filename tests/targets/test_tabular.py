@@ -1,4 +1,4 @@
-"""The toy target's distributions are the table's, whatever slots and trees they are read through."""
+"""The toy target's distributions are the table's, through whatever slots and trees."""
 
 import pytest
 import torch

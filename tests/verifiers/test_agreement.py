@@ -5,13 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import (
-    Batch,
-    build_batch,
-    outcomes,
-    random_requests,
-    reference_outcomes,
-)
+from support.batched_trees import Batch, build_batch, outcomes, random_requests, reference_outcomes
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms

@@ -137,7 +137,7 @@ class Judge:
             requests: SGLang's requests.
             tree: Their trees.
             target: The target's distributions.
-            greedy: Whether each request is greedy: its verdict is not used, and nothing of it is kept.
+            greedy: Whether each request is greedy: its verdict is not used or kept.
             replay: Returns what replays the draft distributions of earlier rounds.
         """
         own = self._book.of(requests)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -101,47 +102,30 @@ class Bar(Protocol):
         """Move on."""
 
 
+@dataclass
 class Site:
     """Where a paper's comparison is measured: models, questions, a folder.
 
     Attributes:
-        folder: Where results are kept as they are measured.
+        folder: Where results are kept as they are measured; made if it is not there.
         questions: What the models answer.
         options: How much is measured.
+        load: Loads target and drafter.
+        progress: Shows a bar, given what is measured and how many steps it takes.
         sheets: Parts of the comparison, by name; all that the options ask for where none is named.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        questions: QuestionSet,
-        options: Options,
-        load: Callable[[], LLM],
-        progress: Callable[[str, int], AbstractContextManager[Bar]],
-        *,
-        sheets: Sequence[str] = (),
-    ) -> None:
-        """Set up.
-
-        Args:
-            folder: Made if it is not there.
-            questions: What the models answer.
-            options: How much is measured.
-            load: Loads target and drafter.
-            progress: Shows a bar, given what is measured and how many steps it takes.
-            sheets: Parts of the comparison, by name.
-        """
-        self.folder = folder
-        self.questions = questions
-        self.options = options
-        self.progress = progress
-        self.sheets = tuple(sheets)
-        self._load = load
+    folder: Path
+    questions: QuestionSet
+    options: Options
+    load: Callable[[], LLM]
+    progress: Callable[[str, int], AbstractContextManager[Bar]]
+    sheets: Sequence[str] = ()
 
     @cached_property
     def llm(self) -> LLM:
         """Target and drafter, loaded when they are first wanted."""
-        return self._load()
+        return self.load()
 
 
 class Paper(ABC):

@@ -177,7 +177,7 @@ class SolverPaper(Paper):
             ),
             notes=(
                 f"the paper's figures are those of {LLAMA}, read in {_READ}",
-                "times are the processor's on this machine: from two distributions to the draft selected",
+                "times are the processor's on this machine, up to the draft selected",
                 "the acceptance of nodes where a solver's bound is above 1e-3 is K-SEQ's",
             ),
         )
@@ -260,11 +260,11 @@ def _acceptance(places: Harvest, sizes: Sequence[tuple[int, int]], temperature: 
     rows = [["optimum of", "k", *(f"n = {n}" for n in drafts)]]
     for name, rule in (("independent drafts", optimum_iid), ("greedy drafts", greedy)):
         for k in sorted({k for k, _ in sizes}):
-            dists = places.dists.top(k)
-            figures = [with_interval(places.mean(rule(dists, n)), 3) for n in drafts]
+            probs = places.probs.top(k)
+            figures = [with_interval(places.mean(rule(probs, n)), 3) for n in drafts]
             rows.append([name, str(k), *figures])
     return Table(
-        title=f"Optimal acceptance at {places.dists.count} places, T = {temperature:g} "
+        title=f"Optimal acceptance at {places.probs.count} places, T = {temperature:g} "
         "(its Figures 1 and 2)",
         rows=rows,
     )
@@ -315,19 +315,19 @@ def _better_within(
 def _by_width(places: Harvest, sizes: Sequence[tuple[int, int]]) -> Iterator[Finding]:
     widths, most = sorted({k for k, _ in sizes}), max(n for _, n in sizes)
     for narrow, wide in pairwise(widths):
-        few, many = places.dists.top(narrow), places.dists.top(wide)
+        few, many = places.probs.top(narrow), places.probs.top(wide)
         yield Finding(
             statement=f"optimum at k = {wide} at least at k = {narrow}, n = {most}",
             source=f"{_SOURCE}, Figure 1",
             ratio=places.ratio(optimum_iid(many, most), optimum_iid(few, most)),
         )
     for k in [k for k in widths if k >= 100]:
-        dists = places.dists.top(k)
+        probs = places.probs.top(k)
         yield Finding(
             statement=f"optimum of independent drafts at least that of greedy ones, k = {k}, "
             f"n = {most}",
             source=f"{_SOURCE}, Figure 2",
-            ratio=places.ratio(optimum_iid(dists, most), greedy(dists, most)),
+            ratio=places.ratio(optimum_iid(probs, most), greedy(probs, most)),
         )
 
 

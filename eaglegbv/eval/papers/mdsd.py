@@ -1,6 +1,7 @@
 """Hu et al., Towards Optimal Multi-draft Speculative Decoding (arXiv 2502.18779).
 
-Its Tables 1 and 2 and Figures 1 and 2: acceptance of rules and draft distributions at one node, against
+Its Tables 1 and 2 and Figures 1 and 2: acceptance of rules and draft distributions at one node,
+    against
 their optimum, by temperature and by number of drafts, and what trees of such drafts come to.
 """
 
@@ -11,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.collect_probs import Harvest, Lead, harvest, lead_ratio
+from eaglegbv.eval.collect_probs import Harvest, harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import RULES
 from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
@@ -103,14 +104,14 @@ class Accepted:
         """Return the ratio of two mean acceptances, paired by question."""
         return self.harvest.ratio(self.by_rule[above], self.by_rule[below])
 
-    def lead(self, rule: str, over: str, drafts: int) -> Lead:
-        """Return what a rule accepts beside another."""
-        return Lead(self.harvest, self.by_rule[rule, drafts], self.by_rule[over, drafts])
+    def lead(self, rule: str, over: str, drafts: int) -> tuple[Harvest, tuple[Tensor, Tensor]]:
+        """Return the places, and what a rule accepts there beside another."""
+        return self.harvest, (self.by_rule[rule, drafts], self.by_rule[over, drafts])
 
 
 def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
     """Return the acceptance of every rule at every place, for every number of drafts."""
-    found = {(name, n): rule(places.dists, n) for n in drafts for name, rule in RULES.items()}
+    found = {(name, n): rule(places.probs, n) for n in drafts for name, rule in RULES.items()}
     return Accepted(places, found)
 
 
@@ -148,7 +149,7 @@ class NodePaper(Paper):
     trees: tuple[Setting, ...]
 
     def measure(self, site: Site) -> Report:
-        """Harvest distributions, compute acceptances, judge trees; write ``nodes.json``, ``cells.json``."""
+        """Compute acceptances, judge trees; write ``nodes.json`` and ``cells.json``."""
         store = CellStore(site, self.name)
         by_temperature: dict[float, Accepted] = {}
         with site.progress("nodes", len(self.temperatures)) as bar:
@@ -216,7 +217,7 @@ class NodePaper(Paper):
             drafter=llm.drafter_name,
             suite=site.questions.suite,
             questions=len(site.questions.questions),
-            places={f"{t:g}": own.harvest.dists.count for t, own in found.items()},
+            places={f"{t:g}": own.harvest.probs.count for t, own in found.items()},
             width=self.width,
             environment=describe_environment(str(llm.device)),
             cells=tuple(
@@ -247,7 +248,9 @@ def _greedy_when_hot(found: Mapping[float, Accepted]) -> list[Finding]:
         Finding(
             statement=f"greedy / {other} at T = {min(found):g} at least at T = {max(found):g}",
             source=_NOTES,
-            ratio=lead_ratio(*(own.lead("greedy", other, USUAL_DRAFTS) for own in (cold, hot))),
+            ratio=lead_ratio(
+                *cold.lead("greedy", other, USUAL_DRAFTS), *hot.lead("greedy", other, USUAL_DRAFTS)
+            ),
         )
         for other in ("optimum", "optimum w/o")
     ]
@@ -299,11 +302,11 @@ def _tree_settings() -> tuple[Setting, ...]:
     )
     return tuple(
         Setting(
-            plan=Plan(verifier=verifier, draft_sampling=dist, paths=paths, depth=depth),
+            plan=Plan(verifier=verifier, draft_sampling=draft_sampling, paths=paths, depth=depth),
             temperature=USUAL_TEMPERATURE,
         )
         for paths, depth in ((2, 4), (4, 3))
-        for verifier, dist in judged
+        for verifier, draft_sampling in judged
     )
 
 

@@ -8,10 +8,9 @@ import msgspec
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.grid import grid
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
-from eaglegbv.eval.records import Setting
+from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
 from eaglegbv.metrics import Phase

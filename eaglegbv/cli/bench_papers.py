@@ -1,0 +1,395 @@
+"""``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from eaglegbv.cli import options as opts
+from eaglegbv.cli.options import (
+    Models,
+    Progress,
+    entries,
+    fixed_plan,
+    member,
+    opt,
+    print_json,
+    progress,
+)
+from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.drafters import (
+    Conversations,
+    DrafterReport,
+    category_table,
+    depth_table,
+    measure_drafter,
+)
+from eaglegbv.eval.paired_comparison import collect
+from eaglegbv.eval.papers.base import AGAINST, AGREES, Options, Report, Site, findings_table
+from eaglegbv.eval.papers.cells import CELLS, measured_so_far
+from eaglegbv.eval.papers.registry import paper_named
+from eaglegbv.eval.papers.sheets import GridPaper
+from eaglegbv.eval.plots import check_matplotlib
+from eaglegbv.eval.questions import Question, load_questions
+from eaglegbv.eval.records import describe_environment, name_of_model
+from eaglegbv.eval.report import plain_text
+from eaglegbv.eval.results import DrafterResults, NamedReport
+from eaglegbv.eval.solvers import STANDARD, Row, settings_of
+from eaglegbv.eval.solvers import compare as compare_solvers
+from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
+from eaglegbv.llm import LLM
+from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.verifiers.global_resolution import Solver
+
+_NAMED = "A drafter, as in generate; 'NAME=DRAFTER' shows it as NAME. May be repeated"
+
+
+def _by_name(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the displayed name and the drafter of each ``NAME=DRAFTER`` or ``DRAFTER``."""
+    parts = [text.partition("=") for text in texts]
+    return [(name, where if equals else name) for name, equals, where in parts]
+
+
+def drafters(
+    drafter: Annotated[list[str], opt(f"{_NAMED}; the others are compared with the first.")],
+    depth: Annotated[int, opt("Length of a drafted path, L.")] = 5,
+    paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "1,3",
+    verifier: opts.Verifier = "otbv",
+    draft_sampling: opts.SamplingName = None,
+    temperature: opts.Temperature = 1.0,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    max_tokens: opts.MaxTokens = 128,
+    batch: Annotated[int, opt("Number of conversations held together.")] = 16,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    as_json: opts.AsJson = False,
+) -> None:
+    """Compare the acceptance length of drafters on the same questions, by depth and category.
+
+    Acceptance length is accepted tokens per target forward, pooled. Its 95% interval, and that of
+    the ratio to the first drafter, is a bootstrap over questions. 'd or more' is the share of
+    forwards that accept at least d tokens; these shares add up to the length.
+    """
+    plans = [
+        fixed_plan(
+            verifier,
+            count,
+            depth,
+            draft_sampling=draft_sampling,
+            draft_width=draft_width,
+            draft_temperature=draft_temperature,
+        )
+        for count in entries("paths", paths, int)
+    ]
+    chosen = load_questions(questions_set, data).first(questions)
+    conversations = Conversations(
+        chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
+    )
+    named = _by_name(drafter)
+    found: list[tuple[str, DrafterReport]] = []
+    # Every drafter and plan answers the same prompts, and must read them itself.
+    engine = EngineConfig(prefix_cache=False)
+    total = len(named) * len(plans) * len(chosen.questions)
+    with progress(total, "conversation") as bar:
+        for name, where in named:
+            models = Models(model=model, drafter=where, device=device, dtype=dtype)
+            llm = models.load(plans[0], engine)
+            for number, plan in enumerate(plans):
+                first = found[number][1] if len(found) >= len(plans) else None
+                report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
+                found.append((name, report))
+    names, reports = [name for name, _ in found], [report for _, report in found]
+    if as_json:
+        own = tuple(NamedReport(name=name, report=report) for name, report in found)
+        where_and_when = describe_environment(str(llm.device))
+        print_json(DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own))
+        return
+    tables = (depth_table(reports, names), category_table(reports, names))
+    typer.echo("\n\n".join(map(plain_text, tables)))
+    broken = sum(report.errors for report in reports)
+    if broken:
+        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
+
+
+def study(
+    drafter: Annotated[list[str] | None, opt(f"{_NAMED}.", shown="eagle3 and eagle1")] = None,
+    temperatures: Annotated[str, opt("Temperatures of the target.")] = "0,0.2,0.4,0.6,0.8,1.0,1.2",
+    draft_temperatures: Annotated[
+        str, opt("Draft temperatures, as multiples of the target's, including 1.")
+    ] = "0.5,1,1.5,2,3",
+    paths: Annotated[str, opt("Numbers of paths of sampled trees, K.")] = "1,2,4",
+    depth: Annotated[int, opt("Length of a path, and depth of fixed trees.")] = 4,
+    sizes: Annotated[
+        str, opt("Numbers of nodes of fixed trees, up to K L or more.")
+    ] = "1,2,4,6,8,12,16",
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    places: Annotated[int, opt("Places per text at which trees are drafted.")] = 3,
+    judgements: Annotated[int, opt("How many times each tree is judged.")] = 3,
+    max_tokens: opts.MaxTokens = 64,
+    seed: opts.Seed = 0,
+    model: opts.Model = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    out: Annotated[Path, opt("Folder of the results.")] = Path("runs/study"),
+) -> None:
+    """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
+
+    The target writes texts by plain decoding at every temperature. At places of these texts,
+    sampled trees (K paths, otbv) and best-first fixed trees (target_only, which is optimal for
+    them) are drafted and judged. 'nodes' are those that the target scores; a sampled tree is
+    compared with the mixture of two fixed trees with the same mean number of nodes. Writes
+    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out; results are saved
+    after every temperature.
+    """
+    check_matplotlib()
+    settings = StudySettings(
+        temperatures=tuple(entries("temperatures", temperatures, float)),
+        draft_temperatures=tuple(entries("draft-temperatures", draft_temperatures, float)),
+        paths=tuple(entries("paths", paths, int)),
+        depth=depth,
+        sizes=tuple(entries("sizes", sizes, int)),
+        places=places,
+        judgements=judgements,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    chosen = load_questions(questions_set, data).first(questions)
+    # Texts are read once each, and all drafters share them.
+    engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
+    llms = {
+        name: Models(model=model, drafter=where, device=device, dtype=dtype).load(Plan(), engine)
+        for name, where in _by_name(drafter or ("eagle3", "eagle1"))
+    }
+    first = next(iter(llms.values()))
+    result = Study(
+        model=name_of_model(first.model_name),
+        drafters=tuple(llms),
+        questions=tuple(question.id for question in chosen.questions),
+        suite=chosen.suite,
+        settings=settings,
+        environment=describe_environment(str(first.device)),
+        sampled=(),
+        fixed=(),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "study.json"
+    result = _measure(result, llms, chosen.questions, path)
+    typer.echo(plain_text(study_table(result)))
+    typer.echo("\n".join(f"- {finding}" for finding in findings(result)))
+    typer.echo("\n".join(f"wrote {one}" for one in [*draw_study(result, out), path]), err=True)
+
+
+def _measure(
+    study: Study, llms: Mapping[str, LLM], questions: Sequence[Question], path: Path
+) -> Study:
+    """Return the study with the drafters' results, which are saved after every temperature."""
+    settings = study.settings
+    first = next(iter(llms.values()))
+    with progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
+        for temperature in settings.temperatures:
+            texts = collect(
+                first,
+                questions,
+                temperature=temperature,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+            )
+            for name, llm in llms.items():
+                cells = study_cells(
+                    name, llm.pair, texts, temperature, settings, on_texts=bar.update
+                )
+                study = msgspec.structs.replace(
+                    study,
+                    sampled=(*study.sampled, *cells.sampled),
+                    fixed=(*study.fixed, *cells.fixed),
+                )
+            path.write_bytes(msgspec.json.encode(study) + b"\n")
+    return study
+
+
+def paper(
+    name: Annotated[str, typer.Argument(help="Name of the paper, such as bv, gbv or spectr-gbv.")],
+    questions: opts.Questions = None,
+    questions_set: opts.QuestionsSet = "mt-bench",
+    data: opts.QuestionData = None,
+    max_tokens: opts.MaxTokens = 128,
+    places: Annotated[
+        int, opt("Places per text at which all verifiers judge the same drafts.")
+    ] = 5,
+    judgements: Annotated[int, opt("How many times each verifier judges each tree.")] = 4,
+    engine_questions: Annotated[
+        int, opt("Questions to answer in the engine, for what one step cannot show.")
+    ] = 16,
+    engine: Annotated[
+        bool, opt("Also measure in the engine what one step can show.", "--engine")
+    ] = False,
+    sheets: Annotated[
+        str | None,
+        opt(
+            "Parts of the comparison, separated by commas, for papers with parts: drafts, engine "
+            "and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
+            shown="all, but gbv's engine only with --engine",
+        ),
+    ] = None,
+    so_far: Annotated[bool, opt("Only report what has been measured so far.", "--so-far")] = False,
+    seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
+    model: opts.Model = None,
+    drafter: opts.Drafter = None,
+    device: opts.Device = None,
+    dtype: opts.Dtype = None,
+    out: Annotated[
+        Path | None,
+        opt("Folder of the run; a run in it is resumed.", shown="runs/paper-NAME"),
+    ] = None,
+) -> None:
+    """Measure what a paper compares, and test the direction of each difference.
+
+    Other models give other figures, but order and trend should agree. A paired bootstrap interval
+    of a ratio tests each of them. Measurements are saved as they come: the same command continues
+    where an earlier one stopped.
+    """
+    chosen = paper_named(name)
+    folder = out or Path("runs") / f"paper-{name}"
+    if so_far:
+        if not isinstance(chosen, GridPaper):
+            expected = "nothing, for a paper that is not measured in cells"
+            raise InvalidArgument("so-far", True, expected)
+        measured = measured_so_far(folder)
+        (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
+        report = chosen.report(measured.sheets, measured.run)
+    else:
+        models = Models(model=model, drafter=drafter, device=device, dtype=dtype)
+        options = Options(
+            seed=seed,
+            max_tokens=max_tokens,
+            places=places,
+            judgements=judgements,
+            engine_questions=engine_questions,
+            engine=engine,
+        )
+        site = Site(
+            folder,
+            load_questions(questions_set, data).first(questions),
+            options,
+            # Every setting answers the same prompts, and must read them itself.
+            lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
+            _progress,
+            sheets=entries("sheets", sheets, str) if sheets is not None else (),
+        )
+        typer.echo(chosen.title)
+        report = chosen.measure(site)
+    text = report_text(report)
+    (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
+    (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
+    typer.echo("\n" + text)
+
+
+def _progress(what: str, steps: int) -> AbstractContextManager[Progress]:
+    return progress(steps, "text", what)
+
+
+def report_text(report: Report) -> str:
+    """Return a report for the terminal: tables, directions, and those that are contradicted."""
+    parts = []
+    for table in report.tables:
+        notes = "".join(f"\n({note})" for note in table.notes)
+        parts.append(f"{table.title}\n{plain_text(table.rows)}{notes}")
+    found = report.findings
+    if found:
+        counts = ", ".join(
+            f"{sum(one.verdict == verdict for one in found)} {verdict}"
+            for verdict in (AGREES, AGAINST)
+        )
+        parts.append(plain_text(findings_table(found)))
+        parts.append(f"of {len(found)} directions: {counts}, the rest not told apart")
+    if report.exceptions:
+        exceptions = plain_text(findings_table(report.exceptions))
+        parts.append(f"exceptions, with 95% intervals of the ratio\n{exceptions}")
+    return "\n\n".join([*parts, *report.notes])
+
+
+def solvers(
+    vocab: Annotated[
+        str | None, opt("Sizes of the vocabulary.", shown="the standard table")
+    ] = None,
+    drafts: Annotated[str | None, opt("Numbers of drafts, n.", shown="the standard table")] = None,
+    width: Annotated[
+        str, opt("Tokens that draft distributions keep; 'all' keeps the whole vocabulary.")
+    ] = "all,64",
+    solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,race,max_flow,lp",
+    instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
+    time_limit: Annotated[
+        float, opt("Milliseconds of processor time after which a solver has failed.")
+    ] = 1000.0,
+    seed: opts.Seed = 0,
+    as_json: opts.AsJson = False,
+) -> None:
+    """Compare the solvers of optimal transport for independent drafts at one node.
+
+    Times are medians of processor time from the two distributions and the drafts to the selected
+    draft. A solver succeeds if it is in time and its bound on the lost acceptance is within 1e-3.
+    If the bound is larger, K-SEQ takes its place (a fall-back). A solver refuses nodes that are too
+    large for it. The deviation is the largest L1 distance of the committed distribution from the
+    target's.
+
+    By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
+    """
+    if (vocab is None) != (drafts is None):
+        raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
+    sizes = list(STANDARD)
+    if vocab is not None and drafts is not None:
+        counts = entries("drafts", drafts, int)
+        sizes = [(v, n) for v in entries("vocab", vocab, int) for n in counts]
+    widths = [
+        None if kept == "all" else entries("width", kept, int)[0]
+        for kept in entries("width", width, str)
+    ]
+    settings = settings_of(sizes, widths)
+    chosen = [member("solver", name, Solver) for name in entries("solver", solver, str)]
+    with progress(len(settings) * len(chosen), "row") as bar:
+        report = compare_solvers(
+            settings,
+            chosen,
+            instances=instances,
+            seed=seed,
+            time_limit=time_limit / 1e3,
+            on_row=lambda row: bar.update(note=f"V {row.vocab}, n {row.drafts}: {row.solver}"),
+        )
+    if as_json:
+        print_json(report)
+        return
+    rows = [_cells(row) for row in report.rows]
+    typer.echo(plain_text([list(rows[0]), *(list(row.values()) for row in rows)]))
+
+
+def _cells(row: Row) -> dict[str, str]:
+    def figure(value: float | None, layout: str) -> str:
+        return "-" if value is None else format(value, layout)
+
+    return {
+        "V": str(row.vocab),
+        "width": str(row.width),
+        "n": str(row.drafts),
+        "solver": row.solver,
+        "ms/token": figure(row.median_ms, ".2f"),
+        "success": f"{row.success:.0%}",
+        "too large": str(row.refused),
+        "fall-backs": str(row.fallbacks),
+        "late": str(row.late),
+        "L1 deviation": figure(row.deviation, ".1e"),
+        "acceptance": figure(row.acceptance, ".4f"),
+        "optimum": figure(row.optimum, ".4f"),
+        "bound": figure(row.shortfall, ".1e"),
+    }
