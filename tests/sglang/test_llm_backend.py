@@ -76,7 +76,7 @@ def test_plans_that_sglang_cannot_draw_are_refused() -> None:
 
     with pytest.raises(InvalidArgument, match=r"^source='lookup': expected 'drafter'"):
         LLM(backend="sglang", plan=Plan(paths=1, depth=4, source=Source.LOOKUP))
-    with pytest.raises(InvalidArgument, match=r"^distribution='wor': expected 'iid'"):
+    with pytest.raises(InvalidArgument, match=r"^draft_sampling='wor': expected 'iid'"):
         LLM(backend="sglang", plan=Plan(draft_sampling=DraftSampling.WOR))
     with pytest.raises(InvalidArgument, match=r"^whole_vocab=4096: expected 0"):
         LLM(backend="sglang", plan=Plan(paths=1, whole_vocab=4096))

@@ -129,7 +129,7 @@ def test_a_rule_that_forgets_its_debts_fails_in_the_second_step() -> None:
 
 def test_distributions_and_paths_without_a_claim_are_refused() -> None:
     subjects = package_subjects()
-    with pytest.raises(SamplingMismatch, match="distribution='wor'"):
+    with pytest.raises(SamplingMismatch, match="draft_sampling='wor'"):
         subjects["token"].audit(DraftSampling.WOR, QUICK)
     with pytest.raises(SamplingMismatch, match="paths=2: expected at most 1"):
         subjects["token"].audit(DraftSampling.IID, QUICK)

@@ -25,9 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from eaglegbv import Plan
 from eaglegbv.config import PLAIN
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.eval.machine import measure_machine
 from eaglegbv.eval.random_models import SHAPES, Rig, StepSetting, build_rig
-from eaglegbv.eval.step_bench import time_steps
+from eaglegbv.eval.step_bench import measure_machine, time_steps
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
