@@ -5,9 +5,8 @@ import os
 import zlib
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from threading import Lock, get_ident
 from types import TracebackType
@@ -49,12 +48,6 @@ def require_number(
     if not inside:
         bracket = "(" if open_low else "["
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
-
-
-def require_numbers(name: str, values: Sequence[float], *, count: int) -> None:
-    """Raise :class:`InvalidArgument` unless there are ``count`` values, all finite."""
-    if len(values) != count or not all(map(isfinite, values)):
-        raise InvalidArgument(name, values, f"{count} finite numbers")
 
 
 # Reading JSON lines: questions, training rows, and what a run has measured.
