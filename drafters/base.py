@@ -76,7 +76,7 @@ class Drafter(ABC):
         """Propose one tree per request.
 
         The tokens are drawn from exactly the distributions the tree carries, with the numbers of
-        each request's own stream at its own step.
+        each request's own rng at its own step.
 
         Args:
             requests: Requests with at least one committed token each.

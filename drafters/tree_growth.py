@@ -844,7 +844,7 @@ def draft_trees(
 def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
     """Return ``[requests, paths, depth]`` float64 on the host: each request's own numbers."""
     count = plan.paths * plan.depth
-    rows = [request.stream.draw(request.step, Purpose.DRAFT, count) for request in requests]
+    rows = [request.rng.draw(request.step, Purpose.DRAFT, count) for request in requests]
     return torch.from_numpy(np.stack(rows)).view(len(requests), plan.paths, plan.depth)
 
 

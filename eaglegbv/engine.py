@@ -148,7 +148,7 @@ class Engine:
             params=params,
             plan=plans[0] if auto is None else PLAIN,
             auto=auto,
-            stream=RequestRng(seed),
+            rng=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
             drafted=drafted,

@@ -78,7 +78,7 @@ class Request:
         params: Sampling settings.
         plan: How to speculate in the next step. It may change between steps, to plans that need no
             more than ``step_slots``.
-        stream: The request's random numbers.
+        rng: The request's random numbers.
         max_tokens: Most tokens to generate: the user's limit, or what the context leaves.
         auto: The plans from which the engine chooses before every step; None if the user fixed
             ``plan``.
@@ -107,7 +107,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     plan: Plan
-    stream: RequestRng
+    rng: RequestRng
     max_tokens: int
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED

@@ -1,6 +1,6 @@
 """Counter-based random numbers: every number is a pure function of (seed, step, purpose).
 
-A request's stream never depends on what else runs, and a number is never used twice: numbers are
+A request's numbers never depend on what else runs, and a number is never used twice: numbers are
 keyed by the request's *step counter*, not by token positions. If they were keyed by position, the
 next step would reuse the numbers drawn for rejected positions, which biases the output.
 """

@@ -166,7 +166,7 @@ class Verification:
             faults = find_faults(tree, target) | unsound
         else:
             uniforms = VerifyUniforms.draw(
-                [request.stream for request in requests],
+                [request.rng for request in requests],
                 [request.step for request in requests],
                 paths=tree.paths,
                 length=tree.length,
@@ -416,7 +416,7 @@ def verify_stateful(
     """
     device = tree.token_ids.device
     uniforms = StatefulUniforms.draw(
-        [request.stream for request in requests],
+        [request.rng for request in requests],
         [request.step for request in requests],
         [len(request.target_layers) for request in requests],
         paths=tree.paths,

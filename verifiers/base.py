@@ -46,19 +46,19 @@ class VerifyUniforms:
     @classmethod
     def draw(
         cls,
-        streams: Sequence[RequestRng],
+        rngs: Sequence[RequestRng],
         steps: Sequence[int],
         *,
         paths: int,
         length: int,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Draw every request's numbers from its own stream at its own step counter."""
+        """Draw every request's numbers from its own rng at its own step counter."""
         counts = 2 * paths * length, paths * length, 1
         wanted = [(p, n) for p, n in zip(_PURPOSES, counts, strict=True) if n > 0]
         drawn = [
             np.concatenate([s.draw(t, purpose, n) for purpose, n in wanted])
-            for s, t in zip(streams, steps, strict=True)
+            for s, t in zip(rngs, steps, strict=True)
         ]
         # One copy to the device for all of them.
         numbers = send(torch.from_numpy(np.array(drawn)), device)

@@ -208,6 +208,6 @@ def _example(
     ).to(torch.device(device))
     rows = torch.arange(batch * nodes, device=device).view(batch, nodes)
     logits = torch.zeros((batch * nodes, max(vocab, width + 1)), device=device)
-    streams, steps = [RequestRng(0)] * batch, [0] * batch
-    uniforms = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
+    rngs, steps = [RequestRng(0)] * batch, [0] * batch
+    uniforms = VerifyUniforms.draw(rngs, steps, paths=paths, length=length, device=device)
     return tree, TargetProbs.of_logits(logits, rows), uniforms

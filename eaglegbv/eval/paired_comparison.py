@@ -410,7 +410,7 @@ class _Bench:
             prompt_ids=text.prompt_ids,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(text.seed),
+            rng=RequestRng(text.seed),
             max_tokens=len(text.token_ids),
             drafted=True,
             slots=self._target.allocator.allocate(0),
@@ -495,11 +495,11 @@ class _Bench:
         """Return the uniform numbers of each judgement."""
         drawn = [
             VerifyUniforms.draw(
-                [RequestRng(request_seed(request.stream.seed, judgement)) for request in requests],
+                [RequestRng(request_seed(request.rng.seed, judgement)) for request in requests],
                 [request.step for request in requests],
                 paths=tree.paths,
                 length=tree.length,
             )
             for judgement in range(self._sampling.judgements)
         ]
-        return latin_hypercube(drawn, [[r.stream.seed, r.step] for r in requests])
+        return latin_hypercube(drawn, [[r.rng.seed, r.step] for r in requests])

@@ -238,15 +238,15 @@ def test_a_seed_fixes_the_numbers_in_any_company() -> None:
 
 def test_signed_seeds_are_the_same_64_bits() -> None:
     [own] = RequestBook(PLAN, 0).of([Req(-5)])
-    assert own.stream == RequestRng(2**64 - 5)
+    assert own.rng == RequestRng(2**64 - 5)
 
 
 def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
     book = RequestBook(PLAN, 17)
     first, second = Req(), Req()
-    seeds = [own.stream.seed for own in book.of([first, Req(1), second])]
+    seeds = [own.rng.seed for own in book.of([first, Req(1), second])]
     assert seeds == [request_seed(17, 0), 1, request_seed(17, 1)]
-    assert [own.stream.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
+    assert [own.rng.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
 
 
 def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:

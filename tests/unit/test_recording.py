@@ -151,7 +151,7 @@ def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
             assert not tree.node_stats
             continue
         chances = selected(tree, "h")
-        numbers = run.request.stream.draw(step, Purpose.ACCEPTANCE, len(chances))
+        numbers = run.request.rng.draw(step, Purpose.ACCEPTANCE, len(chances))
         passed = [d + 1 for d, h in enumerate(chances) if numbers[d] < h]
         assert len(tree.accepted) == max(passed, default=0)
         judged += 1
@@ -216,7 +216,7 @@ def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
     for step, tree in enumerate(run.trees):
         if tree.accepted:
             stop = tree.accepted[-1]
-            number = run.request.stream.draw(step, Purpose.ACCEPTANCE, 9)[stop - 1]
+            number = run.request.rng.draw(step, Purpose.ACCEPTANCE, 9)[stop - 1]
             assert number < tree.node_stats["w"][stop]
             stops += 1
     assert stops > 5

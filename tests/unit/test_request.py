@@ -15,7 +15,7 @@ def request(prompt=(4, 5, 6), generated=(), step_slots=1):
         prompt_ids=tuple(prompt),
         params=SamplingParams(),
         plan=PLAIN,
-        stream=RequestRng(0),
+        rng=RequestRng(0),
         max_tokens=20,
         step_slots=step_slots,
     )

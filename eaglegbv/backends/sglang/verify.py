@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class RequestBook:
     """Our records of SGLang's living requests: random numbers, steps, debts.
 
-    A request has one stream and one step counter for all its life, through retractions and in any
+    A request has one rng and one step counter for all its life, through retractions and in any
     batch. Every rank of a tensor-parallel group sees the same requests in the same order, so all
     ranks draw the same numbers. The record of a request that SGLang drops is dropped too.
     """
@@ -79,7 +79,7 @@ class RequestBook:
             own.step += 1
 
     def _draw(self, requests: Sequence["Req"], purpose: Purpose, count: int) -> Tensor:
-        numbers = (own.stream.draw(own.step, purpose, count) for own in self.of(requests))
+        numbers = (own.rng.draw(own.step, purpose, count) for own in self.of(requests))
         return torch.stack([torch.from_numpy(own) for own in numbers])
 
     def _of(self, request: "Req") -> Request:
@@ -93,7 +93,7 @@ class RequestBook:
                 prompt_ids=tuple(request.origin_input_ids),
                 params=SamplingParams(),  # unused: SGLang's own apply
                 plan=self._plan,
-                stream=RequestRng(seed % 2**64),
+                rng=RequestRng(seed % 2**64),
                 max_tokens=2**31 - 1,
             )
             self._opened += 1
@@ -143,7 +143,7 @@ class Judge:
         own = self._book.of(requests)
         if not isinstance(self._verifier, StatefulVerifier):
             uniforms = VerifyUniforms.draw(
-                [request.stream for request in own],
+                [request.rng for request in own],
                 [request.step for request in own],
                 paths=tree.paths,
                 length=tree.length,

@@ -55,7 +55,7 @@ def check_samplings(pair: Pair, tree: DraftTree, b: int, text, **settings) -> No
 def check_drawn(tree: DraftTree, b: int, request: Request) -> None:
     """The paths are what the request's numbers select from the very probs the tree carries."""
     plan = request.plan
-    numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
+    numbers = request.rng.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
     for nodes, uniforms in zip(
         tree.path_nodes[b].tolist(), numbers.reshape(plan.paths, plan.depth), strict=True
     ):

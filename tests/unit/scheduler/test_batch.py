@@ -19,7 +19,7 @@ def request(number, prompt, *, generated=(), slots=(), plan=OTBV, temperature=1.
         prompt_ids=tuple(prompt),
         params=SamplingParams(temperature=temperature),
         plan=plan,
-        stream=RequestRng(number),
+        rng=RequestRng(number),
         max_tokens=50,
     )
     r.token_ids = list(generated)

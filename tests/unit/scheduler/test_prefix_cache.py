@@ -33,7 +33,7 @@ class Shop:
             prompt_ids=prompt,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(0),
+            rng=RequestRng(0),
             max_tokens=50,
             drafted=drafted,
             skips=skips,

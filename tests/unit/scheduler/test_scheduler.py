@@ -74,7 +74,7 @@ def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
         prompt_ids=(0,) * prompt,
         params=SamplingParams(max_tokens=max_tokens),
         plan=PLAIN,
-        stream=RequestRng(number),
+        rng=RequestRng(number),
         max_tokens=max_tokens,
         step_slots=step_slots,
         priority=priority,
