@@ -144,7 +144,7 @@ class Request:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
-    def length_to_read(self) -> int:
+    def prefill_length(self) -> int:
         """Tokens to prefill before decoding: the prompt, or all but the last of a longer sequence.
 
         The last token of a prompt yields the first one of the answer; the last token of an answer
@@ -153,9 +153,9 @@ class Request:
         return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
 
     @property
-    def unread(self) -> int:
+    def to_prefill(self) -> int:
         """Number of tokens to prefill before decoding; 0 if a tree comes next."""
-        return self.length_to_read - self.context
+        return self.prefill_length - self.context
 
     @property
     def prefilled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Contents of a step's packed forward: trees, ends of prompts, and other parts of texts.
+"""Contents of a step's packed forward: trees, ends of prompts, and other prefill chunks.
 
 packed rows:  [ trees | ends of prompts ]  [ chunks ]
 logits:         nodes   last tokens          none
@@ -39,7 +39,7 @@ class Group:
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
-        """Read prompts to their ends; each tree is only a root, the prompt's last token."""
+        """Prefill prompts to their ends; each tree is only a root, the prompt's last token."""
         tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
         segments = [
             Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
@@ -49,7 +49,7 @@ class Group:
 
     @classmethod
     def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
-        """Read one tree for each request."""
+        """Judge one tree for each request."""
         visible = tree.ancestor_mask()
         drawn_on_host = tree.token_ids.device.type == "cpu"
         counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
@@ -66,16 +66,16 @@ class Group:
 
     @property
     def prefilling(self) -> bool:
-        """Whether the group reads prompts."""
+        """Whether the group prefills prompts."""
         return not self.requests[0].prefilled
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a text that is read only for its keys, values and features.
+    """A part of a sequence, prefilled only for its keys, values and features.
 
     Attributes:
-        request: The request whose text it is.
+        request: The request whose sequence it is.
         segment: The part.
     """
 
@@ -84,7 +84,7 @@ class Chunk:
 
     @classmethod
     def of(cls, request: Request, slots: Tensor) -> Self:
-        """Read as many tokens as there are ``slots``, starting at the first unread one."""
+        """Prefill as many tokens as there are ``slots``, from the first that is not yet."""
         tokens = request.tokens_from(request.context)[: len(slots)]
         return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
 
@@ -119,7 +119,7 @@ class Forward:
     Attributes:
         groups: Trees and ends of prompts.
         layouts: The layout of each group.
-        chunks: Other parts of texts, after the groups.
+        chunks: Other prefill chunks, after the groups.
         logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted.
     """
 
@@ -151,7 +151,7 @@ class Forward:
 
     @property
     def segments(self) -> list[Segment]:
-        """All segments to read, in order."""
+        """All segments, in order."""
         of_groups = [segment for group in self.groups for segment in group.segments]
         return of_groups + [chunk.segment for chunk in self.chunks]
 

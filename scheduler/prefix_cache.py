@@ -106,10 +106,10 @@ class PrefixCache:
         self.allocator.add_keeper(self._forget)
 
     def match(self, request: Request) -> list[Block]:
-        """Return the blocks that ``request`` need not read; at least one token is left unread."""
+        """Return the blocks that ``request`` need not prefill; at least one token is left."""
         if not self.enabled:
             return []
-        tokens = request.tokens_from(0)[: request.length_to_read]
+        tokens = request.tokens_from(0)[: request.prefill_length]
         if not request.drafted:
             return self._chain(tokens, [], followed=False)
         followed = self._chain(tokens, [], followed=True)
@@ -134,7 +134,7 @@ class PrefixCache:
 
     def lend(self, request: Request, blocks: list[Block]) -> None:
         """Let ``request``, which holds nothing, begin with ``blocks`` found by :meth:`match`."""
-        self.counts.asked += request.length_to_read
+        self.counts.asked += request.prefill_length
         if not blocks:
             return
         for block in blocks:

@@ -2,13 +2,13 @@
 
 Requests are served in order of precedence: by priority, a lower number first, then by arrival.
 
-- A waiting request is admitted when the free slots hold its text, and a step and some growth of
-  every request. No waiting request is overtaken.
-- Every running request takes part in every step. A request that has read its text decodes; the
+- A waiting request is admitted when the free slots hold its sequence, and a step and some growth
+  of every request. No waiting request is overtaken.
+- Every running request takes part in every step. A request that is prefilled decodes; the
   others share a budget of tokens, so that a long prompt does not hold up those that decode.
 - Slots are not reserved for whole answers. When they run short, the request last in precedence is
   pre-empted: it gives up its slots, returns to its old place among the waiting requests, and later
-  reads its text again. The first in precedence fits the pool by itself, so it always makes
+  prefills its sequence again. The first in precedence fits the pool by itself, so it always makes
   progress.
 - A waiting request of a better priority pre-empts running ones of a worse priority, if it can be
   admitted then.
@@ -31,10 +31,10 @@ the new request would be pre-empted at once."""
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A part of a text to read.
+    """A part of a sequence to prefill.
 
     Attributes:
-        request: The request whose text it is.
+        request: The request whose sequence it is.
         count: Number of tokens, from ``request.context`` on.
     """
 
@@ -43,8 +43,8 @@ class PrefillChunk:
 
     @property
     def brings_first_token(self) -> bool:
-        """Whether this reads a new prompt to its end, so that the first token follows."""
-        return self.count == self.request.unread and not self.request.prefilled
+        """Whether this prefills a new prompt to its end, so that the first token follows."""
+        return self.count == self.request.to_prefill and not self.request.prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +52,22 @@ class StepBatch:
     """The requests that take part in a step.
 
     Attributes:
-        decoding: Requests that have read their texts.
-        reading: Chunks of the texts of others.
+        decoding: Requests that are prefilled.
+        prefilling: Chunks of the sequences of others.
     """
 
     decoding: list[Request]
-    reading: list[PrefillChunk]
+    prefilling: list[PrefillChunk]
 
     @property
     def empty(self) -> bool:
         """Whether no request takes part."""
-        return not self.decoding and not self.reading
+        return not self.decoding and not self.prefilling
 
     @property
     def requests(self) -> list[Request]:
         """All requests that take part."""
-        return [*self.decoding, *(chunk.request for chunk in self.reading)]
+        return [*self.decoding, *(chunk.request for chunk in self.prefilling)]
 
     def share_seconds(self, seconds: Mapping[Phase, float], rows: int) -> None:
         """Share a step's time by phase among the requests that took part.
@@ -76,12 +76,12 @@ class StepBatch:
         for these requests, the others for the decoding ones. For a request that still prefills, all
         time counts as prefill.
         """
-        prefilled = sum(chunk.count for chunk in self.reading)
-        share = len(self.reading) / max(1, len(self.requests))
+        prefilled = sum(chunk.count for chunk in self.prefilling)
+        share = len(self.prefilling) / max(1, len(self.requests))
         shares = {Phase.FORWARD: prefilled / rows, Phase.VERIFY: share, Phase.COMMIT: share}
         prefill = {phase: seconds.get(phase, 0.0) * part for phase, part in shares.items()}
         total = seconds.get(Phase.PREFILL, 0.0) + sum(prefill.values())
-        for chunk in self.reading:
+        for chunk in self.prefilling:
             chunk.request.metrics.add_seconds(Phase.PREFILL, total * chunk.count / prefilled)
         for phase in (Phase.DRAFT, *shares):
             own = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
@@ -104,8 +104,8 @@ class Scheduler:
 
         Args:
             max_batch: Most requests that run together.
-            prefill_tokens: Most tokens of texts that a step reads.
-            cache: Blocks of texts read before, in the pool's slots.
+            prefill_tokens: Most tokens that a step prefills.
+            cache: Blocks of sequences prefilled before, in the pool's slots.
             vacate: Called to make a pre-empted request give back all it holds of the pool.
         """
         self.running: list[Request] = []
@@ -214,32 +214,32 @@ class Scheduler:
     def _grant(self) -> StepBatch:
         """Grant running requests the slots and tokens of a step, in order of precedence."""
         decoding: list[Request] = []
-        reading: list[PrefillChunk] = []
+        prefilling: list[PrefillChunk] = []
         free, budget = self._allocator.num_free, self._prefill_tokens
         place = 0
         while place < len(self.running):
             request = self.running[place]
             place += 1
-            unread = request.unread
-            if unread and not budget:
+            left = request.to_prefill
+            if left and not budget:
                 continue
-            # A text can be read in parts of any size; a tree needs all its slots at once.
-            least = 1 if unread else request.step_slots
+            # A sequence is prefilled in parts of any size; a tree needs all its slots at once.
+            least = 1 if left else request.step_slots
             while free < least and place < len(self.running):
                 before = self._allocator.num_free
                 self.preempt(self.running[-1])
                 free += self._allocator.num_free - before
             if free < least:
                 continue
-            if unread:
-                count = min(unread, budget, free)
-                reading.append(PrefillChunk(request, count))
+            if left:
+                count = min(left, budget, free)
+                prefilling.append(PrefillChunk(request, count))
                 budget -= count
                 free -= count
             else:
                 decoding.append(request)
                 free -= request.step_slots
-        return StepBatch(decoding, reading)
+        return StepBatch(decoding, prefilling)
 
 
 def _precedence(request: Request) -> tuple[int, int]:
@@ -247,6 +247,6 @@ def _precedence(request: Request) -> tuple[int, int]:
 
 
 def _outlook(request: Request) -> int:
-    """Return the slots a request should find free: to read its text, for a step, and to grow."""
+    """Return the slots a request should find free: to prefill, for a step, and to grow."""
     growth = min(GROWTH, request.max_tokens - len(request.token_ids))
-    return request.unread + request.step_slots + growth
+    return request.to_prefill + request.step_slots + growth

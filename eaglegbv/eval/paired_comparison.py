@@ -427,7 +427,7 @@ class _Bench:
         for request, token_ids in reached:
             request.token_ids = list(token_ids)
             request.step = len(token_ids)
-            chunks.append(Chunk.of(request, self._kv.allocate(request, request.unread)))
+            chunks.append(Chunk.of(request, self._kv.allocate(request, request.to_prefill)))
         forward = Forward.of([], chunks)
         output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
         for chunk in chunks:

@@ -45,8 +45,8 @@ class Shop:
 
     def admit(self, r: Request) -> None:
         self.cache.lend(r, self.cache.match(r))
-        self.kv.allocate(r, r.unread)
-        self.kv.commit(r, list(range(r.unread)))
+        self.kv.allocate(r, r.to_prefill)
+        self.kv.commit(r, list(range(r.to_prefill)))
         self.check()
 
     def share(self, r: Request, positions: int | None = None) -> None:
@@ -128,7 +128,7 @@ def test_a_pre_empted_request_finds_its_own_text_again():
     shop.close(r)
     assert (r.context, r.shared, shop.allocator.num_free) == (0, 0, 256)
     shop.admit(r)
-    assert r.context == r.length_to_read == 42
+    assert r.context == r.prefill_length == 42
     assert r.slots.tolist()[:32] == slots[:32]
     assert shop.cache.counts.shared == 32
 

@@ -50,9 +50,9 @@ class Pool:
         batch = self.scheduler.next_batch()
         for r in batch.decoding:
             self.kv.allocate(r, r.step_slots)
-        for chunk in batch.reading:
+        for chunk in batch.prefilling:
             self.kv.allocate(chunk.request, chunk.count)
-        for chunk in batch.reading:
+        for chunk in batch.prefilling:
             first = chunk.brings_first_token
             self.kv.commit(chunk.request, list(range(chunk.count)))
             chunk.request.token_ids += [0] * first
@@ -90,7 +90,7 @@ def decoding(batch):
 
 
 def reading(batch):
-    return [(chunk.request.number, chunk.count) for chunk in batch.reading]
+    return [(chunk.request.number, chunk.count) for chunk in batch.prefilling]
 
 
 def test_a_new_scheduler_has_no_work():
@@ -178,15 +178,15 @@ def test_the_last_part_of_a_new_prompt_alone_brings_a_token():
     pool = Pool(max_batch=9, slots=1000, prefill_tokens=10)
     r = request(0, prompt=12)
     pool.add(r)
-    assert not pool.step().reading[0].brings_first_token
+    assert not pool.step().prefilling[0].brings_first_token
     batch = pool.scheduler.next_batch()
-    assert batch.reading[0].brings_first_token
+    assert batch.prefilling[0].brings_first_token
     assert pool.step().decoding == []
     pool.step()
     pool.scheduler.preempt(r)
-    assert r.length_to_read == 13
+    assert r.prefill_length == 13
     batches = [pool.scheduler.next_batch(), pool.step()]
-    assert not any(p.brings_first_token for batch in batches for p in batch.reading)
+    assert not any(p.brings_first_token for batch in batches for p in batch.prefilling)
 
 
 def test_when_slots_run_short_the_last_comer_is_preempted_and_goes_on_in_its_old_place():
@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             running = self.pool.scheduler.running
             keys = [(r.priority, r.number) for r in running]
             assert keys == sorted(keys)
-            assert sum(chunk.count for chunk in batch.reading) <= self.PREFILL
+            assert sum(chunk.count for chunk in batch.prefilling) <= self.PREFILL
 
     @invariant()
     def what_is_held_is_in_order(self) -> None:
