@@ -164,8 +164,8 @@ class TextDrafter(Drafter):
 class DraftReplay(ABC):
     """Replays the distributions from which an earlier step would have drawn after other tokens.
 
-    Rules that keep state over steps need the distributions of the *very step* that a debt comes
-    from. Those are not the current ones: by now the drafter knows true features where that step
+    Rules that keep state over steps need the distributions of the *very step* that modified the
+    target. Those are not the current ones: by now the drafter knows true features where that step
     continued from its own output, and its draft temperature may have changed.
     """
 

@@ -45,7 +45,7 @@ from eaglegbv.drafters.tree_growth import (
     draft_trees,
     replayed_probs,
 )
-from eaglegbv.fused_linears import Quantization, settled
+from eaglegbv.fused_linears import Quantization, resolve
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -119,7 +119,7 @@ class EagleDrafter(ReplayingDrafter):
                 no such backend.
         """
         kind = head.embedding
-        self._quantization = settled(quantization, dtype=kind.dtype, device=kind.device)
+        self._quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head

@@ -33,7 +33,7 @@ class Quantization(StrEnum):
     """Unchanged."""
 
 
-def settled(
+def resolve(
     quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> Quantization:
     """Resolve ``auto`` for weights of a dtype on a device; return other values unchanged.

@@ -53,7 +53,7 @@ SETTINGS = {
         sampling(),
     ),
     "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
-    "debts": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
+    "modified target": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
 }
 
 

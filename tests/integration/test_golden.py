@@ -193,7 +193,7 @@ def one_more(verify: Verify) -> Verify:
 
 
 def no_debts(verify: Verify) -> Verify:
-    """Nothing is owed to later steps."""
+    """The target of later steps is not modified."""
 
     def wrong(self: object, tree: Any, target: Any, uniforms: Any, *layers: Any) -> Any:
         verdict = verify(self, tree, target, uniforms, *layers)

@@ -213,7 +213,7 @@ def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> N
     settle(own, verifier)
     assert own.disable_overlap_schedule
     for option, value in (("tp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
-        with pytest.raises(NotServed, match="use a verifier without debts"):
+        with pytest.raises(NotServed, match="use a verifier without state"):
             settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
         settle(arguments(pair, **{option: value}), "otbv")
 

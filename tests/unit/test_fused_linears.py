@@ -24,7 +24,7 @@ from eaglegbv.fused_linears import (
     packing_pays,
     prepare,
     product_of,
-    settled,
+    resolve,
 )
 from eaglegbv.models.hf import HFTarget
 
@@ -302,9 +302,9 @@ def test_rows_of_zeros_and_broken_inputs_stay_what_they_are() -> None:
 def test_what_quantisation_comes_to() -> None:
     cpu = torch.device("cpu")
     usual = Quantization.INT8 if HAS_INT8 else Quantization.NONE
-    assert settled(Quantization.AUTO, dtype=torch.float32, device=cpu) is usual
+    assert resolve(Quantization.AUTO, dtype=torch.float32, device=cpu) is usual
     for dtype, device in ((torch.float64, cpu), (torch.bfloat16, torch.device("cuda"))):
-        assert settled(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
-        assert settled(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
+        assert resolve(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
+        assert resolve(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
         with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*AVX"):
-            settled(Quantization.INT8, dtype=dtype, device=device)
+            resolve(Quantization.INT8, dtype=dtype, device=device)

@@ -223,7 +223,7 @@ def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
 
 
 def test_modified_targets_of_greedy_rules_are_shown() -> None:
-    """Without a debt M is p; behind one it is another distribution."""
+    """Unmodified, M is p; behind an accepted step it is another distribution."""
     run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
     differ = 0
     for tree in run.trees[1:]:

@@ -94,14 +94,14 @@ REFUSED: Refusals = MappingProxyType(
 )
 """Options that are refused rather than ignored."""
 
-_STATELESS = "use a verifier without debts, such as otbv"
+_STATELESS = "use a verifier without state, such as otbv"
 _OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
 REFUSED_WITH_DEBTS: Refusals = MappingProxyType(
     {
         "tp_size": (
             (1,),
-            "every rank would keep debts of its own, by distributions that differ in their last "
+            "every rank would keep state of its own, by distributions that differ in their last "
             "bits",
             _STATELESS,
         ),
@@ -118,7 +118,7 @@ REFUSED_WITH_DEBTS: Refusals = MappingProxyType(
         "kv_cache_dtype": (("auto",), _OWN_TYPE, f"leave it out, or {_STATELESS}"),
     }
 )
-"""Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
+"""Options that verifiers with state (``greedy_block``, ``spectr_gbv``) cannot honour."""
 
 
 class NotServed(EagleGBVError):
@@ -162,7 +162,11 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         server_args.max_running_requests = DEFAULT_RUNNING
     if not server_args.disable_overlap_schedule and (stateful or server_args.device == "cpu"):
         server_args.disable_overlap_schedule = True
-        why = "debts depend on the round before" if stateful else "SGLang has none on a CPU"
+        why = (
+            "the modified target depends on the round before"
+            if stateful
+            else "SGLang has none on a CPU"
+        )
         _log.warning("overlap scheduling is off: %s", why)
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class RequestBook:
-    """Our records of SGLang's living requests: random numbers, steps, debts.
+    """Our records of SGLang's living requests: random numbers, steps, modified targets.
 
     A request has one rng and one step counter for all its life, through retractions and in any
     batch. Every rank of a tensor-parallel group sees the same requests in the same order, so all

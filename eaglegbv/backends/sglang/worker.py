@@ -112,7 +112,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
-        """Redraw the tokens of retracted requests with debts from what the debts leave.
+        """Redraw the tokens of retracted requests from their modified targets.
 
         The target and the head have read their texts again, so the head can replay distributions.
         """

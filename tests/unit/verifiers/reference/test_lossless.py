@@ -130,7 +130,7 @@ def test_paths_that_stop_early(name: str, draft_sampling: DraftSampling, kind: s
 
 
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv"])
-def test_a_debt_ends_where_its_path_would_have_stopped(name: str) -> None:
+def test_a_layer_ends_where_its_path_would_have_stopped(name: str) -> None:
     shape = offered(name, DraftSampling.IID, Shape(2, 3, 2))
     for seed in range(3):
         model = Model(2, "random", seed)
