@@ -228,7 +228,7 @@ def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
     assert Plan(source="lookup").source is Source.LOOKUP
 
 
-def test_debts_do_not_end_with_confidence() -> None:
+def test_modified_targets_do_not_end_with_confidence() -> None:
     engine = engine_of(tabular_target(), tabular_drafter())
     with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0 for verifier"):
         engine.check_plan(Plan(verifier="greedy_block", paths=1, min_confidence=0.1))

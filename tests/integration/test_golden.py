@@ -192,7 +192,7 @@ def one_more(verify: Verify) -> Verify:
     return wrong
 
 
-def no_debts(verify: Verify) -> Verify:
+def no_state(verify: Verify) -> Verify:
     """The target of later steps is not modified."""
 
     def wrong(self: object, tree: Any, target: Any, uniforms: Any, *layers: Any) -> Any:
@@ -208,8 +208,8 @@ def no_debts(verify: Verify) -> Verify:
     [
         ("gbv/iid", easier_acceptance),
         ("otbv/fixed, static", one_more),
-        ("greedy_block/iid", no_debts),
-        ("spectr_gbv/iid", no_debts),
+        ("greedy_block/iid", no_state),
+        ("spectr_gbv/iid", no_state),
     ],
 )
 def test_a_planted_mistake_is_seen(

@@ -208,7 +208,7 @@ def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
-def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> None:
+def test_verifiers_with_state_ask_for_more(pair: SGLangPair, verifier: str) -> None:
     own = arguments(pair, speculative_eagle_topk=1)
     settle(own, verifier)
     assert own.disable_overlap_schedule

@@ -2,9 +2,10 @@
 
 A modified target (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of earlier
 rounds along tokens committed later. So each round's root, its head's hidden state there and the
-settings of its distributions are kept, and the head runs on from there along the tokens, on its own
-features, one row each. Its keys before the root are SGLang's, which are final once written. Those from the root
-onwards are kept here, because SGLang's own have been rewritten from the target's features.
+settings of its distributions are kept, and the head runs on from there along the tokens, on its
+own features, one row each. Its keys before the root are SGLang's, which are final once written.
+Those from the root onwards are kept here, because SGLang's own have been rewritten from the
+target's features.
 """
 
 from collections.abc import Mapping, Sequence

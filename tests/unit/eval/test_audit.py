@@ -111,7 +111,7 @@ def test_a_wrong_rule_fails() -> None:
     assert not wrong.passed(1e-3)
 
 
-def test_a_rule_that_forgets_its_debts_fails_in_the_second_step() -> None:
+def test_a_rule_that_forgets_its_state_fails_in_the_second_step() -> None:
     """One step and its completion are right; only steps in a row show it."""
     subject = package_subjects()["greedy_block"]
 
@@ -349,7 +349,7 @@ def test_an_engine_passes_on_a_pair(llm: LLM) -> None:
     assert result.block_efficiency >= 1
 
 
-def test_an_engine_with_debts_passes_on_a_pair(pair: tuple[Path, Path]) -> None:
+def test_an_engine_with_state_passes_on_a_pair(pair: tuple[Path, Path]) -> None:
     plan = Plan(verifier="spectr_gbv", paths=2, depth=3)
     llm = LLM(*pair, plan=plan, device="cpu", dtype=torch.float32)
     result = audit_pair(llm, "ab", msgspec.structs.replace(PARAMS, max_tokens=4), samples=200)

@@ -103,7 +103,7 @@ def test_steps_in_a_row(name: str, draft_sampling: DraftSampling, kind: str) -> 
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["random", "zeros"])
-def test_debts_of_several_steps_are_paid(name: str, shape: Shape, steps: int, kind: str) -> None:
+def test_several_steps_modify_the_target(name: str, shape: Shape, steps: int, kind: str) -> None:
     first = Model(shape.vocab, kind, 11)
     cases = [
         replace(
