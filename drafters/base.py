@@ -209,17 +209,11 @@ class ReplayingDrafter(Drafter, DraftReplay):
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot(DraftSnapshot):
-    """A step of a drafter with KV rows: its root, and the tokens appended since.
+    """A step of a drafter with KV rows: its root, and the tokens appended since."""
 
-    Attributes:
-        context: Positions whose rows are in the request's own slots.
-        rows: ``[tokens]`` int64, KV slots of the rows appended since.
-        settings: The step's draft settings.
-    """
-
-    context: int
-    rows: Tensor
-    settings: ProbsSettings
+    context: int  # positions whose rows are in the request's own slots
+    rows: Tensor  # [tokens] int64, KV slots of the rows appended since
+    settings: ProbsSettings  # the step's draft settings
 
 
 def next_rows(

@@ -55,17 +55,10 @@ _ROUNDING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Settings):
-    """A head as stored in a folder, checked against its own configuration.
-
-    Attributes:
-        folder: The folder.
-        files: Its files with weights.
-        format: Its format.
-        named: The tensors.
-    """
+    """A head as stored in a folder, checked against its own configuration."""
 
     folder: Path
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # its files with weights
     format: FormatName
     named: NamedTensors
 
@@ -80,17 +73,11 @@ class Checkpoint(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A checkpoint checked against its target.
+    """A checkpoint checked against its target."""
 
-    Attributes:
-        config: The head's configuration, its layer numbers resolved.
-        layers: EAGLE-3: the target layers whose inputs it reads, and why.
-        remarks: The checkpoint's, and those that the target adds.
-    """
-
-    config: EagleHeadConfig
-    layers: FeatureLayers | None
-    remarks: tuple[Remark, ...]
+    config: EagleHeadConfig  # the head's configuration, its layer numbers resolved
+    layers: FeatureLayers | None  # EAGLE-3: the target layers whose inputs it reads, and why
+    remarks: tuple[Remark, ...]  # the checkpoint's, and those that the target adds
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -470,19 +457,12 @@ def _list(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """The target a head is exported for.
+    """The target a head is exported for."""
 
-    Attributes:
-        name: Name or path, written where the format has a place for it.
-        architectures: Its class names.
-        num_layers: Its decoder layers.
-        read_embedding: Returns its token embedding, ``[vocab, hidden]``.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    num_layers: int
-    read_embedding: Callable[[], Tensor]
+    name: str  # name or path, written where the format has a place for it
+    architectures: tuple[str, ...]  # its class names
+    num_layers: int  # its decoder layers
+    read_embedding: Callable[[], Tensor]  # returns its token embedding, [vocab, hidden]
 
 
 def export_head(

@@ -62,14 +62,10 @@ class LanguageModel(Protocol):
 
 @dataclass(slots=True)
 class StandaloneState(DraftState):
-    """The model's memory of one request.
+    """The model's memory of one request."""
 
-    Attributes:
-        context: Committed tokens whose rows are in their own slots.
-        logits: ``[vocab]``, of what follows the root of the last tree; None before the first.
-    """
-
-    context: int = 0
+    context: int = 0  # committed tokens whose rows are in their own slots
+    # [vocab], of what follows the root of the last tree; None before the first.
     logits: Tensor | None = None
 
 
@@ -79,12 +75,9 @@ class StandaloneSnapshot(RowSnapshot):
 
     Its context includes the root, which has since been committed, and was run at its own slot
     before the next tree was drawn.
-
-    Attributes:
-        logits: ``[vocab]``, of what follows.
     """
 
-    logits: Tensor
+    logits: Tensor  # [vocab], of what follows
 
 
 class StandaloneDrafter(ReplayingDrafter):

@@ -53,18 +53,14 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 @dataclass(slots=True)
 class EagleState(DraftState):
-    """The head's memory of one request.
+    """The head's memory of one request."""
 
-    Attributes:
-        context: Positions whose true features have been run so far, or were skipped.
-        pending: ``[tokens, feature_size]`` each: true features of the following positions, not run
-            yet, in the parts in which they came. A request that decodes without drafts has many.
-        hidden: ``[hidden]``, the head's output at the last true position; the root's children are
-            drawn from its logits.
-    """
-
-    context: int = 0
+    context: int = 0  # positions whose true features have been run so far, or were skipped
+    # [tokens, feature_size] each: true features of the following positions, not run yet, in the
+    # parts in which they came. A request that decodes without drafts has many.
     pending: list[Tensor] = field(default_factory=list)
+    # [hidden], the head's output at the last true position; the root's children are drawn from its
+    # logits.
     hidden: Tensor | None = None
 
     def rows(self, request: Request) -> Tensor:
@@ -77,12 +73,9 @@ class EagleSnapshot(RowSnapshot):
     """A step's root and the tokens that the head has appended since, on its own features.
 
     Its context is the positions before the root, which have been run on true features.
-
-    Attributes:
-        hidden: ``[hidden]``, the head's output at the last row.
     """
 
-    hidden: Tensor
+    hidden: Tensor  # [hidden], the head's output at the last row
 
 
 class EagleDrafter(ReplayingDrafter):

@@ -51,54 +51,36 @@ class Arch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleHeadConfig:
-    """Sizes and settings of a head.
+    """Sizes and settings of a head."""
 
-    Attributes:
-        arch: Which published head.
-        hidden_size: Width of the head's residual stream.
-        target_hidden_size: Width of the target's; EAGLE-1 needs both to be equal.
-        intermediate_size: Width of the feed-forward layer.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        vocab_size: Tokens of the target.
-        draft_vocab_size: Tokens the head can draft; EAGLE-1 drafts all.
-        feature_layers: EAGLE-3: the target layers whose inputs are the features, low to high.
-            EAGLE-1: empty, the feature being the hidden state after the final norm.
-        rms_norm_eps: Added to the mean square in norms.
-        rope_parameters: Rotary embedding settings, as in transformers' configurations.
-        fc_bias: Whether ``fc`` has a bias.
-        qkv_bias: Whether the query, key and value projections have biases.
-        o_bias: Whether the output projection of attention has a bias.
-        qk_norm: Whether queries and keys are normed before they are rotated, as in Qwen3.
-        norm_before_fc: EAGLE-3: the features are normed together before ``fc`` (``input_norm``).
-        fc_norm: EAGLE-3: each layer's features are normed on their own before ``fc``.
-        norm_before_residual: EAGLE-3: the residual stream starts at the normed state.
-        norm_output: EAGLE-3: the recurrent state is the one the output layer reads, after the last
-            norm, and not the one before it.
-    """
-
-    arch: Arch
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
+    arch: Arch  # which published head
+    hidden_size: int  # width of the head's residual stream
+    target_hidden_size: int  # width of the target's; EAGLE-1 needs both to be equal
+    intermediate_size: int  # width of the feed-forward layer
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads
+    head_dim: int  # width of a head
+    vocab_size: int  # tokens of the target
+    draft_vocab_size: int  # tokens the head can draft; EAGLE-1 drafts all
+    # EAGLE-3: the target layers whose inputs are the features, low to high. EAGLE-1: empty, the
+    # feature being the hidden state after the final norm.
     feature_layers: tuple[int, ...] = ()
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6  # added to the mean square in norms
+    # Rotary embedding settings, as in transformers' configurations.
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
-    fc_bias: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
+    fc_bias: bool = False  # whether `fc` has a bias
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    o_bias: bool = False  # whether the output projection of attention has a bias
+    # Whether queries and keys are normed before they are rotated, as in Qwen3.
     qk_norm: bool = False
+    # EAGLE-3: the features are normed together before `fc` (`input_norm`).
     norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
+    fc_norm: bool = False  # EAGLE-3: each layer's features are normed on their own before `fc`
+    norm_before_residual: bool = False  # EAGLE-3: the residual stream starts at the normed state
+    # EAGLE-3: the recurrent state is the one the output layer reads, after the last norm, and not
+    # the one before it.
     norm_output: bool = False
 
     def __post_init__(self) -> None:
@@ -150,14 +132,10 @@ class Rotation:
 
     It has no equality, and so no hash of its fields, because PyTorch before 2.13 hashes what is
     called while it traces.
-
-    Attributes:
-        cos: ``[..., 1, head_dim]``, the cosines, twice.
-        sin: ``[..., 1, head_dim]``, the sines, negative and then positive.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [..., 1, head_dim], the cosines, twice
+    sin: Tensor  # [..., 1, head_dim], the sines, negative and then positive
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``."""
@@ -466,27 +444,17 @@ class Eagle3Head(EagleHead):
 
 
 class Drafted(NamedTuple):
-    """Result of rows that continue the head's own output.
+    """Result of rows that continue the head's own output."""
 
-    Attributes:
-        hidden: ``[rows, hidden]``.
-        logits: ``[rows, draft_vocab]``, of the token after next.
-    """
-
-    hidden: Tensor
-    logits: Tensor
+    hidden: Tensor  # [rows, hidden]
+    logits: Tensor  # [rows, draft_vocab], of the token after next
 
 
 class Rows(NamedTuple):
-    """Rows of a forward, apart from the states they continue.
+    """Rows of a forward, apart from the states they continue."""
 
-    Attributes:
-        token_ids: ``[rows]`` int64.
-        rotation: Their rotary angles.
-    """
-
-    token_ids: Tensor
-    rotation: Rotation
+    token_ids: Tensor  # [rows] int64
+    rotation: Rotation  # their rotary angles
 
 
 Result = TypeVar("Result")

@@ -50,41 +50,26 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the drafts of some requests continue.
+    """What the drafts of some requests continue."""
 
-    Attributes:
-        contexts: For each request ``[rows]`` int64, the slots of its true rows.
-        hidden: ``[requests, hidden]``, the drafter's output at the last of them.
-        tree_slots: For each request, KV slots it may overwrite.
-    """
-
-    contexts: Sequence[Tensor]
-    hidden: Tensor
-    tree_slots: Sequence[Tensor]
+    contexts: Sequence[Tensor]  # for each request [rows] int64, the slots of its true rows
+    hidden: Tensor  # [requests, hidden], the drafter's output at the last of them
+    tree_slots: Sequence[Tensor]  # for each request, KV slots it may overwrite
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The settings a recording is made for.
+    """The settings a recording is made for."""
 
-    Attributes:
-        requests: Number of requests, padded.
-        plan: Their plan.
-        draft_sampling: How children arise.
-        greedy: Whether any warping has temperature 0.
-        limit: A bound on top-k limits: a power of two, or all candidates of a row but one; None
-            where nothing is limited.
-        top_p: Whether any warping uses top-p.
-        min_p: Whether any warping uses min-p.
-    """
-
-    requests: int
-    plan: Plan
-    draft_sampling: DraftSampling
-    greedy: bool = False
+    requests: int  # number of requests, padded
+    plan: Plan  # their plan
+    draft_sampling: DraftSampling  # how children arise
+    greedy: bool = False  # whether any warping has temperature 0
+    # A bound on top-k limits: a power of two, or all candidates of a row but one; None where
+    # nothing is limited.
     limit: int | None = None
-    top_p: bool = False
-    min_p: bool = False
+    top_p: bool = False  # whether any warping uses top-p
+    min_p: bool = False  # whether any warping uses min-p
 
     @classmethod
     def of(

@@ -26,14 +26,11 @@ LONGEST_MATCH = 16
 
 @dataclass(slots=True)
 class NgramState(DraftState):
-    """The places of a text's n-grams.
+    """The places of a text's n-grams."""
 
-    Attributes:
-        text: The indexed tokens, kept so that a request's text is not copied at every step.
-        places: For each n-gram the positions of the tokens that followed it, in order.
-    """
-
+    # The indexed tokens, kept so that a request's text is not copied at every step.
     text: list[int] = field(default_factory=list)
+    # For each n-gram the positions of the tokens that followed it, in order.
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 

@@ -51,16 +51,13 @@ GROWN_SAMPLINGS = frozenset(DraftSampling)
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
-    """Distributions of the next drafted token, one per row.
+    """Distributions of the next drafted token, one per row."""
 
-    Attributes:
-        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in an order that
-            depends on the row alone, or the whole draft vocabulary in its order.
-        probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
-            passed to the verifier.
-    """
-
+    # [rows, width] int64 target token ids: the most likely ones, in an order that depends on the
+    # row alone, or the whole draft vocabulary in its order.
     ids: Tensor
+    # [rows, width] float64, normalised once; these very numbers are sampled from and passed to the
+    # verifier.
     probs: Tensor
 
 
@@ -135,15 +132,10 @@ def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ProbsSettings:
-    """What turns the logits of a step into its draft distributions.
+    """What turns the logits of a step into its draft distributions."""
 
-    Attributes:
-        params: The request's own warping at the plan's draft temperature.
-        width: Candidates kept.
-    """
-
-    params: SamplingParams
-    width: int
+    params: SamplingParams  # the request's own warping at the plan's draft temperature
+    width: int  # candidates kept
 
     @classmethod
     def of(cls, request: Request, vocab: int) -> Self:
@@ -183,19 +175,12 @@ _LAST = 1 << 62
 
 
 class Rows(NamedTuple):
-    """The rows of a frontier, or the children of one, of a batch of trees.
+    """The rows of a frontier, or the children of one, of a batch of trees."""
 
-    Attributes:
-        node: ``[batch, rows]`` int64, the node of each; its parent's for a child yet to be drawn.
-        leader: ``[batch, rows]`` int64, the first row of the frontier at the same node.
-        alive: ``[batch, rows]`` bool, False where there is no such row, or its path has ended.
-        nodes: ``[batch]`` int64, nodes of each tree.
-    """
-
-    node: Tensor
-    leader: Tensor
-    alive: Tensor
-    nodes: Tensor
+    node: Tensor  # [batch, rows] int64, the node of each; its parent's for a child yet to be drawn
+    leader: Tensor  # [batch, rows] int64, the first row of the frontier at the same node
+    alive: Tensor  # [batch, rows] bool, False where there is no such row, or its path has ended
+    nodes: Tensor  # [batch] int64, nodes of each tree
 
     @classmethod
     def at_root(cls, roots: Tensor) -> Self:
@@ -215,19 +200,12 @@ class Rows(NamedTuple):
 
 
 class Children(NamedTuple):
-    """What a level adds to a batch of trees.
+    """What a level adds to a batch of trees."""
 
-    Attributes:
-        rows: The children as rows; all that were alive still are.
-        token_ids: ``[batch, children]`` int64.
-        leads: ``[batch, children]`` bool, True where a child is the first at a new node.
-        values: ``[batch, children]`` float64, their probabilities, or log-probabilities.
-    """
-
-    rows: Rows
-    token_ids: Tensor
-    leads: Tensor
-    values: Tensor
+    rows: Rows  # the children as rows; all that were alive still are
+    token_ids: Tensor  # [batch, children] int64
+    leads: Tensor  # [batch, children] bool, True where a child is the first at a new node
+    values: Tensor  # [batch, children] float64, their probabilities, or log-probabilities
 
 
 DrawPaths: TypeAlias = Callable[[Rows, Tensor, Tensor, Tensor], Children]
@@ -371,20 +349,14 @@ def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> S
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What the drafter continues: a fixed number of rows per request, some of them meaningless.
+    """What the drafter continues: a fixed number of rows per request, some of them meaningless."""
 
-    Attributes:
-        token_ids: ``[batch, rows]`` int64.
-        parents: ``[batch, rows]`` int64, the row of the previous frontier that each continues; None
-            where each continues the row of its own number, or the root.
-        leaders: ``[batch, rows]`` int64, the first row at the same node.
-        alive: ``[batch, rows]`` bool, whether the row goes on.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # [batch, rows] int64
+    # [batch, rows] int64, the row of the previous frontier that each continues; None where each
+    # continues the row of its own number, or the root.
     parents: Tensor | None
-    leaders: Tensor
-    alive: Tensor
+    leaders: Tensor  # [batch, rows] int64, the first row at the same node
+    alive: Tensor  # [batch, rows] bool, whether the row goes on
 
 
 class _Level(NamedTuple):
@@ -608,14 +580,10 @@ class _ShapeLevel(NamedTuple):
     A node of the shape is named by the ranks of the children that lead to it: (1, 0) is the most
     likely child of the root's second most likely one. A node whose rank the vocabulary does not
     have is left out, with all below it.
-
-    Attributes:
-        ranks: The ranks of each row's children, padded with -1 to the same number.
-        going: The places of the children that have children.
     """
 
-    ranks: list[list[int]]
-    going: list[int]
+    ranks: list[list[int]]  # the ranks of each row's children, padded with -1 to the same number
+    going: list[int]  # the places of the children that have children
 
     @classmethod
     def of(cls, shape: Shape) -> list[Self]:
@@ -768,17 +736,12 @@ def given_trees(
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """The new nodes of one level that a forward runs, request after request.
+    """The new nodes of one level that a forward runs, request after request."""
 
-    Attributes:
-        counts: Rows of each request.
-        token_ids: ``[rows]`` int64, on the host.
-        parents: ``[rows]`` int64, on the host: the row of the level before that each continues; on
-            the first level, the number of its request.
-    """
-
-    counts: list[int]
-    token_ids: Tensor
+    counts: list[int]  # rows of each request
+    token_ids: Tensor  # [rows] int64, on the host
+    # [rows] int64, on the host: the row of the level before that each continues; on the first
+    # level, the number of its request.
     parents: Tensor
 
 

@@ -33,13 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CostCache:
-    """The file of one setting: models, device, threads, and whatever else affects step costs.
+    """The file of one setting: models, device, threads, and whatever else affects step costs."""
 
-    Attributes:
-        path: The file; it need not exist.
-    """
-
-    path: Path
+    path: Path  # the file; it need not exist
 
     @classmethod
     def of(cls, *facts: object, device: torch.device, dtype: torch.dtype) -> Self:

@@ -401,22 +401,14 @@ def named_planning(plan: Planning | str) -> Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """A user's choices for a plan; None and default values choose nothing.
+    """A user's choices for a plan; None and default values choose nothing."""
 
-    Attributes:
-        verifier: See :class:`eaglegbv.config.Plan` for this and the others.
-        paths: Number of drafted paths.
-        depth: Length of a drafted path.
-        draft_sampling: How a tree's children arise.
-        draft_width: Draft width of the plan, or of those the engine chooses from.
-        draft_temperature: Draft temperature of the same plans, as a multiple of the request's.
-    """
-
-    verifier: str | None = None
-    paths: int | None = None
-    depth: int | None = None
-    draft_sampling: DraftSampling | str | None = None
-    draft_width: int = DRAFT_WIDTH
+    verifier: str | None = None  # see `Plan` for this and the others
+    paths: int | None = None  # number of drafted paths
+    depth: int | None = None  # length of a drafted path
+    draft_sampling: DraftSampling | str | None = None  # how a tree's children arise
+    draft_width: int = DRAFT_WIDTH  # draft width of the plan, or of those the engine chooses from
+    # Draft temperature of the same plans, as a multiple of the request's.
     draft_temperature: float = 1.0
 
     @property

@@ -249,15 +249,10 @@ def spare_slots(mode: GraphMode | Recorder, *, cuda: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes for which work is recorded.
+    """Sizes for which work is recorded."""
 
-    Attributes:
-        requests: Most requests served. The work has at least one more after them, for padding.
-        rows: Packed rows, including those of padding.
-    """
-
-    requests: int
-    rows: int
+    requests: int  # most requests served. The work has at least one more after them, for padding.
+    rows: int  # packed rows, including those of padding
 
     @classmethod
     def holding(cls, requests: int, rows: int) -> Self | None:

@@ -393,16 +393,12 @@ class Computed:
 
     All joint products of a module share one object: what a compiled forward changes in an object is
     set again after its graph, which took 4% of a small forward with two objects in every layer.
-
-    Attributes:
-        of: The product.
-        input: The tensor it read, kept alive so that no other tensor can be mistaken for it.
-        parts: The layers' parts of the result.
     """
 
-    of: "Joint | None" = None
+    of: "Joint | None" = None  # the product
+    # The tensor it read, kept alive so that no other tensor can be mistaken for it.
     input: Tensor | None = None
-    parts: tuple[Tensor, ...] = ()
+    parts: tuple[Tensor, ...] = ()  # the layers' parts of the result
 
 
 class Joint:

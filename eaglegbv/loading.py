@@ -65,17 +65,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
-    """The models that a user's choice comes to.
+    """The models that a user's choice comes to."""
 
-    Attributes:
-        name: What reports call the target.
-        target: Its folder or hub name.
-        drafter: As :func:`load_pair` takes it.
-    """
-
-    name: str
-    target: str | Path
-    drafter: str | Path | None
+    name: str  # what reports call the target
+    target: str | Path  # its folder or hub name
+    drafter: str | Path | None  # as `load_pair` takes it
 
     @property
     def drafter_name(self) -> str | None:

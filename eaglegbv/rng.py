@@ -27,13 +27,9 @@ _EMPTY = np.zeros(4, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class RequestRng:
-    """The random numbers of one request.
+    """The random numbers of one request."""
 
-    Attributes:
-        seed: Key of the request, 64 bits.
-    """
-
-    seed: int
+    seed: int  # key of the request, 64 bits
     # The generator is made once, as that takes longer than a draw; every draw sets all its state.
     _generator: np.random.Generator = field(init=False, repr=False, compare=False)
 

@@ -126,25 +126,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True)
 class WarpSettings:
-    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
+    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped."""
 
-    Attributes:
-        temperature: ``[rows]`` float32; 0 keeps only the most likely token.
-        greedy: ``[rows]`` bool, where the temperature is 0, or None.
-        top_k: ``[rows]`` int64, or None.
-        limits: The finite values of ``top_k``, known on the host.
-        top_p: ``[rows]`` float64, or None.
-        min_p: ``[rows]`` float64, or None.
-        tempered: Whether some temperature may differ from 1, known on the host.
-    """
-
-    temperature: Tensor
-    greedy: Tensor | None
-    top_k: Tensor | None
-    limits: frozenset[int]
-    top_p: Tensor | None
-    min_p: Tensor | None
-    tempered: bool = True
+    temperature: Tensor  # [rows] float32; 0 keeps only the most likely token
+    greedy: Tensor | None  # [rows] bool, where the temperature is 0, or None
+    top_k: Tensor | None  # [rows] int64, or None
+    limits: frozenset[int]  # the finite values of `top_k`, known on the host
+    top_p: Tensor | None  # [rows] float64, or None
+    min_p: Tensor | None  # [rows] float64, or None
+    tempered: bool = True  # whether some temperature may differ from 1, known on the host
 
     @staticmethod
     def of(

@@ -51,34 +51,25 @@ class DraftTree:
     """Draft trees of a batch of requests, padded to the largest.
 
     Padding nodes come after the real ones, with parent 0, depth 0 and token id 0.
-
-    Attributes:
-        draft_sampling: How children arise, the same for every request of the batch.
-        token_ids: ``[batch, nodes]`` int64; node 0 is the root.
-        parents: ``[batch, nodes]`` int64; a parent's index is below its child's; the root is its
-            own parent.
-        depth: ``[batch, nodes]`` int64, 0 at the root.
-        num_nodes: ``[batch]`` int64, number of real nodes of each tree, with the root.
-        path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
-            in the order drawn, duplicates kept. Past its end a path repeats its last node.
-        path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
-        draft_ids: ``[batch, nodes, width]`` int64, the tokens from which each node's children were
-            drawn. The width is 0 if nothing is drawn (``fixed``).
-        draft_probs: ``[batch, nodes, width]`` float64, their probabilities, normalised once;
-            padding entries are 0. These are exactly the numbers that were sampled from.
-        forks: Upper bound on the nodes of one tree at which paths part; None if they were not
-            counted.
     """
 
-    draft_sampling: DraftSampling
-    token_ids: Tensor
+    draft_sampling: DraftSampling  # how children arise, the same for every request of the batch
+    token_ids: Tensor  # [batch, nodes] int64; node 0 is the root
+    # [batch, nodes] int64; a parent's index is below its child's; the root is its own parent.
     parents: Tensor
-    depth: Tensor
-    num_nodes: Tensor
+    depth: Tensor  # [batch, nodes] int64, 0 at the root
+    num_nodes: Tensor  # [batch] int64, number of real nodes of each tree, with the root
+    # [batch, paths, length] int64, the node of each path at depths 1 ... length, in the order
+    # drawn, duplicates kept. Past its end a path repeats its last node.
     path_nodes: Tensor
-    path_lengths: Tensor
+    path_lengths: Tensor  # [batch, paths] int64, number of nodes of each path below the root
+    # [batch, nodes, width] int64, the tokens from which each node's children were drawn. The width
+    # is 0 if nothing is drawn (`fixed`).
     draft_ids: Tensor
+    # [batch, nodes, width] float64, their probabilities, normalised once; padding entries are 0.
+    # These are exactly the numbers that were sampled from.
     draft_probs: Tensor
+    # Upper bound on the nodes of one tree at which paths part; None if they were not counted.
     forks: int | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
@@ -226,16 +217,11 @@ class TargetProbs:
     Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
     one node per request. So p stays in logits, ``exp(logits - log_normaliser)``. Rows are packed;
     ``rows`` says which row belongs to which node, so a batch of trees is never copied into padding.
-
-    Attributes:
-        logits: ``[rows, vocab]`` float32 or float64, -inf where warping excluded a token.
-        log_normaliser: ``[rows]`` float64, logsumexp of each row.
-        rows: ``[batch, nodes]`` int64, the row of each node; padding nodes repeat the root's.
     """
 
-    logits: Tensor
-    log_normaliser: Tensor
-    rows: Tensor
+    logits: Tensor  # [rows, vocab] float32 or float64, -inf where warping excluded a token
+    log_normaliser: Tensor  # [rows] float64, logsumexp of each row
+    rows: Tensor  # [batch, nodes] int64, the row of each node; padding nodes repeat the root's
 
     @classmethod
     def of_logits(cls, logits: Tensor, rows: Tensor) -> Self:

@@ -62,24 +62,16 @@ from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifie
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What was decided about a group's trees.
+    """What was decided about a group's trees."""
 
-    Attributes:
-        group: The trees, on the device of the logits.
-        layout: Positions of their nodes in the forward.
-        verdict: What is accepted, and the token after it; meaningless where there are faults.
-        faults: ``[batch]`` int64, faults of the probabilities on which the verdict rests, or 0.
-        target_layers: For each request, what it leaves to the target of the next tokens.
-        target: p at the nodes; None unless trees are recorded.
-        node_stats: Returns the other numbers on which the verdict rests, if trees are recorded.
-    """
-
-    group: Group
-    layout: Layout
-    verdict: Verdict
-    faults: Tensor
+    group: Group  # the trees, on the device of the logits
+    layout: Layout  # positions of their nodes in the forward
+    verdict: Verdict  # what is accepted, and the token after it; meaningless where there are faults
+    faults: Tensor  # [batch] int64, faults of the probabilities on which the verdict rests, or 0
+    # For each request, what it leaves to the target of the next tokens.
     target_layers: list[tuple[TargetLayer, ...]]
-    target: TargetProbs | None
+    target: TargetProbs | None  # p at the nodes; None unless trees are recorded
+    # Returns the other numbers on which the verdict rests, if trees are recorded.
     node_stats: Callable[[], NodeStats]
 
 
@@ -436,21 +428,13 @@ def verify_stateful(
 
 @dataclass(slots=True)
 class _Trail:
-    """An earlier step, continued along tokens that later steps committed.
+    """An earlier step, continued along tokens that later steps committed."""
 
-    Attributes:
-        row: Index of the request in the batch.
-        column: Index of the step's layer among the request's.
-        request: The request.
-        layer: What the step left.
-        place: The step's snapshot, advanced by the tokens so far.
-    """
-
-    row: int
-    column: int
-    request: Request
-    layer: TargetLayer
-    place: DraftSnapshot
+    row: int  # index of the request in the batch
+    column: int  # index of the step's layer among the request's
+    request: Request  # the request
+    layer: TargetLayer  # what the step left
+    place: DraftSnapshot  # the step's snapshot, advanced by the tokens so far
 
     @property
     def committed(self) -> list[int]:

@@ -18,23 +18,18 @@ from eaglegbv.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests whose trees are judged by one call of one verifier.
+    """Requests whose trees are judged by one call of one verifier."""
 
-    Attributes:
-        requests: The requests.
-        tree: Their trees, ``batch`` = number of requests.
-        counts: Rows of each tree in the forward. Where the trees were drawn on the host these are
-            its nodes. Where they were drawn on a device, padding is included: finding out how many
-            nodes are real would mean waiting for the device.
-        segments: The requests' parts of the target's packed forward. The last rows of a segment
-            are its tree's nodes in order; a prompt's other tokens come before its root.
-        slots: For each request, the KV slots allocated for this step, those of its segment first.
-    """
-
-    requests: list[Request]
-    tree: DraftTree
+    requests: list[Request]  # the requests
+    tree: DraftTree  # their trees, `batch` = number of requests
+    # Rows of each tree in the forward. Where the trees were drawn on the host these are its nodes.
+    # Where they were drawn on a device, padding is included: finding out how many nodes are real
+    # would mean waiting for the device.
     counts: list[int]
+    # The requests' parts of the target's packed forward. The last rows of a segment are its tree's
+    # nodes in order; a prompt's other tokens come before its root.
     segments: list[Segment]
+    # For each request, the KV slots allocated for this step, those of its segment first.
     slots: list[Tensor]
 
     @classmethod
@@ -72,15 +67,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a sequence, prefilled only for its keys, values and features.
+    """A part of a sequence, prefilled only for its keys, values and features."""
 
-    Attributes:
-        request: The request whose sequence it is.
-        segment: The part.
-    """
-
-    request: Request
-    segment: Segment
+    request: Request  # the request whose sequence it is
+    segment: Segment  # the part
 
     @classmethod
     def of(cls, request: Request, slots: Tensor) -> Self:
@@ -91,19 +81,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions of a group's tokens and logits in the packed forward.
+    """Positions of a group's tokens and logits in the packed forward."""
 
-    Attributes:
-        first_tokens: For each request, the packed row of its segment's first token.
-        root_tokens: For each request, the packed row of its tree's root.
-        logits: The group's rows of the forward's logits.
-        node_rows: ``[batch, nodes]`` int64, row of each node within ``logits``; padding nodes
-            repeat the root's row.
-    """
-
-    first_tokens: list[int]
-    root_tokens: list[int]
-    logits: slice
+    first_tokens: list[int]  # for each request, the packed row of its segment's first token
+    root_tokens: list[int]  # for each request, the packed row of its tree's root
+    logits: slice  # the group's rows of the forward's logits
+    # [batch, nodes] int64, row of each node within `logits`; padding nodes repeat the root's row.
     node_rows: Tensor
 
     def committed_rows(self, b: int, nodes: Sequence[int]) -> list[int]:
@@ -114,19 +97,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A step's packed forward of the target.
+    """A step's packed forward of the target."""
 
-    Attributes:
-        groups: Trees and ends of prompts.
-        layouts: The layout of each group.
-        chunks: Other prefill chunks, after the groups.
-        logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted.
-    """
-
-    groups: list[Group]
-    layouts: list[Layout]
-    chunks: list[Chunk]
-    logit_rows: Tensor
+    groups: list[Group]  # trees and ends of prompts
+    layouts: list[Layout]  # the layout of each group
+    chunks: list[Chunk]  # other prefill chunks, after the groups
+    logit_rows: Tensor  # [rows] int64, the packed rows whose logits are wanted
 
     @classmethod
     def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:

@@ -376,23 +376,15 @@ _HORIZON = 256  # Most tokens over which reading missed positions is spread: ans
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What is expected of every plan, plain decoding first, for the requests that decode next.
+    """What is expected of every plan, plain decoding first, for the requests that decode next."""
 
-    Attributes:
-        plans: The plans.
-        batch: Requests of the step: those that choose, and others that will soon decode like them.
-        each: ``[requests, plans]`` float64, tokens of each request in a step.
-        seconds: ``[plans]`` float64, of a step.
-        late: ``[plans]`` float64, seconds in which drafters first read what they missed.
-        spread: ``[plans]`` float64, the same seconds, spread over the tokens to come.
-    """
-
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...]  # the plans
+    # Requests of the step: those that choose, and others that will soon decode like them.
     batch: int
-    each: Array
-    seconds: Array
-    late: Array
-    spread: Array
+    each: Array  # [requests, plans] float64, tokens of each request in a step
+    seconds: Array  # [plans] float64, of a step
+    late: Array  # [plans] float64, seconds in which drafters first read what they missed
+    spread: Array  # [plans] float64, the same seconds, spread over the tokens to come
 
     @property
     def tokens(self) -> Array:

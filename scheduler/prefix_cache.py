@@ -46,20 +46,14 @@ _WORTH_SKIPPING = 64
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """KV slots of ``BLOCK`` positions.
+    """KV slots of ``BLOCK`` positions."""
 
-    Attributes:
-        key: Number of the block before, whether the drafter's rows are final too, and the tokens
-            from the first position to the one after the last.
-        number: The block's own number, never used again.
-        slots: ``[BLOCK]`` int64.
-        users: Number of requests whose texts contain the block.
-    """
-
+    # Number of the block before, whether the drafter's rows are final too, and the tokens from the
+    # first position to the one after the last.
     key: Key
-    number: int
-    slots: Tensor
-    users: int = 0
+    number: int  # the block's own number, never used again
+    slots: Tensor  # [BLOCK] int64
+    users: int = 0  # number of requests whose texts contain the block
 
     @property
     def followed(self) -> bool:
@@ -69,34 +63,21 @@ class Block:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a cache has done so far.
+    """What a cache has done so far."""
 
-    Attributes:
-        asked: Tokens that requests had to read when they were admitted.
-        shared: Those of them that were found in the cache, and were not read again.
-        stored: Blocks stored.
-        forgotten: Blocks forgotten because their slots were needed.
-    """
-
-    asked: int = 0
-    shared: int = 0
-    stored: int = 0
-    forgotten: int = 0
+    asked: int = 0  # tokens that requests had to read when they were admitted
+    shared: int = 0  # those of them that were found in the cache, and were not read again
+    stored: int = 0  # blocks stored
+    forgotten: int = 0  # blocks forgotten because their slots were needed
 
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Blocks, found by their tokens.
+    """Blocks, found by their tokens."""
 
-    Attributes:
-        allocator: Owner of the slots.
-        enabled: Whether texts share blocks at all.
-        counts: What the cache has done so far.
-    """
-
-    allocator: SlotAllocator
-    enabled: bool = True
-    counts: CacheCounts = field(default_factory=CacheCounts)
+    allocator: SlotAllocator  # owner of the slots
+    enabled: bool = True  # whether texts share blocks at all
+    counts: CacheCounts = field(default_factory=CacheCounts)  # what the cache has done so far
     _blocks: dict[Key, Block] = field(default_factory=dict)
     _idle: dict[int, Block] = field(default_factory=dict)
     _held: dict[int, list[Block]] = field(default_factory=dict)

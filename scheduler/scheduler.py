@@ -31,15 +31,10 @@ the new request would be pre-empted at once."""
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A part of a sequence to prefill.
+    """A part of a sequence to prefill."""
 
-    Attributes:
-        request: The request whose sequence it is.
-        count: Number of tokens, from ``request.context`` on.
-    """
-
-    request: Request
-    count: int
+    request: Request  # the request whose sequence it is
+    count: int  # number of tokens, from `request.context` on
 
     @property
     def brings_first_token(self) -> bool:
@@ -49,15 +44,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The requests that take part in a step.
+    """The requests that take part in a step."""
 
-    Attributes:
-        decoding: Requests that are prefilled.
-        prefilling: Chunks of the sequences of others.
-    """
-
-    decoding: list[Request]
-    prefilling: list[PrefillChunk]
+    decoding: list[Request]  # requests that are prefilled
+    prefilling: list[PrefillChunk]  # chunks of the sequences of others
 
     @property
     def empty(self) -> bool:

@@ -30,23 +30,17 @@ class Segment:
 
     Slot tensors are on the host. The other tensors may be on the host or on the model's device, all
     of them on the same one.
-
-    Attributes:
-        token_ids: ``[q]`` int64, the new tokens.
-        positions: ``[q]`` int64, their positions in the text (siblings share one).
-        context_slots: ``[c]`` int64, slots of the committed tokens at positions 0 ... c - 1.
-        tree_slots: ``[m]`` int64, m >= q: slots of the pending tokens, that is of those not yet
-            committed. The last q belong to the new tokens, whose keys and values are written there.
-        tree_positions: ``[m]`` int64, positions of those tokens.
-        visible: ``[q, m]`` bool, which pending tokens each new token sees (itself included), or
-            None for causal order: each sees every pending token up to itself.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    context_slots: Tensor
+    token_ids: Tensor  # [q] int64, the new tokens
+    positions: Tensor  # [q] int64, their positions in the text (siblings share one)
+    context_slots: Tensor  # [c] int64, slots of the committed tokens at positions 0 ... c - 1.
+    # [m] int64, m >= q: slots of the pending tokens, that is of those not yet committed. The last q
+    # belong to the new tokens, whose keys and values are written there.
     tree_slots: Tensor
-    tree_positions: Tensor
+    tree_positions: Tensor  # [m] int64, positions of those tokens
+    # [q, m] bool, which pending tokens each new token sees (itself included), or None for causal
+    # order: each sees every pending token up to itself.
     visible: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -151,20 +145,13 @@ class PackedBatch:
 
     Batches are compared by identity: an attention implementation plans once per batch object and
     layer type.
-
-    Attributes:
-        segments: The parts, in order.
-        offsets: First row of each segment, and the number of rows at the end.
-        token_ids: ``[rows]`` int64.
-        positions: ``[rows]`` int64.
-        slots: ``[rows]`` int64, where each row's keys and values are written.
     """
 
-    segments: tuple[Segment, ...]
-    offsets: tuple[int, ...]
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    segments: tuple[Segment, ...]  # the parts, in order
+    offsets: tuple[int, ...]  # first row of each segment, and the number of rows at the end
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64, where each row's keys and values are written
 
     @property
     def rows(self) -> int:
@@ -210,21 +197,14 @@ def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of attention.
+    """What a layer asks of attention."""
 
-    Attributes:
-        layer: Index of the layer in the pool.
-        scale: Factor on q k.
-        window: Sliding window: a key is seen if it is less than ``window`` positions back.
-        softcap: Scores become softcap * tanh(score / softcap) before masking.
-        sinks: ``[heads]``, an additional score in the denominator of every softmax.
-    """
-
-    layer: int
-    scale: float
+    layer: int  # index of the layer in the pool
+    scale: float  # factor on q k
+    # Sliding window: a key is seen if it is less than `window` positions back.
     window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) before masking
+    sinks: Tensor | None = None  # [heads], an additional score in the denominator of every softmax
 
 
 Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
@@ -232,14 +212,10 @@ Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
 
 
 class PagedAttention(ABC):
-    """Attention over a paged KV pool, called once per layer of a forward.
+    """Attention over a paged KV pool, called once per layer of a forward."""
 
-    Attributes:
-        pool: Keys and values.
-        recordable: Whether :meth:`static` runs kernels only, so that it can be recorded.
-    """
-
-    pool: KVPool
+    pool: KVPool  # keys and values
+    # Whether `static` runs kernels only, so that it can be recorded.
     recordable: ClassVar[bool] = False
 
     @property
@@ -328,23 +304,14 @@ define(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchShape:
-    """Sizes that stay fixed.
+    """Sizes that stay fixed."""
 
-    Attributes:
-        requests: Number of requests, including those for padding.
-        branches: Rows of each request.
-        levels: Longest path of rows.
-        max_context: Longest context.
-        heads: Query heads.
-        scale: Factor on the scores.
-    """
-
-    requests: int
-    branches: int
-    levels: int
-    max_context: int
-    heads: int
-    scale: float
+    requests: int  # number of requests, including those for padding
+    branches: int  # rows of each request
+    levels: int  # longest path of rows
+    max_context: int  # longest context
+    heads: int  # query heads
+    scale: float  # factor on the scores
 
 
 class BranchAttention(ABC):

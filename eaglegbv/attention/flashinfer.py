@@ -77,19 +77,12 @@ def paged_attention(pool: KVPool) -> PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that share a plan.
+    """Layers that share a plan."""
 
-    Attributes:
-        window: Sliding window, or None.
-        scale: Factor on the scores.
-        softcap: Cap of the scores, or None.
-        heads: Query heads.
-    """
-
-    window: int | None
-    scale: float
-    softcap: float | None
-    heads: int
+    window: int | None  # sliding window, or None
+    scale: float  # factor on the scores
+    softcap: float | None  # cap of the scores, or None
+    heads: int  # query heads
 
 
 class FlashInferPagedAttention(PagedAttention):
@@ -422,23 +415,14 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, slots=True)
 class TreeBuffers:
-    """Buffers into which a recorded wrapper is planned, always the same memory.
+    """Buffers into which a recorded wrapper is planned, always the same memory."""
 
-    Attributes:
-        query_offsets: ``[requests + 1]`` int32.
-        key_offsets: ``[requests + 1]`` int32.
-        key_slots: ``[most keys]`` int32, shared by all kinds of layers.
-        last_pages: ``[requests]`` int32.
-        mask: ``[most bytes]`` uint8.
-        mask_offsets: ``[requests + 1]`` int32, in bytes.
-    """
-
-    query_offsets: Tensor
-    key_offsets: Tensor
-    key_slots: Tensor
-    last_pages: Tensor
-    mask: Tensor
-    mask_offsets: Tensor
+    query_offsets: Tensor  # [requests + 1] int32
+    key_offsets: Tensor  # [requests + 1] int32
+    key_slots: Tensor  # [most keys] int32, shared by all kinds of layers
+    last_pages: Tensor  # [requests] int32
+    mask: Tensor  # [most bytes] uint8
+    mask_offsets: Tensor  # [requests + 1] int32, in bytes
 
     @classmethod
     def of(cls, requests: int, rows: int, keys: int, key_slots: Tensor) -> Self:

@@ -288,20 +288,14 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of the target's and the drafter's pool, which have the same slot numbers.
+    """The size of the target's and the drafter's pool, which have the same slot numbers."""
 
-    Attributes:
-        slots: Number of slots; None if memory decides.
-        bytes: Bytes of all pools together; None for a share of free memory. Excludes ``slots``.
-        longest_texts: How many texts of full length to make room for at most, if free memory
-            decides.
-        beside: Bytes that a slot takes in the drafter's pool.
-    """
-
-    slots: int | None = None
+    slots: int | None = None  # number of slots; None if memory decides
+    # Bytes of all pools together; None for a share of free memory. Excludes `slots`.
     bytes: int | None = None
+    # How many texts of full length to make room for at most, if free memory decides.
     longest_texts: int = 16
-    beside: int = 0
+    beside: int = 0  # bytes that a slot takes in the drafter's pool
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.bytes is not None:

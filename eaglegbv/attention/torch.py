@@ -165,37 +165,25 @@ def _attend_explicit(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which packed rows the padded rectangle of a group's queries holds.
+    """Which packed rows the padded rectangle of a group's queries holds."""
 
-    Attributes:
-        gather: ``[segments * queries]`` int64, packed row of each query; padding repeats a row.
-        kept: ``[real queries]`` int64, indices of the real queries in the rectangle.
-        packed: ``[real queries]`` int64, their packed rows.
-    """
-
-    gather: Tensor
-    kept: Tensor
-    packed: Tensor
+    gather: Tensor  # [segments * queries] int64, packed row of each query; padding repeats a row
+    kept: Tensor  # [real queries] int64, indices of the real queries in the rectangle
+    packed: Tensor  # [real queries] int64, their packed rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Segments that run as one attention call.
+    """Segments that run as one attention call."""
 
-    Attributes:
-        segments: Number of segments.
-        rows: Packed rows of the queries; None if they are the whole batch in order.
-        key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
-        mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
-            None if every key is seen, or in causal order.
-        causal: Whether the order is plainly causal, without a mask.
-    """
-
-    segments: int
-    rows: _Rows | None
+    segments: int  # number of segments
+    rows: _Rows | None  # packed rows of the queries; None if they are the whole batch in order
+    # Slots of the keys: a range of the pool, or [segments * keys] int64 to gather.
     key_slots: slice | Tensor
+    # [segments, 1, queries, keys] in the pool's dtype, 0 or -inf, added to the scores. None if
+    # every key is seen, or in causal order.
     mask: Tensor | None
-    causal: bool = False
+    causal: bool = False  # whether the order is plainly causal, without a mask
 
 
 def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> list[_Group]:

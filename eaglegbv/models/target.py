@@ -27,15 +27,11 @@ class FeatureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """The features a target hands to a drafter.
+    """The features a target hands to a drafter."""
 
-    Attributes:
-        kind: Which hidden states.
-        layers: For ``LAYERS``: numbers of the layers whose inputs are taken, 1 ... num_layers - 1;
-            the input of layer i is the output of layer i - 1, before any final norm.
-    """
-
-    kind: FeatureKind
+    kind: FeatureKind  # which hidden states
+    # For `LAYERS`: numbers of the layers whose inputs are taken, 1 ... num_layers - 1; the input of
+    # layer i is the output of layer i - 1, before any final norm.
     layers: tuple[int, ...] = ()
 
     @classmethod
@@ -71,15 +67,11 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """Result of a forward. It is valid until the next forward, which may overwrite it.
+    """Result of a forward. It is valid until the next forward, which may overwrite it."""
 
-    Attributes:
-        logits: ``[rows asked for, vocab]`` float32, not warped.
-        features: ``[packed rows, width]`` in the target's dtype, or None where the target was built
-            with no features.
-    """
-
-    logits: Tensor
+    logits: Tensor  # [rows asked for, vocab] float32, not warped
+    # [packed rows, width] in the target's dtype, or None where the target was built with no
+    # features.
     features: Tensor | None
 
     def of_rows(self, rows: Tensor) -> Self:
@@ -90,29 +82,17 @@ class TargetOutput:
 
 
 class Target(ABC):
-    """A language model that scores packed tree segments over a paged KV pool.
+    """A language model that scores packed tree segments over a paged KV pool."""
 
-    Attributes:
-        vocab_size: Number of logits.
-        hidden_size: Width of a hidden state.
-        num_layers: Number of decoder layers.
-        max_context: Most positions the model handles.
-        dtype: Dtype of weights, keys and features.
-        device: Device of the model and its KV pool.
-        eos_token_ids: Tokens that end a text.
-        features: What :meth:`forward` captures, fixed when the target is built.
-        allocator: Owner of the slots, shared with the drafter's pool.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_context: int
-    dtype: torch.dtype
-    device: torch.device
-    eos_token_ids: frozenset[int]
-    features: FeatureSpec
-    allocator: SlotAllocator
+    vocab_size: int  # number of logits
+    hidden_size: int  # width of a hidden state
+    num_layers: int  # number of decoder layers
+    max_context: int  # most positions the model handles
+    dtype: torch.dtype  # dtype of weights, keys and features
+    device: torch.device  # device of the model and its KV pool
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    features: FeatureSpec  # what `forward` captures, fixed when the target is built
+    allocator: SlotAllocator  # owner of the slots, shared with the drafter's pool
 
     def record(self, requests: int, nodes: int) -> None:
         """Record now what steps would otherwise record when they first need it.
