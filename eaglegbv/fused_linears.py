@@ -3,15 +3,13 @@
 Weights of 8 bits change a drafter's distributions, and the verifier gets exactly those.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,27 +73,18 @@ def define(
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
 # every call: seven rows of a draft tree then cost little more than one. A packed product takes
-# longer to start, so small matrices are timed. Often packing is faster for several rows and slower
-# for one; such a matrix is kept in both forms. This changes nothing but rounding.
-#
-# *Quantised* weights of 8 bits are read from memory in a quarter of the time, and change the
-# numbers.
+# longer to start, so small matrices are not packed, and larger ones are kept in both forms: one row
+# takes the unpacked one. This changes nothing but rounding. *Quantised* weights of 8 bits are read
+# from memory in a quarter of the time, and change the numbers.
 
 
 _PACKED_FOR = 16
 """Number of rows for which packed weights are laid out; kernels take any number."""
 
-_LARGE = 1 << 20
-"""Entries from which a matrix takes so long to read that packing pays without being timed."""
-
-_LONE, _SEVERAL = (1,), (4, 8)
-"""Rows of the products that are timed: one for a token, several for draft trees."""
-
-_TIMED_ROUNDS, _TIMED_COPIES = 5, 64
-"""Number of rounds, of which the fastest counts, and of calls in a round.
-
-Each call uses another copy of the matrix. In a forward, too, every matrix is read once, after all
-others, and few are still in a cache."""
+_PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 20
+"""Entries from which packing pays for four rows or more, and for one row too (measured on an EPYC:
+at 331,776 entries 4 rows take 0.97 of the time, 8 rows 0.81, 1 row 1.5; at 1,769,472 0.54, 0.42
+and 1.07)."""
 
 _INT8 = torch.iinfo(torch.int8)
 
@@ -128,55 +117,16 @@ def product_of(
         weight: The matrix.
         bias: ``[out_features]``, or None.
         quantization: Any but ``auto``.
-        generated: Whether its code will be generated; see :func:`eaglegbv.fused_linears.prepare`.
+        generated: Whether its code will be generated; see :func:`prepare`.
         index: Its index among the packed products of a module that may be compiled.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
     if generated:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
-    if can_pack(weight) and packing_pays(*weight.shape, weight.dtype, _SEVERAL):
-        lone = packing_pays(*weight.shape, weight.dtype, _LONE)
-        return PackedProduct(weight, bias, index=index, lone=lone)
+    if can_pack(weight) and weight.numel() >= _PACKED_FROM:
+        return PackedProduct(weight, bias, index=index, lone=weight.numel() >= _PACKED_ALONE_FROM)
     return DenseProduct(weight, bias)
-
-
-@lru_cache(maxsize=256)
-@torch.no_grad()
-def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int, ...]) -> bool:
-    """Return whether packing makes products of ``rows`` with such a matrix faster on this machine.
-
-    The products are timed once in a process, with all its threads, so that all its models compute
-    alike.
-
-    Args:
-        outputs: Rows of the matrix.
-        inputs: Columns of the matrix.
-        dtype: A dtype that :func:`can_pack` accepts.
-        rows: Numbers of rows, whose times are added up.
-    """
-    if outputs * inputs >= _LARGE:
-        return True
-    weight = torch.zeros((outputs, inputs), dtype=dtype, device="cpu")
-    copies = range(_TIMED_COPIES)
-    ways = (
-        [PackedProduct(weight, None) for _ in copies],
-        [DenseProduct(weight.clone(), None) for _ in copies],
-    )
-    times = [
-        [[_time(products, x) for products in ways] for _ in range(_TIMED_ROUNDS)]
-        for x in (weight.new_zeros((count, inputs)) for count in rows)
-    ]
-    packed, dense = np.min(times, axis=1).sum(axis=0)
-    return bool(packed < dense)
-
-
-def _time(products: Sequence["Product"], x: Tensor) -> float:
-    """Return the seconds that this thread takes to call each product once."""
-    start = time.thread_time()
-    for product in products:
-        product(x)
-    return time.thread_time() - start
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -323,7 +273,11 @@ def prepare(
         The packed products, in order, without quantised ones.
     """
     groups = _groups(module, run)[::-1]
-    places = _places(module)
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                places.setdefault(child, []).append((parent, name))
     # Layers are listed by id, so that nothing keeps the layers themselves alive.
     as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
@@ -340,7 +294,11 @@ def prepare(
         sizes = [len(layer.weight) for layer in group]
         parts = [product] if len(group) == 1 else Joint(product, sizes, computed).parts
         kept = group[0].weight in looked_up or not groups
-        _replace(group, parts, places, kept=kept)
+        for layer, own in zip(group, parts, strict=True):
+            weight = layer.weight.data if kept else layer.weight.data.to("meta")
+            prepared = _Prepared(layer, own, weight)
+            for parent, name in places.pop(layer):
+                setattr(parent, name, prepared)
     return packed
 
 
@@ -353,38 +311,6 @@ def _product_of_all(
     biases = [layer.bias.data for layer in group if layer.bias is not None]
     bias = torch.cat(biases) if biases else None
     return product_of(joint, bias, quantization, generated=generated, index=index)
-
-
-def _replace(
-    group: Sequence[nn.Linear],
-    parts: Sequence[Product],
-    places: dict[nn.Linear, list[tuple[nn.Module, str]]],
-    *,
-    kept: bool,
-) -> None:
-    """Replace the layers of a group by layers that compute ``parts``.
-
-    Args:
-        group: The layers.
-        parts: The product of each layer.
-        places: Modules and names of the layers; those of the group are removed.
-        kept: Whether their weights stay in their modules.
-    """
-    for layer, own in zip(group, parts, strict=True):
-        weight = layer.weight.data if kept else layer.weight.data.to("meta")
-        prepared = _Prepared(layer, own, weight)
-        for parent, name in places.pop(layer):
-            setattr(parent, name, prepared)
-
-
-def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each linear layer, and its names in them."""
-    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                places.setdefault(child, []).append((parent, name))
-    return places
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_probs
+from support.tabular_target import TabularTarget
 from support.token_drafting import random_llama, random_table
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
@@ -22,7 +23,6 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling

@@ -1,7 +1,6 @@
 """Linear layers, joined, packed or of 8 bits: the same numbers, from the same names."""
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from eaglegbv.fused_linears import (
     Quantization,
     can_pack,
     in_use,
-    packing_pays,
     prepare,
     product_of,
     resolve,
@@ -31,8 +29,9 @@ from eaglegbv.models.hf import HFTarget
 
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have everything packed that can be, however long it takes here."""
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *_: True)
+    """Have everything packed that can be, however small."""
+    for name in ("_PACKED_FROM", "_PACKED_ALONE_FROM"):
+        monkeypatch.setattr(fused_linears, name, 0)
 
 
 class Layers(nn.Module):
@@ -63,7 +62,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 def test_prepared_modules_compute_the_same(
     pays: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *_: pays)
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0 if pays else 1 << 20)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
     expected, names = module(TOKENS), list(module.state_dict())
@@ -148,7 +147,8 @@ def test_preparing_draws_no_random_numbers() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
 def test_compiled_modules_find_their_products(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *asked: lone or asked[-1] != (1,))
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
+    monkeypatch.setattr(fused_linears, "_PACKED_ALONE_FROM", 0 if lone else 1 << 20)
     module = Layers(bias=True, dtype=torch.float32)
     packed = prepare(module, lambda: module(TOKENS))
     expected, first = module(TOKENS), module(TOKENS[:, :1])
@@ -202,30 +202,8 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
 
 @needs_packing
 @torch.no_grad()
-def test_the_faster_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = {"DenseProduct"}
-
-    def seconds(timed: Sequence[Product], x: Tensor) -> float:
-        [kind] = {type(product).__name__ for product in timed}
-        return 3.0 if kind in slower else 1.0
-
-    monkeypatch.setattr(fused_linears, "_time", seconds)
-    # Sizes that nothing else asks for: what was found is kept.
-    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
-    slower.add("PackedProduct")
-    slower.remove("DenseProduct")
-    assert isinstance(product_of(torch.ones(29, 23), None, Quantization.NONE), DenseProduct)
-    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
-    assert packing_pays(1024, 1024, torch.float32, (1,))  # too large to be timed
-
-
-@needs_packing
-@torch.no_grad()
-def test_one_row_is_multiplied_as_is_faster_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(timed: Sequence[Product], x: Tensor) -> float:
-        return float(isinstance(timed[0], PackedProduct) == (len(x) == 1))
-
-    monkeypatch.setattr(fused_linears, "_time", seconds)
+def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
     ran: list[int] = []
     run = PackedProduct.run
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.packed_trees import Text, random_parents, scattered
+from support.tabular_target import TabularTarget
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.models.target import FeatureSpec
 
 VOCAB = 5
