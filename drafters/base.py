@@ -101,10 +101,7 @@ class Drafter(ABC):
         return 0
 
     def behind(self, request: Request) -> int:
-        """Return how many committed positions :meth:`catch_up` would run.
-
-        Automatic plans weigh what that costs.
-        """
+        """Return how many positions :meth:`catch_up` would run; plans weigh what that costs."""
         return request.context - self.shareable(request)
 
     def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027

@@ -362,10 +362,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def _is_head(names: Iterable[str]) -> bool:
-    """Return whether ``names`` are a head's.
-
-    Only a head fuses features, maps vocabularies, or names its layer without ``model.``.
-    """
+    """Return whether names are a head's: none else fuses features or drops ``model.``."""
     plain = {name.removeprefix("model.") for name in names}
     if plain & {"fc.weight", "d2t", "t2d"}:
         return True

@@ -294,16 +294,10 @@ class EagleHead(nn.Module, ABC):
     def prepare_products(
         self, quantization: Quantization, *, generated: bool = False
     ) -> list[PackedProduct]:
-        """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
+        """Make products of a draft's few rows fast, or leave them to be ``generated``.
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
-
-        Args:
-            quantization: Quantization of the weights; not ``auto``.
-            generated: Whether the products will be generated instead of packed.
-
-        Returns:
-            The packed products, which a compiled head calls back by number.
+        It returns the packed products, which a compiled head calls by number; see :func:`prepare`.
         """
         return prepare(self, self._run_once, quantization, generated=self if generated else None)
 
@@ -512,11 +506,8 @@ class HeadForward:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
             quantization: Quantization of its weights; not ``auto``.
-            compile_backend: A backend of ``torch.compile``; None for no compilation.
+            compile_backend: A known backend of ``torch.compile``; None for no compilation.
             recorded: Whether drafts come from a recorded loop over :meth:`level`.
-
-        Raises:
-            InvalidArgument: There is no such backend.
         """
         kind, backend = head.embedding, compile_backend
         generates = can_generate(backend, dtype=kind.dtype, device=kind.device)

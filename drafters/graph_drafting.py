@@ -113,11 +113,8 @@ class DeviceDrafting:
             forward: Its forwards, over a pool whose last slot nobody owns.
             recorder: Makes work repeatable.
             max_context: Most positions of a text.
-            compile_backend: A backend of ``torch.compile``, which compiles the growth of drawn
-                trees now; None runs it uncompiled.
-
-        Raises:
-            InvalidArgument: There is no such backend.
+            compile_backend: A known backend of ``torch.compile``, which compiles the growth of
+                drawn trees now; None runs it uncompiled.
         """
         self.counts: Counter[str] = Counter()
         self._head = head
@@ -137,14 +134,7 @@ class DeviceDrafting:
         draft_sampling: DraftSampling,
         roots: Roots,
     ) -> DraftTree | None:
-        """Draft one tree per request; return None where that has to be done on the host.
-
-        Args:
-            requests: The requests.
-            plan: The plan they share.
-            draft_sampling: How children arise.
-            roots: What the drafts continue.
-        """
+        """Draft one tree per request; return None where that has to be done on the host."""
         try:
             tree = self._replay(requests, plan, draft_sampling, roots)
         except NotRecordable as obstacle:
@@ -181,9 +171,7 @@ class DeviceDrafting:
     ) -> DraftTree:
         """Draft one tree per request.
 
-        Raises:
-            NotRecordable: The texts are too long, or drafts of this kind cannot be recorded, as was
-                found now or before.
+        Raises NotRecordable where texts are too long, or as was found now or before.
         """
         padded = 1 << (len(requests) - 1).bit_length()
         if draft_sampling is DraftSampling.FIXED and plan.shape:
@@ -265,11 +253,7 @@ class _Drafting:
             )
 
     def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
-        """Copy a step's numbers into the buffers, and plan its attention.
-
-        Raises:
-            NotRecordable: Attention cannot list the keys of all rows.
-        """
+        """Copy a step's numbers into the buffers, and plan; NotRecordable for too many keys."""
         kind, real = self._kind, len(requests)
         missing = kind.requests - real  # with one key each
         contexts = [*roots.contexts, *[torch.tensor([self._scratch_slot])] * missing]
@@ -319,10 +303,7 @@ class _Drafting:
         return tuple(growth.finish().tensors.values())
 
     def _chains(self, above: Tensor | None, frontier: Frontier) -> Tensor | None:
-        """Return the branches of each row's path, given those of the level above.
-
-        None means that each row continues the branch of its own number.
-        """
+        """Return the branches of each row's path; None if each continues that of its own number."""
         if frontier.parents is None:
             return None
         own = torch.arange(self._rows, device=frontier.parents.device)

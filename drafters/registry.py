@@ -53,11 +53,7 @@ def registered_drafter(name: str) -> type[Drafter]:
 
 
 def make_drafter(name: str, vocab_size: int, device: torch.device) -> Drafter:
-    """Make the drafter of that name; lookups need to know nothing of the target.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
+    """Make the drafter of that name; lookups need to know nothing of the target."""
     drafter: Any = registered_drafter(name)
     made: Drafter = drafter() if drafter is NgramDrafter else drafter(vocab_size, device)
     return made

@@ -146,12 +146,10 @@ class ProbsSettings:
 def replayed_probs(
     logits: Tensor, settings: Sequence[ProbsSettings], draft_to_target: Tensor
 ) -> DraftProbs:
-    """Return the distributions of rows of different steps, padded with probability 0 to the widest.
+    """Return distributions of rows of different steps, padded with probability 0 to the widest.
 
-    Args:
-        logits: ``[rows, draft_vocab]``.
-        settings: The settings of each row's step.
-        draft_to_target: ``[draft_vocab]`` int64.
+    ``logits`` are ``[rows, draft_vocab]``, each row with its step's settings; ``draft_to_target``
+    is ``[draft_vocab]`` int64.
     """
     widest = max(s.width for s in settings)
     ids = logits.new_zeros((len(settings), widest), dtype=torch.int64)
@@ -301,12 +299,10 @@ Siblings: TypeAlias = tuple[Tensor, Tensor]
 
 
 def _without_replacement(probs: Tensor, numbers: Tensor, kept: Sequence[Tensor]) -> Siblings:
-    """Return the places ``kept``, then drawn ones; ``probs`` ``[batch, rows, width]``.
+    """Return the places ``kept`` (``[batch, rows]`` each), then places drawn from ``probs``.
 
-    Args:
-        probs: The distributions.
-        numbers: ``[batch, rows, children]`` float64, the first of which are used.
-        kept: ``[batch, rows]`` each, the first children, which are not drawn.
+    ``probs`` are ``[batch, rows, width]``; of ``numbers`` ``[batch, rows, children]`` float64, the
+    first are used.
     """
     places, there = [], []
     for child in range(numbers.shape[2]):
@@ -320,14 +316,9 @@ def _without_replacement(probs: Tensor, numbers: Tensor, kept: Sequence[Tensor])
 def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> Siblings:
     """Return pairs: a drawn token and the hub; where that was drawn, it and one of the rest.
 
-    A row uses one number, or two where the hub was drawn and there is a rest; the next row uses
-    those that follow.
-
-    Args:
-        probs: ``[batch, rows, width]``.
-        numbers: ``[batch, K]`` float64.
-        hubs: ``[batch, rows]`` int64, places of the most likely tokens.
-        alive: ``[batch, rows]`` bool; others use no numbers.
+    A row of ``probs`` ``[batch, rows, width]`` uses one of its tree's ``numbers`` ``[batch, K]``,
+    or two where its hub (``hubs`` ``[batch, rows]``) was drawn and there is a rest; the next row
+    uses those that follow, and rows that are not ``alive`` use none.
     """
     rest = probs.scatter(2, hubs.unsqueeze(2), 0.0)
     more = (rest > 0).any(dim=2)
@@ -445,11 +436,7 @@ class TreeGrowth:
         return 1 if self._levels else self._plan.paths
 
     def _numbers_of(self, width: int) -> Tensor:
-        """Return the numbers of children that are drawn: each has its own, in the order of rows.
-
-        Siblings without replacement are numbered among those that are there: rows that have ended
-        use none.
-        """
+        """Return the numbers of children, in the order of rows; ended rows use none."""
         numbers, alive = self._numbers[len(self._levels)], self._rows.alive
         if self._sampling is DraftSampling.IID:
             return numbers
@@ -511,10 +498,7 @@ class TreeGrowth:
         return Frontier(tokens, parents, rows.leader, rows.alive)
 
     def _chosen(self, real: Tensor, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the places ``[batch, rows]`` of the next frontier, in order, and which there are.
-
-        None if every child is part of it.
-        """
+        """Return places ``[batch, rows]`` of the next rows, and which exist; None for all."""
         if self._shape:
             going = self._shape[len(self._levels) - 1].going
             places = upload(going, dtype=torch.int64, device=real.device).expand(len(real), -1)
@@ -641,13 +625,9 @@ def _scattered(places: Tensor, parts: Sequence[Tensor], most: int) -> Tensor:
 
 
 def _depth_first(parents: Tensor, depth: Tensor, siblings: Tensor, length: int) -> Tensor:
-    """Return ``[batch, nodes]`` int64, by which nodes sort depth first.
+    """Return ``[batch, nodes]`` int64, by which nodes sort depth first, at most 39 deep.
 
-    Args:
-        parents: ``[batch, nodes]``.
-        depth: ``[batch, nodes]``.
-        siblings: ``[batch, nodes]`` int64, 0 or 1: which of its siblings each node is.
-        length: The greatest depth, at most 39.
+    ``siblings``, 0 or 1, says which of its siblings each node is; all are ``[batch, nodes]``.
     """
     own = torch.where(depth > 0, (1 + siblings) * 3 ** (length - depth), 0)
     key, above = own, parents
@@ -665,19 +645,11 @@ def _leaf_paths(
     length: int,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the paths to all leaves, and their lengths.
+    """Return the paths to all leaves, ``[batch, count, length]``, and their lengths, both int64.
 
-    Args:
-        parents: ``[batch, nodes]`` int64.
-        depth: ``[batch, nodes]`` int64.
-        number: ``[batch]`` int64, nodes that are real.
-        count: Number of paths to pad to.
-        length: Length of a path to pad to. A verifier finds its random numbers by the place of a
-            path, so these two must depend on the plan alone and not on the batch.
-        order: ``[batch, nodes]`` int64, by which the leaves are sorted; None for their numbers.
-
-    Returns:
-        ``[batch, count, length]`` and ``[batch, count]`` int64.
+    The leaves are sorted by ``order`` ``[batch, nodes]``, by default by their numbers. A verifier
+    finds its random numbers by the place of a path, so ``count`` and ``length`` must depend on the
+    plan alone and not on the batch.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     inner = torch.zeros_like(parents, dtype=torch.bool).scatter(1, parents, value=True)
@@ -713,13 +685,7 @@ def _fixed_tree(
 def given_trees(
     trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, paths: int, length: int
 ) -> DraftTree:
-    """Return trees of given tokens, of draft sampling ``fixed``, on the host.
-
-    Args:
-        trees: For each request the token of every node, the root first, and its parent.
-        paths: Most leaves of a tree.
-        length: Most tokens of a path.
-    """
+    """Return ``fixed`` trees on the host, of each request's tokens, root first, and parents."""
     nodes = max(len(tokens) for tokens, _ in trees)
     numbers = np.zeros((3, len(trees), nodes), dtype=np.int64)
     for b, (tokens, above) in enumerate(trees):
@@ -832,10 +798,8 @@ class DraftedRows:
     def __init__(self, contexts: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
         """Start without rows.
 
-        Args:
-            contexts: For each request ``[c]`` int64, slots of what all its rows see, positions 0
-                ... c - 1.
-            slots: For each request, the slots that its rows take, in order.
+        ``contexts`` are the slots of what all rows of a request see, positions 0 ... c - 1;
+        ``slots`` are those that its rows take, in order.
         """
         self._contexts = contexts
         self._slots = slots

@@ -55,14 +55,7 @@ def resolve(
 def define(
     name: str, signature: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]
 ) -> None:
-    """Define ``torch.ops.eaglegbv.<name>``.
-
-    Args:
-        name: Name of the operation.
-        signature: Its arguments and result, as in torch's schemas.
-        run: Computes the result.
-        shape: Returns a tensor like the result, from the same arguments.
-    """
+    """Define ``torch.ops.eaglegbv.<name>``; ``shape`` makes a tensor like the result of ``run``."""
     full = f"eaglegbv::{name}"
     torch.library.define(full, signature)
     torch.library.impl(full, "default", run)
@@ -157,14 +150,10 @@ class PackedProduct:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
     ) -> None:
-        """Pack ``weight`` ``[out_features, in_features]``.
+        """Pack a matrix ``[out_features, in_features]`` that :func:`can_pack` accepts.
 
-        Args:
-            weight: A matrix that :func:`can_pack` accepts.
-            bias: ``[out_features]``, or None.
-            index: Its index among the products of a module that may be compiled.
-            lone: Whether the packed matrix is used for a single row too; if not, ``weight`` is kept
-                for it.
+        ``index`` is its index among a compiled module's products. Unless ``lone``, ``weight`` is
+        kept too, for single rows.
         """
         self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
@@ -370,10 +359,7 @@ class _Prepared(nn.Linear):
 
 
 def _groups(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Return the linear layers in the order they ran, grouping successive ones with one input.
-
-    A layer that ran twice, or not at all, is left out.
-    """
+    """Return the layers that ran once, in order, successive ones with one input together."""
     calls: list[tuple[nn.Linear, Tensor]] = []  # inputs are kept so that they outlive the run
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

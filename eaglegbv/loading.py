@@ -337,11 +337,7 @@ def check_model(model: str | Path, argument: str = "model") -> None:
 
 
 def ask_hub(repository: str, kind: str = "model") -> None:
-    """Ask the hub, once, whether it has a repository.
-
-    Args:
-        repository: Name of the repository.
-        kind: ``"model"`` or ``"dataset"``.
+    """Ask the hub, once, whether it has a repository of a ``kind``, ``"model"`` or ``"dataset"``.
 
     Raises:
         OSError: The hub has no such repository, or does not answer; see :func:`hub_refusal`.

@@ -117,12 +117,7 @@ class Stopwatch:
     """Wall time of one step, by phase."""
 
     def __init__(self, barrier: Callable[[], None] | None = None) -> None:
-        """Start the stopwatch.
-
-        Args:
-            barrier: Waits for the device at the end of every phase; by default nothing is waited
-                for.
-        """
+        """Start; ``barrier`` waits for the device at the end of every phase, or nothing does."""
         self._barrier = barrier
         self.started = time.perf_counter()
         self.spans: list[Span] = []

@@ -258,10 +258,8 @@ def _edge_among(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the edge and its ties, and which rows have it beyond their largest ``values``.
 
-    Args:
-        values: ``[rows, largest]``, descending.
-        top_p: ``[rows]``.
-        mass: ``[rows, 1]``, sum of the exponentials of a whole row; None if ``values`` is whole.
+    These are ``[rows, largest]``, descending; ``mass`` ``[rows, 1]`` is the sum of a whole row's
+    exponentials, None if ``values`` is whole.
     """
     probs = values.double().softmax(dim=1) if mass is None else values.double().exp_() / mass
     totals = probs.cumsum(dim=1)

@@ -254,11 +254,7 @@ class TargetProbs:
         return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
 
     def probs_of(self, nodes: Tensor) -> Tensor:
-        """Return the whole distribution at one node per request, ``[batch, vocab]`` float64.
-
-        Args:
-            nodes: ``[batch]`` int64.
-        """
+        """Return ``[batch, vocab]`` float64, the distributions at ``nodes`` ``[batch]``."""
         rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
         return self._normalised(self.logits.index_select(0, rows), rows)
 

@@ -81,13 +81,10 @@ class Verification:
     def __init__(
         self, target: Target, drafting: Drafting, *, compile_backend: str | None = None
     ) -> None:
-        """Put the parts together.
+        """Put the parts together; stateful verifiers ask drafters for what earlier steps drew from.
 
-        Args:
-            target: The model whose distribution is kept.
-            drafting: The drafters; stateful verifiers ask them for distributions of earlier steps.
-            compile_backend: Compile the verifiers of plans, when first checked, by this backend of
-                ``torch.compile``; None runs them as they are.
+        By ``compile_backend`` of ``torch.compile``, the verifiers of plans are compiled when first
+        checked; None runs them as they are.
         """
         self._target, self._drafting = target, drafting
         self._compile_backend = compile_backend
@@ -95,12 +92,7 @@ class Verification:
         self._sound_plans: set[Planning] = set()
 
     def check(self, plan: Planning) -> None:
-        """Raise unless the engine can run ``plan``, once for each.
-
-        Raises:
-            InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
-            SamplingMismatch: The verifier is not lossless for the plan's draft sampling.
-        """
+        """Raise unless the engine can run ``plan``, once for each; see :func:`check_plan`."""
         if plan in self._sound_plans:
             return
         drafter = self._drafting.drafter
@@ -129,10 +121,8 @@ class Verification:
     def verify(self, forward: Forward, logits: Tensor, *, record: bool) -> list[VerifyOutput]:
         """Verify the trees of each group by the verifier of its plan, waiting for nothing.
 
-        Args:
-            forward: The groups, and where their nodes are among the logits.
-            logits: ``[rows, vocab]``, those of the whole forward.
-            record: Keep what :func:`tree_records` needs.
+        ``logits`` ``[rows, vocab]`` are those of the whole forward; ``record`` keeps what
+        :func:`tree_records` needs.
         """
         return [
             self._verify(group.on(logits.device), layout, logits, record=record)
@@ -203,10 +193,10 @@ def check_plan(
     drafter: type[Drafter] | None,
     quantization: Quantization = Quantization.NONE,
 ) -> None:
-    """Raise unless an engine can run ``planning``.
+    """Raise unless an engine can run ``planning``, any plan or limits within which it chooses.
 
     Args:
-        planning: Any plan, or limits within which the engine chooses.
+        planning: The plan.
         drafter: What the engine's drafter is, None without one.
         quantization: How its weights are held.
 
@@ -334,10 +324,7 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
 def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
     """Warp the logits of a group's nodes, each with its request's settings and its own path.
 
-    Args:
-        group: The trees.
-        layout: Positions of their nodes among the logits.
-        logits: ``[rows, vocab]``, those of the whole forward.
+    ``logits`` ``[rows, vocab]`` are those of the whole forward, and ``layout`` says whose they are.
     """
     params = [request.params for request in group.requests]
     counts = group.counts
@@ -562,10 +549,8 @@ def _layers_after(
 def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:
     """Return the records of a group's trees, once they are committed; none unless recorded.
 
-    Args:
-        output: The trees, and what was decided about them.
-        kept: The tokens that each request was given, by its number; requests without any, whose
-            probabilities were faulty, have no record.
+    ``kept`` are the tokens that each request was given, by its number; requests without any, whose
+    probabilities were faulty, have no record.
     """
     target, tree, verdict = output.target, output.group.tree, output.verdict
     if target is None:
@@ -608,10 +593,7 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
 
 
 def draft_of_tokens(tree: DraftTree) -> Tensor:
-    """Return q of each node's token given its parent, ``[batch, nodes]`` float64.
-
-    The value is NaN where nothing is drawn.
-    """
+    """Return q of each node's token, ``[batch, nodes]`` float64; NaN where nothing is drawn."""
     if tree.width == 0:
         return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)
     ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(tree.draft_probs, tree.parents)

@@ -59,14 +59,7 @@ class KVSlots:
         self._allocator.release(own)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check that every slot has one owner: the pool, a request, or a block in use.
-
-        Args:
-            requests: All requests that hold slots of the pool, which serves one engine.
-
-        Raises:
-            InvalidArgument: A slot has no owner, or two.
-        """
+        """Check that every slot has one owner: the pool, one of all requests, or a block in use."""
         holders = list(requests)
         self._cache.check(holders)
         own = [request.slots[request.shared :] for request in holders]

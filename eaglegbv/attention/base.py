@@ -56,12 +56,9 @@ class Segment:
 
     @classmethod
     def causal(cls, token_ids: Tensor, context_slots: Tensor, new_slots: Tensor) -> Self:
-        """Return a segment of tokens that follow the committed ones: prefill or plain decoding.
+        """Return new tokens ``[q]`` that follow the committed ones: prefill or plain decoding.
 
-        Args:
-            token_ids: ``[q]`` int64.
-            context_slots: ``[c]`` int64.
-            new_slots: ``[q]`` int64.
+        All three are int64; ``context_slots`` are ``[c]``, ``new_slots`` ``[q]``.
         """
         start = context_slots.shape[0]
         positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
@@ -101,10 +98,8 @@ class Segment:
     def pending_mask(self, device: torch.device | str | None = None) -> Tensor | None:
         """Return ``[q, m]`` bool, the pending tokens each new one sees; None if each sees all.
 
-        A single new token sees all, whether in causal order or alone in its tree.
-
-        Args:
-            device: Where a causal mask is made; by default where the segment is.
+        A single new token sees all, whether in causal order or alone in its tree. A causal mask is
+        made on ``device``, by default where the segment is.
         """
         q, m = self.num_new, self.num_pending
         if q == 1 and (self.visible is None or m == 1):
@@ -224,12 +219,7 @@ class PagedAttention(ABC):
         return {}
 
     def static(self, bucket: Bucket, *, max_context: int) -> "PagedAttention":  # noqa: ARG002
-        """Return attention over the same pool for batches of fixed sizes.
-
-        Args:
-            bucket: Number of requests, including one for padding, and number of rows.
-            max_context: Most keys of a request.
-        """
+        """Return attention over the same pool for fixed sizes, ``max_context`` keys each."""
         return self
 
     def plan(self, batch: PackedBatch) -> None:  # noqa: B027

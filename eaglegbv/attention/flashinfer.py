@@ -91,15 +91,10 @@ class FlashInferPagedAttention(PagedAttention):
     recordable: ClassVar[bool] = True
 
     def __init__(self, pool: KVPool, kernels: "FlashInferKernels | None" = None) -> None:
-        """Attend over ``pool``.
-
-        Args:
-            pool: Keys and values, in half precision.
-            kernels: Factory of wrappers; by default FlashInfer's.
+        """Attend over ``pool``, in half precision; ``kernels`` are FlashInfer's by default.
 
         Raises:
-            InvalidArgument: FlashInfer is not installed, or does not support the pool's head size
-                or dtype.
+            InvalidArgument: FlashInfer is not installed, or does not support the pool.
         """
         check_pool(pool)
         self.pool = pool
@@ -165,13 +160,7 @@ class StaticTreeAttention(PagedAttention):
     recordable: ClassVar[bool] = True
 
     def __init__(self, wrappers: "Wrappers", bucket: Bucket, *, max_context: int) -> None:
-        """Start without wrappers: the first forward shows what kinds of layers there are.
-
-        Args:
-            wrappers: Makes wrappers over the pool.
-            bucket: Number of requests, including one for padding, and number of rows.
-            max_context: Most positions of a text.
-        """
+        """Start without wrappers: the first forward shows what kinds of layers there are."""
         self.pool = wrappers.pool
         self._wrappers = wrappers
         self._bucket = bucket
@@ -195,11 +184,7 @@ class StaticTreeAttention(PagedAttention):
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch
     ) -> Tensor:
-        """See :meth:`PagedAttention.attend`.
-
-        Raises:
-            NotRecordable: The layer has sinks, which the kernels do not support.
-        """
+        """See :meth:`PagedAttention.attend`; NotRecordable if the layer has sinks."""
         if call.sinks is not None:
             raise NotRecordable("sinks")
         keys, values = self.pool.write(call.layer, batch.slots, k, v)
@@ -229,12 +214,7 @@ class FlashInferBranches(BranchAttention):
     """
 
     def __init__(self, wrappers: "Wrappers", shape: BranchShape) -> None:
-        """Make the wrapper; wrappers of all shapes share the list of keys.
-
-        Args:
-            wrappers: Makes wrappers over the pool.
-            shape: The rows.
-        """
+        """Make the wrapper; wrappers of all shapes share the list of keys."""
         super().__init__(wrappers.pool, shape)
         self.most_keys = wrappers.most_row_keys(shape.max_context)
         rows, drafted = shape.requests * shape.branches, shape.levels * shape.branches
@@ -293,11 +273,7 @@ class FlashInferBranches(BranchAttention):
         return self._planned.attend(q, keys, values)
 
     def _begin(self) -> None:
-        """Prepare for the first level of a draft.
-
-        Hidden values are multiplied by 0, so what an earlier text left there must not be infinite
-        or NaN.
-        """
+        """Prepare for a draft's first level. Hidden values count 0 times: none may be NaN."""
         _, values = self.pool.layer(0)
         values.index_fill_(0, self.slots.flatten(), 0)
         levels = self._levels.view(-1, 1, 1)
@@ -395,16 +371,7 @@ class PlannedWrapper:
         planned.copy_(masks.byte_offsets, non_blocking=True)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend to a layer of the pool, as planned.
-
-        Args:
-            q: ``[rows, heads, head_dim]``, in any order in memory.
-            keys: ``[slots, kv_heads, head_dim]``.
-            values: ``[slots, kv_heads, head_dim]``.
-
-        Returns:
-            ``[rows, heads, head_dim]``.
-        """
+        """Attend as planned from ``q`` ``[rows, heads, head_dim]``; return the same shape."""
         # The kernels read and write contiguous rows, but some models pass strided heads. Without
         # ``out``, a wrapper would also zero fresh memory in every layer.
         q = q.contiguous()
@@ -461,9 +428,7 @@ class FlashInferKernels:
     def prefill(self, workspace: Tensor, buffers: TreeBuffers | None = None) -> Any:  # noqa: ANN401
         """Return a new wrapper for requests of several queries.
 
-        Args:
-            workspace: Memory for partial results.
-            buffers: Memory for plans of fixed sizes, under masks; None for plans of any sizes.
+        ``workspace`` is for partial results; ``buffers`` for plans of fixed sizes, under masks.
         """
         fixed = (
             {}
@@ -507,12 +472,7 @@ class Wrappers:
     """
 
     def __init__(self, pool: KVPool, kernels: FlashInferKernels) -> None:
-        """Start without wrappers.
-
-        Args:
-            pool: Keys and values.
-            kernels: Factory of wrappers.
-        """
+        """Start without wrappers."""
         self.pool = pool
         self._kernels = kernels
         self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)
@@ -596,17 +556,9 @@ def workspace_bytes(
     """Return the most bytes a wrapper needs for partial results (``scheduler.cuh`` of 0.6.18).
 
     Keys are split among blocks. Each block handles a tile of query rows, where the query heads of
-    a key head count as rows. There are as many blocks as run at once, or as a recorded batch may
-    have: every request may begin a tile. A block keeps a vector, and the sum of its weights, for
-    every query head.
-
-    Args:
-        heads: Query heads.
-        kv_heads: Key heads.
-        head_dim: Size of a head.
-        processors: Multiprocessors of the device.
-        rows: Packed rows of a recorded batch; 0 for one that is not recorded.
-        requests: Number of requests of that batch.
+    a key head count as rows. There are as many blocks as run at once on the ``processors``, or as
+    a recorded batch of ``rows`` and ``requests`` may have: every request may begin a tile. A block
+    keeps a vector, and the sum of its weights, for every query head.
     """
     group = heads // kv_heads
     tile = _TILE

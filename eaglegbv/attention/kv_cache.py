@@ -44,14 +44,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start with every slot free.
-
-        Args:
-            num_slots: Number of slots, at least 1.
-
-        Raises:
-            InvalidArgument: ``num_slots`` is below 1.
-        """
+        """Start with every slot free; InvalidArgument if there is none."""
         if num_slots < 1:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
@@ -117,11 +110,7 @@ class SlotAllocator:
             self._push(slot)
 
     def keep(self, slots: Tensor) -> None:
-        """Give back ``slots`` so that they are handed out last.
-
-        Raises:
-            InvalidArgument: A slot is not taken.
-        """
+        """Give back taken slots so that they are handed out last; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _KEPT, "slots that are taken")
             self._num_kept += 1
@@ -130,21 +119,13 @@ class SlotAllocator:
             heapq.heappush(self._nooks, heapq.heappop(self._blank))
 
     def take_back(self, slots: Tensor) -> None:
-        """Take kept slots again, with their contents.
-
-        Raises:
-            InvalidArgument: A slot is not kept.
-        """
+        """Take kept slots again, with their contents; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _TAKEN, "slots that are kept")
             self._num_kept -= 1
 
     def blank(self, slots: Tensor) -> None:
-        """Stop keeping ``slots``: their contents are no longer needed.
-
-        Raises:
-            InvalidArgument: A slot is not kept.
-        """
+        """Stop keeping ``slots``, whose contents nobody needs; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _BLANK, "slots that are kept")
             self._num_kept -= 1
@@ -230,16 +211,9 @@ class KVPool:
     def write(
         self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of new tokens to one layer.
+        """Write keys and values ``[rows, kv_heads, head_dim]`` of new tokens to one layer.
 
-        Args:
-            layer: Index of the layer.
-            slots: ``[rows]`` int64, on the pool's device.
-            keys: ``[rows, kv_heads, head_dim]``.
-            values: ``[rows, kv_heads, head_dim]``.
-
-        Returns:
-            Keys and values of the whole layer, as from :meth:`layer`.
+        ``slots`` ``[rows]`` int64 are on the pool's device. Returns the layer, as :meth:`layer`.
         """
         all_keys, all_values = self.layer(layer)
         all_keys.index_copy_(0, slots, keys)
@@ -309,16 +283,12 @@ class PoolSize:
     def slots_of(
         self, bytes_per_slot: int, *, max_context: int, least: int, device: torch.device
     ) -> int:
-        """Return the number of slots.
+        """Return the number of slots in pools on ``device``, for texts of up to ``max_context``.
 
-        Args:
-            bytes_per_slot: Bytes that a slot takes in the target's pool.
-            max_context: Length of the longest text.
-            least: Least number of slots required.
-            device: Where the pools will be.
+        ``bytes_per_slot`` are those in the target's pool.
 
         Raises:
-            InvalidArgument: There are too few slots.
+            InvalidArgument: There are fewer than ``least``.
         """
         if self.slots is not None:
             if self.slots < least:

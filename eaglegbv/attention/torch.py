@@ -49,12 +49,7 @@ class TorchPagedAttention(PagedAttention):
     """Attention by ``scaled_dot_product_attention`` over a pool on any device."""
 
     def __init__(self, pool: KVPool, *, instead: str | None = None) -> None:
-        """Attend over ``pool``.
-
-        Args:
-            pool: Keys and values.
-            instead: Why this runs instead of faster attention; its calls then count as fall-backs.
-        """
+        """Attend over ``pool``; ``instead`` says why faster attention does not, for counts."""
         self.pool = pool
         self._instead = instead
         self._fallbacks: Counter[str] = Counter()

@@ -159,11 +159,7 @@ class HFTarget(Target):
             self._static.counts.clear()
 
     def _make_pool(self, size: PoolSize, layer: LayerCall, spare: int) -> None:
-        """Make a pool with ``spare`` more slots than requests may use.
-
-        A given number counts only the slots for requests. If memory decides, it has to hold the
-        spare ones too.
-        """
+        """Make a pool with ``spare`` more slots than requests may use, if memory decides in it."""
         included = spare if size.slots is None else 0
         fitting = size.slots_of(
             slot_bytes(self.num_layers, layer.kv_heads, layer.head_dim, self.dtype),
@@ -177,11 +173,7 @@ class HFTarget(Target):
         self.pool = KVPool(*held, self.dtype, self.device)
 
     def _prove(self, expected: TargetOutput) -> None:
-        """Check that packed trees give the plain model's outputs.
-
-        Raises:
-            ModelNotSupported: They do not, and must.
-        """
+        """Check that packed trees give the plain model's outputs, or raise if they must."""
         try:
             check_forward(type(self.model).__name__, self, expected)
         except ModelNotSupported as error:
@@ -312,10 +304,7 @@ class StaticForward:
         self._features: Tensor | None = None
 
     def forward(self, segments: Sequence[Segment]) -> TargetOutput | None:
-        """Score the segments' new tokens; return None if they must run without a recording.
-
-        The result is overwritten by the next forward.
-        """
+        """Score new tokens until the next forward; None if they run without a recording."""
         rows = sum(segment.num_new for segment in segments)
         bucket = Bucket.holding(len(segments), rows)
         if any(segment.visible is None for segment in segments):
@@ -552,8 +541,7 @@ def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: 
 def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
     """Return how many hidden states precede the first layer's output when only some are requested.
 
-    Transformers before 5.23 counts none; later versions count the embedding, as they do when all
-    states are requested.
+    Transformers before 5.23 counts none; later versions count the embedding.
     """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])

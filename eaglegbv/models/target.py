@@ -95,12 +95,7 @@ class Target(ABC):
     allocator: SlotAllocator  # owner of the slots, shared with the drafter's pool
 
     def record(self, requests: int, nodes: int) -> None:
-        """Record now what steps would otherwise record when they first need it.
-
-        Args:
-            requests: Most requests of a step.
-            nodes: Most nodes of a request's tree.
-        """
+        """Record what steps of up to so many requests, and nodes of each, would record later."""
         del requests, nodes
 
     @property
