@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -113,10 +113,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             _make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
-        if self.beam is not None:
-            require_integer("beam", self.beam, 1, MAX_BEAM)
-        if self.nodes is not None:
-            require_integer("nodes", self.nodes, 1, MAX_NODES)
+        require_integer("beam", 1 if self.beam is None else self.beam, 1, MAX_BEAM)
+        require_integer("nodes", 1 if self.nodes is None else self.nodes, 1, MAX_NODES)
         shape = _shape(self.shape)
         msgspec.structs.force_setattr(self, "shape", shape)
         if shape:
@@ -318,16 +316,14 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
             require_integer(name, value, low, high)
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
-        if not isinstance(self.draft_temperatures, Sequence):
-            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
-            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
-        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(self.draft_temperatures))
-        for temperature in self.draft_temperatures:
+        given = self.draft_temperatures
+        for temperature in given if isinstance(given, Sequence) else ():
             require_number("draft_temperatures", temperature, 0.05, 20)
-        count = len(self.draft_temperatures)
-        if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
-            expected = f"1 to {_MAX_TEMPERATURES} different numbers"
-            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        several = isinstance(given, Sequence) and 1 <= len(given) <= _MAX_TEMPERATURES
+        if not several or len(set(given)) < len(given):
+            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", given, expected)
+        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(given))
         # The plans themselves check the rest.
         _ = self.candidates
 
@@ -414,32 +410,15 @@ class PlanChoices:
     @property
     def fixed(self) -> bool:
         """Whether any of the first four is given, so that one plan holds for all steps."""
-        return any(
-            c is not None for c in (self.verifier, self.paths, self.depth, self.draft_sampling)
-        )
+        return (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4
 
     def plan(self) -> Plan:
-        """Return the plan with these choices, and defaults for those that are None.
-
-        Raises:
-            InvalidArgument: A choice is out of range.
-        """
-        usual = Plan()
-        return Plan(
-            verifier=usual.verifier if self.verifier is None else self.verifier,
-            paths=usual.paths if self.paths is None else self.paths,
-            depth=usual.depth if self.depth is None else self.depth,
-            draft_sampling=cast("DraftSampling | None", self.draft_sampling),
-            draft_width=self.draft_width,
-            draft_temperature=self.draft_temperature,
-        )
+        """Return the plan with these choices, and defaults for those that are None."""
+        chosen: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
+        return Plan(**chosen)
 
     def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice if nothing fixes a plan.
-
-        Raises:
-            InvalidArgument: A choice is out of range.
-        """
+        """Return such a plan, or the engine's own choice if nothing fixes a plan."""
         if self.fixed:
             return self.plan()
         return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))

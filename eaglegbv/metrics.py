@@ -79,15 +79,7 @@ KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use.")
 KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots in the pool.")
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        metric.name: metric
-        for metric in (
-            *(STEPS, STEP_SECONDS, PHASE_SECONDS, FAILED_STEPS, FAILED_OBSERVERS),
-            *(COMMITTED, ACCEPTED, DRAFTED, FORWARDS, REASONS, FINISHED),
-            *(PREEMPTIONS, CACHED, ATTENTION_FALLBACKS, GRAPH_FORWARDS, GRAPH_DRAFTS),
-            *(RUNNING, WAITING, KV_USED, KV_SLOTS),
-        )
-    }
+    {metric.name: metric for metric in tuple(vars().values()) if isinstance(metric, Metric)}
 )
 """Every metric by its name."""
 

@@ -110,11 +110,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature == 0.0
 
     @property
-    def excludes_tokens(self) -> bool:
-        """Whether some tokens may be left out, by top-k, top-p or min-p."""
-        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
-
-    @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
         return (

@@ -163,26 +163,21 @@ class _Texts:
         return both.removeprefix(first) if both.startswith(first) else self.decode(tokens)
 
 
+_AS_THEY_ARE = (
+    *("request", "start", "plan", "verifier", "draft_sampling", "paths", "token_ids", "parents"),
+    *("multiplicity", "accepted", "next_token", "committed", "finish_reason"),
+)
+"""Fields of a tree's record that a trace holds under their names."""
+
+
 def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
     """Return a tree in the format of a step's arguments."""
-    event: Event = {
-        "request": tree.request,
-        "start": tree.start,
-        "plan": tree.plan,
-        "verifier": tree.verifier,
-        "draft_sampling": tree.draft_sampling,
-        "paths": tree.paths,
-        "token_ids": tree.token_ids,
-        "parents": tree.parents,
-        "multiplicity": tree.multiplicity,
+    event: Event = {name: getattr(tree, name) for name in _AS_THEY_ARE}
+    event |= {
         "p": _rounded(tree.target_probs),
         "q": _rounded(tree.draft_probs),
         "figures": {name: _rounded(values) for name, values in tree.node_stats.items()},
-        "accepted": tree.accepted,
-        "next_token": tree.next_token,
         "next_p": _rounded([tree.next_target_prob])[0],
-        "committed": tree.committed,
-        "finish_reason": tree.finish_reason,
         "prompt_tokens": len(tree.prompt_ids),
     }
     if texts is not None:

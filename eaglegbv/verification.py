@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -71,8 +70,7 @@ class VerifyOutput:
     # For each request, what it leaves to the target of the next tokens.
     target_layers: list[tuple[TargetLayer, ...]]
     target: TargetProbs | None  # p at the nodes; None unless trees are recorded
-    # Returns the other numbers on which the verdict rests, if trees are recorded.
-    node_stats: Callable[[], NodeStats]
+    node_stats: Callable[[], NodeStats]  # returns the other numbers on which the verdict rests
 
 
 class Verification:
@@ -157,9 +155,8 @@ class Verification:
             checked = self._checked(verifier, tree.draft_sampling)
             verdict, faults = checked.verify(tree, target, uniforms)
             stats = partial(verifier.stats, tree, target, uniforms)
-        if not record:
-            return VerifyOutput(group, layout, verdict, faults, layers, None, dict)
-        return VerifyOutput(group, layout, verdict, faults, layers, target, stats)
+        kept = target if record else None
+        return VerifyOutput(group, layout, verdict, faults, layers, kept, stats)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
@@ -276,46 +273,29 @@ def sampling_of(
     return usual
 
 
-_COLUMNS = 5
-
-
 def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
     """Return the decision for every request of every group, with one copy to the host."""
     if not outputs:  # the step only read parts of prompts
         return []
-    tables = [_table(output) for output in outputs]
+    tables = []  # [batch, 5 + 2 length] int64: five columns, the path's nodes, and their tokens
+    for output in outputs:
+        tree, verdict = output.group.tree, output.verdict
+        depth, tokens = tree.depth.amax(dim=1), tree.token_ids.gather(1, verdict.path_nodes)
+        columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
+        tables.append(torch.cat((torch.stack(columns, dim=1), verdict.path_nodes, tokens), dim=1))
     [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
-    numbers = iter(fetched.tolist())
-    return [
-        [
-            _request_output(request, list(islice(numbers, table.shape[1])))
-            for request in output.group.requests
-        ]
-        for output, table in zip(outputs, tables, strict=True)
-    ]
-
-
-def _table(output: VerifyOutput) -> Tensor:
-    """Return ``[batch, 5 + 2 length]`` int64: five columns, the path's nodes, and their tokens."""
-    tree, verdict = output.group.tree, output.verdict
-    depth = tree.depth.amax(dim=1)
-    columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
-    tokens = tree.token_ids.gather(1, verdict.path_nodes)
-    return torch.cat((*(c.unsqueeze(1) for c in columns), verdict.path_nodes, tokens), dim=1)
+    decided = []
+    parts = fetched.split([table.numel() for table in tables])
+    for output, table, own in zip(outputs, tables, parts, strict=True):
+        rows = zip(output.group.requests, own.view(table.shape).tolist(), strict=True)
+        decided.append([_request_output(request, row) for request, row in rows])
+    return decided
 
 
 def _request_output(request: Request, row: list[int]) -> RequestOutput:
-    accepted, token, fault, depth, nodes = row[:_COLUMNS]
-    length = (len(row) - _COLUMNS) // 2
-    path, tokens = row[_COLUMNS:][:length], row[_COLUMNS:][length:]
-    return RequestOutput(
-        request=request,
-        token_ids=[*tokens[:accepted], token],
-        nodes=path[:accepted],
-        depth=depth,
-        drafted=nodes - 1,
-        fault=fault,
-    )
+    accepted, token, fault, depth, nodes, *path = row
+    drafted = path[len(path) // 2 :][:accepted]
+    return RequestOutput(request, [*drafted, token], path[:accepted], depth, nodes - 1, fault)
 
 
 # The target's probabilities at the nodes: logits, penalised and warped.
@@ -402,7 +382,11 @@ def verify_stateful(
         length=tree.length,
         device=device,
     )
-    trails = _trails(requests)
+    trails = [
+        _Trail(row, column, request, layer, layer.snapshot)
+        for row, request in enumerate(requests)
+        for column, layer in enumerate(request.target_layers)
+    ]
     borrowed = allocator.allocate(sum(trail.length for trail in trails))
     try:
         replayed = _ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
@@ -432,14 +416,6 @@ class _Trail:
     def length(self) -> int:
         """Most tokens to advance by; for the last token only what is before it is needed."""
         return len(self.committed) + self.layer.remaining - 1
-
-
-def _trails(requests: Sequence[Request]) -> list[_Trail]:
-    return [
-        _Trail(row, column, request, layer, layer.snapshot)
-        for row, request in enumerate(requests)
-        for column, layer in enumerate(request.target_layers)
-    ]
 
 
 class _ReplayedProbs:
@@ -511,15 +487,17 @@ def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
     """Return the requests' layers as columns, padded with columns without effect."""
     columns = max(len(request.target_layers) for request in requests)
 
-    def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+    layers = [request.target_layers for request in requests]
+
+    def table(name: str, dtype: torch.dtype) -> Tensor:
+        values = [[getattr(layer, name) for layer in own] for own in layers]
         padded = [[*row, *[0] * (columns - len(row))] for row in values]
         return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
 
-    layers = [request.target_layers for request in requests]
     return Layers(
-        rho=table([[layer.rho for layer in own] for own in layers], torch.float64),
-        drafts=table([[layer.drafts for layer in own] for own in layers], torch.int64),
-        remaining=table([[layer.remaining for layer in own] for own in layers], torch.int64),
+        rho=table("rho", torch.float64),
+        drafts=table("drafts", torch.int64),
+        remaining=table("remaining", torch.int64),
         most_drafts=max((layer.drafts for own in layers for layer in own), default=1),
     )
 

@@ -141,8 +141,7 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     """Split requests into lists that share a plan and are either all greedy or all sampled."""
     groups: dict[tuple[object, ...], list[Request]] = {}
     for request in requests:
-        key = (request.plan, request.params.greedy)
-        groups.setdefault(key, []).append(request)
+        groups.setdefault((request.plan, request.params.greedy), []).append(request)
     return list(groups.values())
 
 

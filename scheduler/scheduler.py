@@ -16,9 +16,8 @@ Requests are served in order of precedence: by priority, a lower number first, t
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
@@ -79,32 +78,17 @@ class StepBatch:
                 request.metrics.add_seconds(phase, own / len(self.decoding))
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Scheduler:
     """The waiting and the running requests."""
 
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        prefill_tokens: int,
-        cache: PrefixCache,
-        vacate: Callable[[Request], None],
-    ) -> None:
-        """Start empty.
-
-        Args:
-            max_batch: Most requests that run together.
-            prefill_tokens: Most tokens that a step prefills.
-            cache: Blocks of sequences prefilled before, in the pool's slots.
-            vacate: Called to make a pre-empted request give back all it holds of the pool.
-        """
-        self.running: list[Request] = []
-        self.preemptions = 0
-        self._waiting: list[Request] = []
-        self._max_batch = max_batch
-        self._prefill_tokens = prefill_tokens
-        self._cache = cache
-        self._vacate = vacate
+    max_batch: int  # most requests that run together
+    prefill_tokens: int  # most tokens that a step prefills
+    cache: PrefixCache  # blocks of sequences prefilled before, in the pool's slots
+    vacate: Callable[[Request], None]  # makes a pre-empted request give back all it holds
+    running: list[Request] = field(default_factory=list)
+    preemptions: int = 0
+    _waiting: list[Request] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +112,7 @@ class Scheduler:
         Raises:
             InvalidArgument: The request can never fit the KV pool.
         """
-        slots = self._allocator.num_slots
+        slots = self.cache.allocator.num_slots
         if request.slots_needed > slots:
             raise InvalidArgument(
                 "prompt",
@@ -159,23 +143,18 @@ class Scheduler:
         if request not in self.running:
             raise InvalidArgument("request", request.number, "one that runs")
         self.running.remove(request)
-        self._vacate(request)
+        self.vacate(request)
         insort(self._waiting, request, key=_precedence)
         request.metrics.preemptions += 1
         self.preemptions += 1
 
-    @property
-    def _allocator(self) -> SlotAllocator:
-        return self._cache.allocator
-
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
-            blocks = self._find_room(request)
-            if blocks is None:
+            if (blocks := self._find_room(request)) is None:
                 return
             self._waiting.pop(0)
-            self._cache.lend(request, blocks)
+            self.cache.lend(request, blocks)
             request.metrics.cached_tokens += request.shared
             insort(self.running, request, key=_precedence)
 
@@ -185,11 +164,11 @@ class Scheduler:
         if worse and not self._fits_among(request, self.running[: -len(worse)]):
             worse = []
         while True:
-            if len(self.running) < self._max_batch:
-                blocks = self._cache.match(request)
+            if len(self.running) < self.max_batch:
+                blocks = self.cache.match(request)
                 # Idle blocks are free slots until they are lent.
                 needed = _outlook(request) - BLOCK * len(blocks) + idle_slots(blocks)
-                if needed + sum(map(_outlook, self.running)) <= self._allocator.num_free:
+                if needed + sum(map(_outlook, self.running)) <= self.cache.allocator.num_free:
                     return blocks
             if not worse:
                 return None
@@ -198,14 +177,13 @@ class Scheduler:
     def _fits_among(self, request: Request, others: list[Request]) -> bool:
         """Return whether ``request`` could run beside ``others`` and no one else."""
         held = sum(other.context + _outlook(other) for other in others)
-        room = held + _outlook(request) <= self._allocator.num_slots
-        return room and len(others) < self._max_batch
+        room = held + _outlook(request) <= self.cache.allocator.num_slots
+        return room and len(others) < self.max_batch
 
     def _grant(self) -> StepBatch:
         """Grant running requests the slots and tokens of a step, in order of precedence."""
-        decoding: list[Request] = []
-        prefilling: list[PrefillChunk] = []
-        free, budget = self._allocator.num_free, self._prefill_tokens
+        batch = StepBatch([], [])
+        free, budget = self.cache.allocator.num_free, self.prefill_tokens
         place = 0
         while place < len(self.running):
             request = self.running[place]
@@ -216,20 +194,20 @@ class Scheduler:
             # A sequence is prefilled in parts of any size; a tree needs all its slots at once.
             least = 1 if left else request.step_slots
             while free < least and place < len(self.running):
-                before = self._allocator.num_free
+                before = self.cache.allocator.num_free
                 self.preempt(self.running[-1])
-                free += self._allocator.num_free - before
+                free += self.cache.allocator.num_free - before
             if free < least:
                 continue
             if left:
                 count = min(left, budget, free)
-                prefilling.append(PrefillChunk(request, count))
+                batch.prefilling.append(PrefillChunk(request, count))
                 budget -= count
                 free -= count
             else:
-                decoding.append(request)
+                batch.decoding.append(request)
                 free -= request.step_slots
-        return StepBatch(decoding, prefilling)
+        return batch
 
 
 def _precedence(request: Request) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tree_check import check_tree
 from torch import Tensor
 
 from eaglegbv.backends.sglang.tree_layout import (
@@ -15,7 +16,6 @@ from eaglegbv.backends.sglang.tree_layout import (
     draft_tree,
     sglang_tree,
 )
-from eaglegbv.tree import check_tree
 
 WIDTH = 4
 

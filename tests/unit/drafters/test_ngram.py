@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.token_drafting import TokenSession, prefix_of
+from support.tree_check import check_tree
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import DraftSampling, check_tree
+from eaglegbv.tree import DraftSampling
 
 
 def drafted(text, plan, drafter=None):

@@ -1,6 +1,7 @@
 """Groups of requests, and where their tokens and logits stand in the packed forward."""
 
 import torch
+from support.tree_check import check_tree
 
 from eaglegbv.attention.base import pack
 from eaglegbv.config import PLAIN, Plan
@@ -8,7 +9,7 @@ from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Forward, Group, by_plan
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
 
 OTBV, GBV = Plan(verifier="otbv", paths=2, depth=2), Plan(verifier="gbv", paths=2, depth=2)
 
