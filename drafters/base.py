@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -210,19 +210,51 @@ class RowSnapshot(DraftSnapshot):
 
     context: int  # positions whose rows are in the request's own slots
     rows: Tensor  # [tokens] int64, KV slots of the rows appended since
+    last: Tensor  # [size], the drafter's output at the last row
     settings: ProbsSettings  # the step's draft settings
 
 
-def next_rows(
-    requests: Sequence[Request], snapshots: Sequence[RowSnapshot], tokens: Tensor, slots: Tensor
-) -> list[Segment]:
-    """Return segments that append one token each, for :meth:`DraftReplay.advance`."""
-    return [
-        Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
-        for request, s, token, slot in zip(
-            requests, snapshots, tokens.split(1), slots.split(1), strict=True
-        )
-    ]
+class RowDrafter(ReplayingDrafter):
+    """A drafter that has rows in a KV pool, and goes on from its output at the last of them."""
+
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+
+    @abstractmethod
+    def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:
+        """Run one row behind each of ``last`` ``[rows, size]``, and return its output like that."""
+
+    @abstractmethod
+    def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
+        """Return the distributions after such outputs, by the settings of their steps."""
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row for each; see :meth:`DraftReplay.advance`."""
+        own, each = own_snapshots(snapshots, RowSnapshot), slots.split(1)
+        contexts = [
+            torch.cat((request.slots[: s.context], s.rows))
+            for request, s in zip(requests, own, strict=True)
+        ]
+        segments = [
+            Segment.causal(*row) for row in zip(tokens.split(1), contexts, each, strict=True)
+        ]
+        outputs = self.next_outputs(segments, torch.stack([s.last for s in own]))
+        return [
+            replace(s, rows=torch.cat((s.rows, slot)), last=row)
+            for s, slot, row in zip(own, each, outputs, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
+        own = own_snapshots(snapshots, RowSnapshot)
+        return self.probs_after(torch.stack([s.last for s in own]), [s.settings for s in own])
 
 
 def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:

@@ -16,7 +16,7 @@ same positions are run again on true features.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -27,17 +27,10 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.devices import send
-from eaglegbv.drafters.base import (
-    ReplayingDrafter,
-    RowSnapshot,
-    next_rows,
-    own_snapshots,
-    own_state,
-)
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting, Roots
 from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
     DraftedRows,
     DraftProbs,
     NewRows,
@@ -46,7 +39,7 @@ from eaglegbv.drafters.tree_growth import (
     replayed_probs,
 )
 from eaglegbv.fused_linears import Quantization, resolve
-from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
@@ -68,20 +61,9 @@ class EagleState(DraftState):
         return request.slots[request.skipped : self.context]
 
 
-@dataclass(frozen=True, slots=True)
-class EagleSnapshot(RowSnapshot):
-    """A step's root and the tokens that the head has appended since, on its own features.
-
-    Its context is the positions before the root, which have been run on true features.
-    """
-
-    hidden: Tensor  # [hidden], the head's output at the last row
-
-
-class EagleDrafter(ReplayingDrafter):
+class EagleDrafter(RowDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
     skips: ClassVar[bool] = True
 
     def __init__(
@@ -235,8 +217,8 @@ class EagleDrafter(ReplayingDrafter):
             requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
         )
 
-    def snapshot(self, request: Request) -> EagleSnapshot:
-        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.
+    def snapshot(self, request: Request) -> RowSnapshot:
+        """Remember the last tree's root, behind the positions run on true features.
 
         Raises:
             RuntimeError: The head skipped the text's beginning, and would find other distributions
@@ -244,37 +226,18 @@ class EagleDrafter(ReplayingDrafter):
         """
         if request.skipped:
             raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")
-        return EagleSnapshot(
-            context=self._state(request).context,
-            rows=request.slots[:0],
-            # A copy, as the row would keep the output of its whole batch alive.
-            hidden=self._root_hidden(request).clone(),
-            settings=ProbsSettings.of(request, self.head.config.draft_vocab_size),
-        )
+        settings = ProbsSettings.of(request, self.head.config.draft_vocab_size)
+        # A copy, as the row would keep the output of its whole batch alive.
+        hidden = self._root_hidden(request).clone()
+        return RowSnapshot(self._state(request).context, request.slots[:0], hidden, settings)
 
-    @torch.inference_mode()
-    def advance(
-        self,
-        requests: Sequence[Request],
-        snapshots: Sequence[DraftSnapshot],
-        tokens: Tensor,
-        slots: Tensor,
-    ) -> list[DraftSnapshot]:
-        """Run one more row of the head for each; see :meth:`DraftReplay.advance`."""
-        own = own_snapshots(snapshots, EagleSnapshot)
-        segments = next_rows(requests, own, tokens, slots)
-        hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
-        return [
-            replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
-            for s, slot, row in zip(own, slots.split(1), hidden, strict=True)
-        ]
+    def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:
+        """Run the head on its own features ``[rows, hidden]``."""
+        return self._forward.step(segments, last)
 
-    @torch.inference_mode()
-    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, EagleSnapshot)
-        logits = self.head.logits(torch.stack([s.hidden for s in own]))
-        return replayed_probs(logits, [s.settings for s in own], self.head.draft_to_target)
+    def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
+        """See :meth:`RowDrafter.probs_after`."""
+        return replayed_probs(self.head.logits(last), settings, self.head.draft_to_target)
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""
