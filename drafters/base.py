@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 import torch
@@ -44,16 +45,10 @@ class Drafter(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
-
-    @property
-    def quantization(self) -> Quantization:
-        """How its weights are stored; never ``auto``."""
-        return Quantization.NONE
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
-        return {}
+    quantization: Quantization = Quantization.NONE
+    """How its weights are stored; never ``auto``."""
+    graph_counts: Mapping[str, int] = MappingProxyType({})
+    """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
 
     def observe(self, request: Request, features: Tensor) -> None:  # noqa: B027
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.

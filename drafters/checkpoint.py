@@ -252,9 +252,7 @@ def _with_vocabulary(
     remarks = []
     if MEMBERS not in named.tensors:  # NVIDIA's ModelOpt writes none
         named = named.with_tensor(MEMBERS, members)
-        text = (
-            f"{MEMBERS} follows from {OFFSETS}, as it is not there; the EAGLE repository needs it"
-        )
+        text = f"{MEMBERS} follows from {OFFSETS}, being absent; the EAGLE repository needs it"
         remarks.append(Remark(RemarkKind.NOTE, text))
     if not torch.equal(_check(named, MEMBERS, (config.vocab_size,), torch.bool), members):
         found = int(named.tensors[MEMBERS].sum())
@@ -291,13 +289,8 @@ def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dt
         if distance < _ROUNDING:
             logger.info("%s is the target's, which is shared", EMBEDDING)
             return target_embedding
-        logger.warning(
-            "%s: %s is not the target's (relative distance %.2g) and the head keeps it; "
-            "was it made for this target?",
-            checkpoint.folder,
-            EMBEDDING,
-            distance,
-        )
+        told = "%s: %s is not the target's (relative distance %.2g); was it made for this target?"
+        logger.warning(told, checkpoint.folder, EMBEDDING, distance)
     return own.to(dtype)
 
 
@@ -317,13 +310,8 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     captured = "the final hidden state"
     if fitted.layers is not None:
         captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
-    logger.info(
-        "%s head of %s, format %s, reads %s",
-        fitted.config.arch,
-        checkpoint.folder,
-        checkpoint.format,
-        captured,
-    )
+    told, arch = "%s head of %s, format %s, reads %s", fitted.config.arch
+    logger.info(told, arch, checkpoint.folder, checkpoint.format, captured)
     for name, reason in checkpoint.named.left_aside.items():
         logger.info("left aside: %s (%s)", name, reason)
     for remark in fitted.remarks:
@@ -372,10 +360,7 @@ def _is_head(names: Iterable[str]) -> bool:
 # What a head's files say, what was assumed, and where engines would disagree about them.
 
 
-_KINDS = {
-    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
-    Arch.EAGLE3: "EAGLE-3",
-}
+_KINDS = {Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)", Arch.EAGLE3: "EAGLE-3"}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
     RemarkKind.ASSUMED: "Assumed, as the files leave it open",
@@ -419,9 +404,8 @@ def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, st
     vocabulary = f"{config.vocab_size}, all of which can be drafted"
     if config.draft_vocab_size < config.vocab_size:
         share = config.draft_vocab_size / config.vocab_size
-        vocabulary = (
-            f"{config.draft_vocab_size} of {config.vocab_size} can be drafted ({share:.0%})"
-        )
+        drafted = f"{config.draft_vocab_size} of {config.vocab_size}"
+        vocabulary = f"{drafted} can be drafted ({share:.0%})"
     captures = "the final hidden state, after the last norm"
     if layers is not None:
         captures = f"the inputs of layers {_list(map(str, layers.inputs))} ({layers.reason})"

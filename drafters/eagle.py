@@ -15,7 +15,7 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
@@ -94,14 +94,14 @@ class EagleDrafter(RowDrafter):
                 no such backend.
         """
         kind = head.embedding
-        self._quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
+        self.quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
         self._forward = HeadForward(
             head,
             attention,
-            quantization=self._quantization,
+            quantization=self.quantization,
             compile_backend=compile_backend,
             recorded=recorder is not None,
         )
@@ -109,22 +109,9 @@ class EagleDrafter(RowDrafter):
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
             self._on_device = DeviceDrafting(
-                head,
-                self._forward,
-                recorder,
-                max_context=most,
-                compile_backend=compile_backend,
+                head, self._forward, recorder, max_context=most, compile_backend=compile_backend
             )
-
-    @property
-    def quantization(self) -> Quantization:
-        """See :attr:`Drafter.quantization`."""
-        return self._quantization
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """See :meth:`Drafter.graph_counts`."""
-        return {} if self._on_device is None else self._on_device.counts
+            self.graph_counts = self._on_device.counts
 
     def record(
         self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams

@@ -7,7 +7,6 @@ EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -28,15 +27,9 @@ from eaglegbv.attention.base import (
     attending,
     pack,
 )
-from eaglegbv.compiling import (
-    can_generate,
-    check_backend,
-    compile_graph,
-    generating_products,
-    making_graphs,
-)
+from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
-from eaglegbv.fused_linears import PackedProduct, Product, Quantization, in_use, prepare, product_of
+from eaglegbv.fused_linears import Product, Quantization, prepare, product_of
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -291,15 +284,12 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(
-        self, quantization: Quantization, *, generated: bool = False
-    ) -> list[PackedProduct]:
-        """Make products of a draft's few rows fast, or leave them to be ``generated``.
+    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
+        """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
-        It returns the packed products, which a compiled head calls by number; see :func:`prepare`.
         """
-        return prepare(self, self._run_once, quantization, generated=self if generated else None)
+        prepare(self, self._run_once, quantization, compiled=self if compiled else None)
 
     def _run_once(self) -> None:
         """Run every layer once, on one row."""
@@ -368,15 +358,10 @@ class Eagle1Head(EagleHead):
             return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(
-        self, quantization: Quantization, *, generated: bool = False
-    ) -> list[PackedProduct]:
+    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
         """See :meth:`EagleHead.prepare_products`."""
-        packed = super().prepare_products(quantization, generated=generated)
-        weight = self.target_lm_head
-        output = product_of(weight, None, quantization, generated=generated, index=len(packed))
-        self._output = output
-        return [*packed, output] if isinstance(output, PackedProduct) else packed
+        super().prepare_products(quantization, compiled=compiled)
+        self._output = product_of(self.target_lm_head, None, quantization, compiled=compiled)
 
 
 class Eagle3Head(EagleHead):
@@ -509,9 +494,8 @@ class HeadForward:
             compile_backend: A known backend of ``torch.compile``; None for no compilation.
             recorded: Whether drafts come from a recorded loop over :meth:`level`.
         """
-        kind, backend = head.embedding, compile_backend
-        generates = can_generate(backend, dtype=kind.dtype, device=kind.device)
-        self._products = head.prepare_products(quantization, generated=generates)
+        backend, like = compile_backend, head.embedding
+        head.prepare_products(quantization, compiled=backend is not None)
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
@@ -519,14 +503,13 @@ class HeadForward:
         self._recorded = recorded
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
         if backend is not None:
-            check_backend(backend)
             attend = partial(attend_opaque, self._call)
             self._graphs = {
                 forward: compile_graph(partial(forward, head, attend), backend)
                 for forward in (read_rows, go_on_rows)
             }
             self._graphs[EagleHead.logits] = compile_graph(head.logits, backend)
-            with making_graphs(), generating_products() if generates else nullcontext():
+            with making_graphs(backend, dtype=like.dtype, device=like.device):
                 self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
@@ -549,7 +532,7 @@ class HeadForward:
         def attend_rows(_call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v)
 
-        with in_use(self._products), attending(attend_rows):
+        with attending(attend_rows):
             found: Drafted = self._graphs[go_on_rows](rows, hidden)
             return found
 
@@ -557,9 +540,8 @@ class HeadForward:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
         if self._recorded or not self._graphs:
             return self._head.logits(hidden)
-        with in_use(self._products):
-            found: Tensor = self._graphs[EagleHead.logits](hidden)
-            return found
+        found: Tensor = self._graphs[EagleHead.logits](hidden)
+        return found
 
     def _run(
         self,
@@ -578,7 +560,7 @@ class HeadForward:
             return forward(self._head, partial(attend, self._call), rows, above)
         # Graphs are made for tensors of inference mode; these may have been made outside it.
         rows = rows._replace(token_ids=rows.token_ids.clone())
-        with in_use(self._products), attending(attend):
+        with attending(attend):
             found: Result = graph(rows, above)
             return found
 

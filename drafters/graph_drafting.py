@@ -5,7 +5,7 @@ Generated code has fewer operations to launch, and a recording launches them all
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -16,13 +16,7 @@ from eaglegbv.attention.base import BranchAttention, BranchShape
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Recorder, Work
 from eaglegbv.devices import send
-from eaglegbv.drafters.eagle_model import (
-    Drafted,
-    EagleHead,
-    HeadForward,
-    Rotation,
-    Rows,
-)
+from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.tree_growth import (
     DraftProbs,
     DrawPaths,
@@ -64,12 +58,10 @@ class _Kind:
     requests: int  # number of requests, padded
     plan: Plan  # their plan
     draft_sampling: DraftSampling  # how children arise
-    greedy: bool = False  # whether any warping has temperature 0
+    warping: frozenset[str] = frozenset()  # the settings that any request uses
     # A bound on top-k limits: a power of two, or all candidates of a row but one; None where
     # nothing is limited.
     limit: int | None = None
-    top_p: bool = False  # whether any warping uses top-p
-    min_p: bool = False  # whether any warping uses min-p
 
     @classmethod
     def of(
@@ -79,15 +71,9 @@ class _Kind:
         requests = len(settings.temperature)
         if draft_sampling is DraftSampling.FIXED:
             return cls(requests, plan, draft_sampling)
-        return cls(
-            requests,
-            plan,
-            draft_sampling,
-            greedy=settings.greedy is not None,
-            limit=_limit(settings.limits, support(plan, draft_sampling, draft_vocab)),
-            top_p=settings.top_p is not None,
-            min_p=settings.min_p is not None,
-        )
+        limit = _limit(settings.limits, support(plan, draft_sampling, draft_vocab))
+        used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
+        return cls(requests, plan, draft_sampling, used, limit)
 
 
 class DeviceDrafting:
@@ -128,11 +114,7 @@ class DeviceDrafting:
         self._refused: dict[_Kind, str] = {}
 
     def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        roots: Roots,
+        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
     ) -> DraftTree | None:
         """Draft one tree per request; return None where that has to be done on the host."""
         try:
@@ -163,11 +145,7 @@ class DeviceDrafting:
         self.counts.update(counts)
 
     def _replay(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        roots: Roots,
+        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
     ) -> DraftTree:
         """Draft one tree per request.
 
@@ -185,7 +163,7 @@ class DeviceDrafting:
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
-        drafting = known or self._make(kind)
+        drafting = known or self._make(kind, settings)
         drafting.load(requests, settings, roots)
         if known is None:
             try:
@@ -209,6 +187,7 @@ class _Drafting:
     def __init__(
         self,
         kind: _Kind,
+        settings: WarpSettings,
         *,
         head: EagleHead,
         forward: HeadForward,
@@ -216,7 +195,7 @@ class _Drafting:
         max_context: int,
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
-        pool = forward.attention.pool
+        pool, device = forward.attention.pool, forward.attention.pool.keys.device
         self._kind = kind
         self._head = head
         self._forward = forward
@@ -237,20 +216,16 @@ class _Drafting:
         with torch.inference_mode(mode=False):
 
             def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-                return torch.zeros(shape, dtype=dtype, device=pool.keys.device)
+                return torch.zeros(shape, dtype=dtype, device=device)
 
             self._roots = room(batch)
             self._contexts = room(batch)
             self._hidden = room(batch, config.hidden_size, dtype=pool.keys.dtype)
             self._uniforms = room(batch, plan.paths, plan.depth, dtype=torch.float64)
-            self._settings = WarpSettings(
-                temperature=room(batch, dtype=torch.float32),
-                greedy=room(batch, dtype=torch.bool) if kind.greedy else None,
-                top_k=room(batch) if kind.limit else None,
-                limits=frozenset(() if kind.limit is None else (kind.limit,)),
-                top_p=room(batch, dtype=torch.float64) if kind.top_p else None,
-                min_p=room(batch, dtype=torch.float64) if kind.min_p else None,
-            )
+            limits = frozenset(() if kind.limit is None else (kind.limit,))
+            top_k = None if kind.limit is None else settings.top_k
+            own = replace(settings, top_k=top_k, limits=limits, tempered=True)
+            self._settings = own.mapped(lambda column: torch.zeros_like(column, device=device))
 
     def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
         """Copy a step's numbers into the buffers, and plan; NotRecordable for too many keys."""
@@ -271,11 +246,9 @@ class _Drafting:
         _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
         _fill(self._contexts, torch.tensor(lengths))
         self._hidden[:real].copy_(roots.hidden)
-        for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
-            buffer, value = getattr(self._settings, name), getattr(settings, name)
-            if buffer is not None:
-                _fill(buffer, value)
         if kind.draft_sampling is not DraftSampling.FIXED:
+            for name, buffer in self._settings.columns.items():
+                _fill(buffer, settings.columns[name])
             _fill(self._uniforms[:real], draft_numbers(requests, kind.plan))
 
     def work(self) -> tuple[Tensor, ...]:
@@ -336,19 +309,7 @@ class _Drafting:
         width = support(kind.plan, kind.draft_sampling, len(ids))
         if kind.draft_sampling is DraftSampling.FIXED:
             return log_probs(logits, width=width, draft_to_target=ids)
-        own = self._settings
-
-        def each(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.repeat_interleave(rows)
-
-        settings = WarpSettings(
-            temperature=own.temperature.repeat_interleave(rows),
-            greedy=each(own.greedy),
-            top_k=each(own.top_k),
-            limits=own.limits,
-            top_p=each(own.top_p),
-            min_p=each(own.min_p),
-        )
+        settings = self._settings.mapped(lambda column: column.repeat_interleave(rows))
         return draft_probs(logits, settings, width=width, draft_to_target=ids)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compile_graph, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
 from eaglegbv.config import Plan, Shape
 from eaglegbv.devices import fetch, first_place, most_likely_first, send, upload
 from eaglegbv.request import Request
@@ -269,7 +269,6 @@ def compiled_draw_paths(backend: str | None, device: torch.device) -> DrawPaths:
     """
     if backend is None:
         return draw_paths
-    check_backend(backend)
     compiled = compile_graph(draw_paths, backend)
 
     def draw(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Children:

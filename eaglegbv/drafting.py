@@ -28,22 +28,16 @@ class Drafting:
 
     Attributes:
         drafter: The engine's own drafter; None if it has none, so that drafts are only looked up.
+        skips: Whether it may begin after positions that it has not run.
+        graph_counts: Number of drafts that replayed a recording, or by why not.
     """
 
     def __init__(self, drafter: Drafter | None) -> None:
         """Take the engine's drafter; another one does all lookups."""
         self.drafter = drafter
+        self.skips = drafter is not None and drafter.skips
+        self.graph_counts: Mapping[str, int] = {} if drafter is None else drafter.graph_counts
         self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
-
-    @property
-    def skips(self) -> bool:
-        """Whether the engine's drafter may begin after positions that it has not run."""
-        return self.drafter is not None and self.drafter.skips
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Number of drafts that replayed a recording, or by why not."""
-        return {} if self.drafter is None else self.drafter.graph_counts
 
     def by(self, plan: Plan) -> Drafter:
         """Return the drafter of a plan that was checked.

@@ -3,9 +3,7 @@
 Weights of 8 bits change a drafter's distributions, and the verifier gets exactly those.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -49,19 +47,6 @@ def resolve(
     return quantization
 
 
-# Operations for graphs that run Python: compilers call them by name instead of tracing them.
-
-
-def define(
-    name: str, signature: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]
-) -> None:
-    """Define ``torch.ops.eaglegbv.<name>``; ``shape`` makes a tensor like the result of ``run``."""
-    full = f"eaglegbv::{name}"
-    torch.library.define(full, signature)
-    torch.library.impl(full, "default", run)
-    torch.library.register_fake(full, shape)
-
-
 # Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
@@ -101,8 +86,7 @@ def product_of(
     bias: Tensor | None,
     quantization: Quantization,
     *,
-    generated: bool = False,
-    index: int = 0,
+    compiled: bool = False,
 ) -> "DenseProduct | PackedProduct | QuantisedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
@@ -110,15 +94,14 @@ def product_of(
         weight: The matrix.
         bias: ``[out_features]``, or None.
         quantization: Any but ``auto``.
-        generated: Whether its code will be generated; see :func:`prepare`.
-        index: Its index among the packed products of a module that may be compiled.
+        compiled: Whether it will be part of a compiled graph, which cannot hold packed weights.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
-    if generated:
+    if compiled:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
     if can_pack(weight) and weight.numel() >= _PACKED_FROM:
-        return PackedProduct(weight, bias, index=index, lone=weight.numel() >= _PACKED_ALONE_FROM)
+        return PackedProduct(weight, bias, lone=weight.numel() >= _PACKED_ALONE_FROM)
     return DenseProduct(weight, bias)
 
 
@@ -147,31 +130,16 @@ class DenseProduct:
 class PackedProduct:
     """A product with a packed matrix; for a single row, with the unpacked one if that is faster."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
-    ) -> None:
-        """Pack a matrix ``[out_features, in_features]`` that :func:`can_pack` accepts.
-
-        ``index`` is its index among a compiled module's products. Unless ``lone``, ``weight`` is
-        kept too, for single rows.
-        """
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, lone: bool = True) -> None:
+        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it for one row."""
         self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias
-        self._index = index
-        self._out_features = weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
         if self._lone is not None and x.numel() == x.shape[-1]:
             return self._lone(x)
-        if torch.compiler.is_compiling():  # the compiler does not know packed tensors
-            opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
-            return opaque
-        return self.run(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        """Return the product with the packed matrix, for any number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -206,32 +174,6 @@ class QuantisedProduct:
         return out.view(*x.shape[:-1], len(self._weight))
 
 
-# Packed tensors cannot be part of a compiled graph, so the graph calls products by number. The
-# products to which the numbers refer are set around the call.
-
-_IN_USE: ContextVar[Sequence[PackedProduct]] = ContextVar("eaglegbv_products", default=())
-
-
-@contextmanager
-def in_use(products: Sequence[PackedProduct]) -> Iterator[None]:
-    """Let compiled code find its products here within this context."""
-    token = _IN_USE.set(products)
-    try:
-        yield
-    finally:
-        _IN_USE.reset(token)
-
-
-def _run_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
-    return _IN_USE.get()[index].run(x)
-
-
-def _shape_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-define("product", "(Tensor x, int index, int out_features) -> Tensor", _run_opaque, _shape_opaque)
-
 # Fused linears: layers that read the same tensor become one product.
 #
 # The first of them to run (of queries, keys and values; of gate and up) computes the product for
@@ -244,8 +186,8 @@ def prepare(
     run: Callable[[], object],
     quantization: Quantization = Quantization.NONE,
     *,
-    generated: nn.Module | None = None,
-) -> list[PackedProduct]:
+    compiled: nn.Module | None = None,
+) -> None:
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
     Weights loaded later are not used. The weights of replaced layers are removed from their modules
@@ -255,11 +197,7 @@ def prepare(
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, calling each layer as often as a real forward does.
         quantization: Any but ``auto``.
-        generated: A part of the module whose products will be generated (see
-            :func:`eaglegbv.compiling.generating_products`): its layers are joined but not packed.
-
-    Returns:
-        The packed products, in order, without quantised ones.
+        compiled: A part of the module that will be compiled: its layers are joined but not packed.
     """
     groups = _groups(module, run)[::-1]
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
@@ -268,17 +206,18 @@ def prepare(
             if isinstance(child, nn.Linear):
                 places.setdefault(child, []).append((parent, name))
     # Layers are listed by id, so that nothing keeps the layers themselves alive.
-    as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
+    of_graph = set() if compiled is None else {id(part) for part in compiled.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
-    packed: list[PackedProduct] = []
     computed = Computed()
     while groups:  # free each matrix before making the next: models may fit in memory only once
         group = groups.pop()
-        ours = id(group[0]) in as_they_are
-        product = _product_of_all(group, quantization, generated=ours, index=len(packed))
-        if isinstance(product, PackedProduct):
-            packed.append(product)
-        elif isinstance(product, DenseProduct) and len(group) == 1:
+        weights = [layer.weight.data for layer in group]
+        joint = weights[0] if len(group) == 1 else torch.cat(weights)
+        biases = [layer.bias.data for layer in group if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        product = product_of(joint, bias, quantization, compiled=id(group[0]) in of_graph)
+        del weights, joint
+        if isinstance(product, DenseProduct) and len(group) == 1:
             continue
         sizes = [len(layer.weight) for layer in group]
         parts = [product] if len(group) == 1 else Joint(product, sizes, computed).parts
@@ -288,18 +227,6 @@ def prepare(
             prepared = _Prepared(layer, own, weight)
             for parent, name in places.pop(layer):
                 setattr(parent, name, prepared)
-    return packed
-
-
-def _product_of_all(
-    group: Sequence[nn.Linear], quantization: Quantization, *, generated: bool, index: int
-) -> DenseProduct | PackedProduct | QuantisedProduct:
-    """Return one product for all layers of a group; see :func:`product_of`."""
-    weights = [layer.weight.data for layer in group]
-    joint = weights[0] if len(group) == 1 else torch.cat(weights)
-    biases = [layer.bias.data for layer in group if layer.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    return product_of(joint, bias, quantization, generated=generated, index=index)
 
 
 @dataclass(slots=True)

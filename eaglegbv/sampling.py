@@ -5,10 +5,10 @@ target over its whole vocabulary and the drafter over its short list of candidat
 may hold any list of tokens.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -130,6 +130,17 @@ class WarpSettings:
     top_p: Tensor | None  # [rows] float64, or None
     min_p: Tensor | None  # [rows] float64, or None
     tempered: bool = True  # whether some temperature may differ from 1, known on the host
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Its tensors by their names: the settings that some row uses."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the settings with ``change`` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(column) for name, column in self.columns.items()}
+        return replace(self, **changed)
 
     @staticmethod
     def of(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -15,7 +16,6 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.cuda_graphs import Bucket
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.fused_linears import define
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,10 +213,8 @@ class PagedAttention(ABC):
     # Whether `static` runs kernels only, so that it can be recorded.
     recordable: ClassVar[bool] = False
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """Number of calls left to slower attention, by the feature the faster one lacks."""
-        return {}
+    fallbacks: Mapping[str, int] = MappingProxyType({})
+    """Number of calls left to slower attention, by the feature the faster one lacks."""
 
     def static(self, bucket: Bucket, *, max_context: int) -> "PagedAttention":  # noqa: ARG002
         """Return attention over the same pool for fixed sizes, ``max_context`` keys each."""
@@ -274,13 +272,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:  # noqa: ANN401
     return _ATTEND.get()(AttentionCall(*call), q, k, v).contiguous()  # as the graph expects it
 
 
-define(
-    "attend",
+torch.library.define(
+    "eaglegbv::attend",
     "(Tensor q, Tensor k, Tensor v, int layer, float scale,"
     " int? window, float? softcap, Tensor? sinks) -> Tensor",
-    _run,
-    lambda q, *_: q.new_empty(q.shape),
 )
+torch.library.impl("eaglegbv::attend", "default", _run)
+torch.library.register_fake("eaglegbv::attend", lambda q, *_: q.new_empty(q.shape))
 
 
 # Attention of drafted rows: each sees the text of its request and its own path, nothing else.

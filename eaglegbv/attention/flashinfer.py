@@ -14,7 +14,7 @@ leaves it in bits, which is wrong for every request but the first, so it is over
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -98,17 +98,12 @@ class FlashInferPagedAttention(PagedAttention):
         """
         check_pool(pool)
         self.pool = pool
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._wrappers = Wrappers(pool, FlashInferKernels() if kernels is None else kernels)
         self._torch = TorchPagedAttention(pool)
         self._branches: dict[BranchShape, FlashInferBranches] = {}
         self._batch: PackedBatch | None = None
         self._planned: dict[LayerKind, PlannedWrapper] = {}
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """See :meth:`PagedAttention.fallbacks`."""
-        return self._fallbacks
 
     def static(self, bucket: Bucket, *, max_context: int) -> "StaticTreeAttention":
         """See :meth:`PagedAttention.static`."""
@@ -129,9 +124,9 @@ class FlashInferPagedAttention(PagedAttention):
     ) -> Tensor:
         """See :meth:`PagedAttention.attend`."""
         if call.sinks is not None:
-            if not self._fallbacks["sinks"]:
+            if not self.fallbacks["sinks"]:
                 _log.warning("FlashInfer's kernels lack sinks: PyTorch's attention takes them")
-            self._fallbacks["sinks"] += 1
+            self.fallbacks["sinks"] += 1
             return self._torch.attend(call, q, k, v, batch)
         keys, values = self.pool.write(call.layer, batch.slots, k, v)
         window = batch.effective_window(call.window)

@@ -14,7 +14,7 @@ A request never reads a slot it does not own, not even with weight zero: 0 * NaN
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,16 +52,11 @@ class TorchPagedAttention(PagedAttention):
         """Attend over ``pool``; ``instead`` says why faster attention does not, for counts."""
         self.pool = pool
         self._instead = instead
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
         self._plans: dict[int | None, list[_Group]] = {}
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
         self._value_buffer = torch.empty_like(self._key_buffer)
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """See :meth:`PagedAttention.fallbacks`."""
-        return self._fallbacks
 
     def branches(self, shape: BranchShape) -> "TorchBranches":
         """See :meth:`PagedAttention.branches`."""
@@ -72,7 +67,7 @@ class TorchPagedAttention(PagedAttention):
     ) -> Tensor:
         """See :meth:`PagedAttention.attend`."""
         if self._instead is not None:
-            self._fallbacks[self._instead] += 1
+            self.fallbacks[self._instead] += 1
         layer = self.pool.write(call.layer, batch.slots, k, v)
         fused = call.softcap is None and call.sinks is None
         out: Tensor | None = None

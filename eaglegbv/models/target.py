@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -60,9 +61,8 @@ class FeatureSpec:
             raise InvalidArgument("features.layers", self.layers, "at least one layer")
         for layer in self.layers:
             if not 1 <= layer < num_layers:
-                raise InvalidArgument(
-                    "features.layers", layer, f"layers from 1 to {num_layers - 1} (their inputs)"
-                )
+                expected = f"layers from 1 to {num_layers - 1} (their inputs)"
+                raise InvalidArgument("features.layers", layer, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +92,15 @@ class Target(ABC):
     device: torch.device  # device of the model and its KV pool
     eos_token_ids: frozenset[int]  # tokens that end a text
     features: FeatureSpec  # what `forward` captures, fixed when the target is built
+    graph_counts: Mapping[str, int] = MappingProxyType({})
+    """Number of forwards that replayed a recording, or by why not; empty without recordings."""
+    attention_fallbacks: Mapping[str, int] = MappingProxyType({})
+    """Attention calls that fell back to the slower backend, by what the faster one lacks."""
     allocator: SlotAllocator  # owner of the slots, shared with the drafter's pool
 
     def record(self, requests: int, nodes: int) -> None:
         """Record what steps of up to so many requests, and nodes of each, would record later."""
         del requests, nodes
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Number of forwards that replayed a recording, or by why not; empty without recordings."""
-        return {}
-
-    @property
-    def attention_fallbacks(self) -> Mapping[str, int]:
-        """Attention calls that fell back to the slower backend, by what the faster one lacks."""
-        return {}
 
     @property
     def max_slots(self) -> int:

@@ -19,7 +19,6 @@ from eaglegbv.fused_linears import (
     QuantisedProduct,
     Quantization,
     can_pack,
-    in_use,
     prepare,
     product_of,
     resolve,
@@ -66,14 +65,13 @@ def test_prepared_modules_compute_the_same(
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
     expected, names = module(TOKENS), list(module.state_dict())
-    packed = prepare(module, lambda: module(TOKENS[:, :1]))
+    prepare(module, lambda: module(TOKENS[:, :1]))
     # bfloat16: a bit of a result's last place, of eight.
     tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
     torch.testing.assert_close(module(TOKENS), expected, **tolerance)
     assert list(module.state_dict()) == names
     # q, k and v are one product; what is not packed is joined all the same.
     packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
-    assert len(packed) == (3 if packs else 0)
     assert module.q.weight.is_meta
     assert module.o.weight.is_meta == packs
     assert not module.idle.weight.is_meta
@@ -113,10 +111,10 @@ def test_layers_that_run_twice_and_shared_weights_stay() -> None:
     torch.testing.assert_close(run(), expected)
 
 
-@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
 def test_no_more_than_one_product_is_held_twice(
-    generated: bool, monkeypatch: pytest.MonkeyPatch
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights leave as they are joined: no model has to fit into memory twice."""
     module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
@@ -129,8 +127,8 @@ def test_no_more_than_one_product_is_held_twice(
         return product_of(weight, *arguments, **named)
 
     monkeypatch.setattr(fused_linears, "product_of", counted)
-    part_generated = module if generated else None
-    prepare(module, lambda: [part(TOKENS) for part in module], generated=part_generated)
+    part = module if compiled else None
+    prepare(module, lambda: [own(TOKENS) for own in module], compiled=part)
     assert there == [4, 3, 2, 1]
     assert not any(ref() for ref in joined)
 
@@ -142,27 +140,17 @@ def test_preparing_draws_no_random_numbers() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@needs_packing
-@pytest.mark.parametrize("lone", [True, False])
+@pytest.mark.usefixtures("packing")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
-def test_compiled_modules_find_their_products(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
-    monkeypatch.setattr(fused_linears, "_PACKED_ALONE_FROM", 0 if lone else 1 << 20)
+def test_what_is_compiled_is_joined_but_not_packed() -> None:
     module = Layers(bias=True, dtype=torch.float32)
-    packed = prepare(module, lambda: module(TOKENS))
-    expected, first = module(TOKENS), module(TOKENS[:, :1])
+    expected = module(TOKENS)
+    prepare(module, lambda: module(TOKENS), compiled=module)
+    assert module.q.weight.is_meta
+    assert type(module.o) is nn.Linear
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with in_use(packed):
-        torch.testing.assert_close(compiled(TOKENS), expected)
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
-    with pytest.raises(IndexError):  # they were asked for, then: nothing else was computed
-        compiled(TOKENS)
-    if lone:
-        with pytest.raises(IndexError):
-            compiled(TOKENS[:, :1])
-    else:
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
+    torch.testing.assert_close(compiled(TOKENS), expected)
 
 
 @needs_packing
@@ -175,11 +163,11 @@ def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
 
 @needs_int8
 @torch.no_grad()
-def test_quantised_modules_keep_their_names_and_pack_nothing() -> None:
+def test_quantised_modules_keep_their_names() -> None:
     torch.manual_seed(0)
     module = Layers(bias=True, dtype=torch.float32)
     expected, names = module(TOKENS), list(module.state_dict())
-    assert prepare(module, lambda: module(TOKENS), Quantization.INT8) == []
+    prepare(module, lambda: module(TOKENS), Quantization.INT8)
     torch.testing.assert_close(module(TOKENS), expected, atol=0.05, rtol=0.05)
     assert not torch.equal(module(TOKENS), expected)
     assert list(module.state_dict()) == names
@@ -205,13 +193,13 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
 def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
     ran: list[int] = []
-    run = PackedProduct.run
+    unpacked = DenseProduct.__call__
 
-    def noted(product: PackedProduct, x: Tensor) -> Tensor:
+    def noted(product: DenseProduct, x: Tensor) -> Tensor:
         ran.append(x.numel() // x.shape[-1])
-        return run(product, x)
+        return unpacked(product, x)
 
-    monkeypatch.setattr(PackedProduct, "run", noted)
+    monkeypatch.setattr(DenseProduct, "__call__", noted)
     torch.manual_seed(0)
     weight, bias = torch.randn(19, 31), torch.randn(19)
     product = product_of(weight, bias, Quantization.NONE)
@@ -219,7 +207,7 @@ def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.Mo
     for shape in ((1, 31), (1, 1, 31), (31,), (3, 31), (1, 2, 31), (0, 31)):
         x = torch.randn(shape)
         torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
-    assert ran == [3, 2, 0]
+    assert ran == [1, 1, 1]
 
 
 @needs_int8
