@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 from eaglegbv.attention.base import Segment
 from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
 from eaglegbv.config import Plan, Shape
-from eaglegbv.devices import fetch, first_place, most_likely_first, send, upload
+from eaglegbv.devices import fetch, first_true, most_likely_first, send, upload
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
@@ -118,8 +118,7 @@ def frontier_rows(plan: Plan, draft_sampling: DraftSampling) -> int:
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
     """Return a request's own warping at the plan's draft temperature, a multiple of its own.
 
-    The temperature keeps to :data:`eaglegbv.sampling.COLDEST` and
-    :data:`eaglegbv.sampling.HOTTEST`. Drafts may follow any distribution, so nothing is lost.
+    It keeps within what logits can be divided by. Drafts may follow any distribution.
     """
     temperature = params.temperature * plan.draft_temperature
     return SamplingParams(
@@ -225,7 +224,7 @@ def draw_paths(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Chil
     tokens, values = ids.gather(2, places).squeeze(2), probs.gather(2, places).squeeze(2)
     alive, parent, count = rows.alive, rows.node, rows.node.shape[1]
     same = (parent.unsqueeze(2) == parent.unsqueeze(1)) & alive.unsqueeze(1)
-    first = first_place(same & (tokens.unsqueeze(2) == tokens.unsqueeze(1)))
+    first = first_true(same & (tokens.unsqueeze(2) == tokens.unsqueeze(1)))
     numbers = torch.arange(count, device=parent.device)
     leads = alive & (first == numbers)
     # New nodes are numbered by their parents, then by their first rows.
@@ -251,7 +250,7 @@ def pick_places(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative.amax(dim=-1)
     threshold = uniforms * total
     limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    return first_place(cumulative > limit.unsqueeze(-1))
+    return first_true(cumulative > limit.unsqueeze(-1))
 
 
 _SIZES = (1, 1), (1, 3), (7, 1), (7, 3)

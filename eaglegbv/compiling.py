@@ -23,11 +23,7 @@ EXAMPLE_WIDTH = 251
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless ``torch.compile`` knows ``backend``.
-
-    Raises:
-        InvalidArgument: ``torch.compile`` does not know it.
-    """
+    """Raise InvalidArgument unless ``torch.compile`` knows ``backend``."""
     if backend not in torch.compiler.list_backends(exclude_tags=None):
         others = sorted({*torch.compiler.list_backends()} - {"inductor"})  # none for debugging
         expected = f"'inductor', or another of torch.compile's: {', '.join(others)}"
@@ -113,19 +109,15 @@ def generating_products() -> Iterator[None]:
 
 
 def compile_graph(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Return ``forward`` compiled as a single graph for any sizes.
+    """Return a function or a module's bound forward, compiled as a single graph for any sizes.
 
     A compiled graph is usually guarded by thousands of checks of the module it was made from, which
     take a tenth of a small forward. Here only the inputs are checked, so the module must not
     change, and must not share its graphs. See :func:`making_graphs`.
 
-    Args:
-        forward: A function, or a module's bound forward.
-        backend: A backend of ``torch.compile``. If it cannot make a single graph of ``forward``,
-            the first call raises ``torch._dynamo.exc.Unsupported``.
-
     Raises:
-        InvalidArgument: There is no such backend.
+        InvalidArgument: There is no such backend. If it cannot make a single graph of ``forward``,
+            the first call raises ``torch._dynamo.exc.Unsupported``.
     """
     check_backend(backend)
 

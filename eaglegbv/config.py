@@ -383,11 +383,7 @@ AUTO = AutoPlan()
 
 
 def named_planning(plan: Planning | str) -> Planning:
-    """Return the planning that a user's ``plan`` stands for.
-
-    Raises:
-        InvalidArgument: ``plan`` is neither a planning nor ``"auto"``.
-    """
+    """Return what a user's ``plan`` stands for: InvalidArgument if it is no planning."""
     if plan == "auto":
         return AUTO
     if not isinstance(plan, Plan | AutoPlan):

@@ -104,12 +104,7 @@ class CudaRecorder(Recorder):
         self._told: set[str] = set()
 
     def record(self, work: Work) -> Work:
-        """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
-
-        Raises:
-            NotRecordable: It reads numbers on the host, for example in layers of experts. The
-                reason names the operation.
-        """
+        """See :meth:`Recorder.record`; the work runs a few times. A refusal names the operation."""
         try:
             return self._record(work)
         except RuntimeError as error:
@@ -219,12 +214,9 @@ def _never_waiting() -> Iterator[None]:
 
 
 def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:
-    """Return the recorder for ``mode``, or None if nothing is recorded.
+    """Return the recorder for the user's ``mode``, or None if nothing is recorded.
 
-    Args:
-        mode: The user's choice, or a recorder.
-        cuda: Whether the device is a CUDA device.
-        recordable: Whether the attention can be recorded.
+    ``recordable`` says whether the attention can be.
 
     Raises:
         InvalidArgument: Graphs are requested where they are impossible.

@@ -303,11 +303,7 @@ class EngineMetrics:
         self.values.setdefault(metric, {})[label] = value
 
     def value(self, metric: Metric | str, label: str = "") -> float:
-        """Return the value of a metric, given itself or its name; 0 before it has one.
-
-        Raises:
-            InvalidArgument: No metric has that name.
-        """
+        """Return the value of a metric or of its name (InvalidArgument if unknown), at first 0."""
         if isinstance(metric, str):
             if metric not in METRICS:
                 raise InvalidArgument("metric", metric, one_of(sorted(METRICS), metric))

@@ -41,12 +41,7 @@ class Tracer:
     """
 
     def __init__(self, path: str | Path, *, decode: Decode | None = None) -> None:
-        """Start a file, replacing an existing one.
-
-        Args:
-            path: The file.
-            decode: Turns token ids into text, such as ``llm.decode``; without it, trees show the
-                ids.
+        """Start a file, replacing one; ``decode``, such as ``llm.decode``, makes text of ids.
 
         Raises:
             InvalidArgument: The file cannot be written.
@@ -75,11 +70,7 @@ class Tracer:
         self._write("".join(",\n" + _line(event) for event in _events(record, start, trees)))
 
     def close(self) -> None:
-        """Complete the file; a second call does nothing.
-
-        Raises:
-            InvalidArgument: A step could not be written.
-        """
+        """Complete the file, once; InvalidArgument where a step could not be written."""
         if self._file.closed:
             return
         if not self._fault:

@@ -24,11 +24,7 @@ class KVSlots:
     cache: PrefixCache  # owner of the slots that sequences share
 
     def allocate(self, request: Request, count: int) -> Tensor:
-        """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
-
-        Raises:
-            OutOfSlots: Fewer than ``count`` slots are free; none is lent then.
-        """
+        """Lend ``[count]`` int64 slots for a step, or raise OutOfSlots and lend none."""
         request.borrowed = self.allocator.allocate(count)
         return request.borrowed
 

@@ -318,10 +318,7 @@ class Acceptance:
         return self
 
     def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH + 1) -> Array:
-        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: tokens that a step should commit.
-
-        The request's log-odds are shifted by ``shift``, and it may commit ``limit`` more tokens.
-        """
+        """Return ``[MAX_PATHS, MAX_DEPTH]`` tokens of a step, at log-odds shifted by ``shift``."""
         survival = self.hazards / (self.hazards + (1 - self.hazards) * math.exp(-shift))
         survival = survival.cumprod(axis=1)
         survival[:, max(0, limit - 1) :] = 0.0

@@ -188,11 +188,7 @@ class PrefixCache:
         return [block.slots for block in self._blocks.values() if block.users]
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check the users of all blocks, and the slots that requests share with them.
-
-        Raises:
-            InvalidArgument: They are inconsistent.
-        """
+        """Raise InvalidArgument unless users of blocks and shared slots are consistent."""
         users: dict[int, int] = {}
         for request in requests:
             held = self._held.get(request.number, [])

@@ -107,11 +107,7 @@ class Scheduler:
         return min(firsts, key=_precedence, default=None)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidArgument: The request can never fit the KV pool.
-        """
+        """Queue a request, or raise InvalidArgument where it can never fit the KV pool."""
         slots = self.cache.allocator.num_slots
         if request.slots_needed > slots:
             raise InvalidArgument(
@@ -135,11 +131,7 @@ class Scheduler:
                 del requests[place]
 
     def preempt(self, request: Request) -> None:
-        """Make a running request wait again, without any slots.
-
-        Raises:
-            InvalidArgument: The request is not running.
-        """
+        """Make a running request wait again, without any slots; InvalidArgument for others."""
         if request not in self.running:
             raise InvalidArgument("request", request.number, "one that runs")
         self.running.remove(request)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_place, send
+from eaglegbv.devices import first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
@@ -221,7 +221,7 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
         child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == token.unsqueeze(1))
         found = child & drafted
         going = going & found.any(dim=1)
-        node = torch.where(going, first_place(found), node)
+        node = torch.where(going, first_true(found), node)
         accepted = accepted + going
         visited.append(node)
     return Verdict(path_nodes=torch.stack(visited, dim=1), accepted=accepted, token_ids=token)

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_place
+from eaglegbv.devices import first_true
 from eaglegbv.tree import DraftTree, TargetProbs
 
 # Draws from unnormalised distributions by inverse CDF, without reading anything on the host. Large
@@ -67,7 +67,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """
     total = cumulative.amax(dim=1)
     least = torch.minimum(torch.nextafter(threshold, total), total)
-    return first_place(cumulative >= least.unsqueeze(1))
+    return first_true(cumulative >= least.unsqueeze(1))
 
 
 # The correction or bonus token: the one pass over the whole vocabulary a verification needs.
@@ -130,7 +130,7 @@ def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
 
     The lists are ``ids`` ``[..., width]`` with ``draft``, which is 0 at padding entries.
     """
-    return first_place((ids == tokens.unsqueeze(-1)) & (draft > 0))
+    return first_true((ids == tokens.unsqueeze(-1)) & (draft > 0))
 
 
 def places_of_tokens(tree: DraftTree, ids: Tensor, draft: Tensor) -> Tensor:
