@@ -4,14 +4,13 @@ A forward of few rows launches over a thousand kernels that take longer to launc
 CUDA graph launches them all at once, with the sizes and addresses at the time of recording. So a
 function without arguments over *static buffers* is recorded. Before every replay, new numbers are
 copied into the buffers, padded up to the sizes for which they were made (a *bucket*). With
-:class:`EagerRecorder`, which runs the function again over the same padded buffers, everything but
+:class:`Recorder` itself, which runs the function again over the same padded buffers, everything but
 the recording itself is the same.
 """
 
 import gc
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,35 +66,20 @@ class NotRecordable(Exception):
         self.reason = reason
 
 
-class Recorder(ABC):
-    """Makes work replayable."""
+class Recorder:
+    """Makes work replayable; this one runs the work itself each time."""
 
-    needs_device: bool
-    """Whether work must not use the host: it may not plan, or read shapes or numbers there."""
-
-    @abstractmethod
     def record(self, work: Work) -> Work:
         """Return a function that replays ``work``; its static buffers hold numbers of a real step.
 
         Raises:
             NotRecordable: The work needs the host.
         """
-
-
-class EagerRecorder(Recorder):
-    """Runs the work itself each time."""
-
-    needs_device = False
-
-    def record(self, work: Work) -> Work:
-        """See :meth:`Recorder.record`."""
         return work
 
 
 class CudaRecorder(Recorder):
     """Records CUDA graphs, which share the memory of their intermediate results."""
-
-    needs_device = True
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -224,7 +208,7 @@ def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -
     if isinstance(mode, Recorder):
         return mode
     if mode is GraphMode.EAGER:
-        return EagerRecorder()
+        return Recorder()
     if mode is GraphMode.ON and not (cuda and recordable):
         expected = "'auto', 'off' or 'eager' on a CPU: CUDA graphs need a CUDA device"
         if cuda:

@@ -144,7 +144,7 @@ def load_pair(
     if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
         expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
         raise InvalidArgument("draft_quantization", str(quantization), expected)
-    features, beside = FeatureSpec.none(), 0  # bytes of a slot in the drafter's pool
+    features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
         head_config = read_head_config(folder, load_config(model))
         features = feature_spec(head_config)

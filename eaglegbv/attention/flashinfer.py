@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -75,8 +75,7 @@ def paged_attention(pool: KVPool) -> PagedAttention:
         return TorchPagedAttention(pool, instead=error.argument)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """Layers that share a plan."""
 
     window: int | None  # sliding window, or None
@@ -114,10 +113,9 @@ class FlashInferPagedAttention(PagedAttention):
 
         Recordings of one shape share the result: it is planned anew before each replay.
         """
-        found = self._branches.get(shape)
-        if found is None:
-            found = self._branches[shape] = FlashInferBranches(self._wrappers, shape)
-        return found
+        if shape not in self._branches:
+            self._branches[shape] = FlashInferBranches(self._wrappers, shape)
+        return self._branches[shape]
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch
@@ -133,16 +131,11 @@ class FlashInferPagedAttention(PagedAttention):
         kind = LayerKind(window, call.scale, call.softcap, q.shape[1])
         if batch is not self._batch:
             self._batch, self._planned = batch, {}
-        planned = self._planned.get(kind)
-        if planned is None:
-            planned = self._planned[kind] = self._plan(batch, kind)
-        return planned.attend(q, keys, values)
-
-    def _plan(self, batch: PackedBatch, kind: LayerKind) -> "PlannedWrapper":
-        causal = kind.window is None and all(s.visible is None for s in batch.segments)
-        planned = self._wrappers.plain(kind, masked=not causal)
-        planned.plan(batch, kind, masked=not causal)
-        return planned
+        if kind not in self._planned:
+            masked = window is not None or any(s.visible is not None for s in batch.segments)
+            self._planned[kind] = self._wrappers.plain(kind, masked=masked)
+            self._planned[kind].plan(batch, kind, masked=masked)
+        return self._planned[kind].attend(q, keys, values)
 
 
 class StaticTreeAttention(PagedAttention):
@@ -187,16 +180,13 @@ class StaticTreeAttention(PagedAttention):
         if window is not None and window >= self._max_context:
             window = None
         kind = LayerKind(window, call.scale, call.softcap, q.shape[1])
-        planned = self._kinds.get(kind)
-        if planned is None:
+        if kind not in self._kinds:
             assert self._batch is not None  # a recording begins with a plan
-            buffers = TreeBuffers.of(
-                self._bucket.requests + 1, self._bucket.rows, self._keys, self._key_slots
-            )
-            planned = self._wrappers.static(buffers, self._bucket.rows, kind.heads)
-            self._kinds[kind] = planned
-            planned.plan(self._batch, kind, masked=True)
-        return planned.attend(q, keys, values)
+            requests, rows = self._bucket.requests + 1, self._bucket.rows
+            buffers = TreeBuffers.of(requests, rows, self._keys, self._key_slots)
+            self._kinds[kind] = self._wrappers.static(buffers, rows, kind.heads)
+            self._kinds[kind].plan(self._batch, kind, masked=True)
+        return self._kinds[kind].attend(q, keys, values)
 
 
 class FlashInferBranches(BranchAttention):
@@ -214,19 +204,16 @@ class FlashInferBranches(BranchAttention):
         self.most_keys = wrappers.most_row_keys(shape.max_context)
         rows, drafted = shape.requests * shape.branches, shape.levels * shape.branches
         keys = wrappers.longest(shape.max_context) + drafted
-        self._buffers = TreeBuffers.of(
-            shape.requests, rows, keys, wrappers.row_keys(shape.max_context)
-        )
+        slots = wrappers.row_keys(shape.max_context)
+        self._buffers = TreeBuffers.of(shape.requests, rows, keys, slots)
         self._planned = wrappers.static(self._buffers, rows, shape.heads)
         self._kind = LayerKind(None, shape.scale, None, shape.heads)
         self._queries = torch.arange(shape.requests + 1, dtype=torch.int32) * shape.branches
         device = self.pool.keys.device
         with torch.inference_mode(mode=False):
-            # The position in the mask at which the bits of a row's drafted keys begin.
-            self._firsts = torch.zeros(
-                (shape.requests, shape.branches), dtype=torch.int64, device=device
-            )
             self._branches = torch.arange(shape.branches, device=device)
+            # The position in the mask at which the bits of a row's drafted keys begin.
+            self._firsts = torch.zeros_like(self._branches).repeat(shape.requests, 1)
             self._levels = torch.arange(shape.levels, device=device) * shape.branches
             # A copy of the mask as planned, so that each replay of a recording starts from it.
             self._planned_mask = torch.zeros_like(self._buffers.mask)
@@ -311,10 +298,8 @@ class PlannedWrapper:
         masks = None
         if masked:
             masks = PackedMasks.of(batch.segments, kind.window, self._pool.keys.device)
-        queries, keys = (
-            torch.tensor(offsets, dtype=torch.int32)
-            for offsets in (batch.offsets, offsets_of(s.num_keys for s in batch.segments))
-        )
+        offsets = (batch.offsets, offsets_of(s.num_keys for s in batch.segments))
+        queries, keys = (torch.tensor(own, dtype=torch.int32) for own in offsets)
         slots = torch.cat([segment.key_slots() for segment in batch.segments])
         self.plan_queries(queries, keys, slots, kind, masks)
 
@@ -425,24 +410,22 @@ class FlashInferKernels:
 
         ``workspace`` is for partial results; ``buffers`` for plans of fixed sizes, under masks.
         """
-        fixed = (
-            {}
-            if buffers is None
-            else {
-                "use_cuda_graph": True,
-                "qo_indptr_buf": buffers.query_offsets,
-                "paged_kv_indptr_buf": buffers.key_offsets,
-                "paged_kv_indices_buf": buffers.key_slots,
-                "paged_kv_last_page_len_buf": buffers.last_pages,
-                "custom_mask_buf": buffers.mask,
-                "mask_indptr_buf": buffers.mask_offsets,
-            }
+        new = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        if buffers is None:
+            return new(workspace, "NHD", backend=_BACKEND)
+        wrapper = new(
+            workspace,
+            "NHD",
+            backend=_BACKEND,
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.query_offsets,
+            paged_kv_indptr_buf=buffers.key_offsets,
+            paged_kv_indices_buf=buffers.key_slots,
+            paged_kv_last_page_len_buf=buffers.last_pages,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=buffers.mask_offsets,
         )
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=_BACKEND, **fixed
-        )
-        if buffers is not None:
-            wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
+        wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
         return wrapper
 
 
@@ -476,13 +459,12 @@ class Wrappers:
 
     def plain(self, kind: LayerKind, *, masked: bool) -> PlannedWrapper:
         """Return the wrapper for a kind of layer with or without masks, to be planned."""
-        planned = self._plain.get((kind, masked))
-        if planned is None:
+        if (kind, masked) not in self._plain:
             room = self._room(kind.heads)
             with torch.inference_mode(mode=False):  # what it makes, later plans write to
                 planned = PlannedWrapper(self._kernels.prefill(room), self.pool)
             self._plain[kind, masked] = planned
-        return planned
+        return self._plain[kind, masked]
 
     def static(self, buffers: TreeBuffers, rows: int, heads: int) -> PlannedWrapper:
         """Return a new wrapper for ``rows`` rows that is planned into ``buffers``."""

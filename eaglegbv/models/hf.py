@@ -121,7 +121,7 @@ class HFTarget(Target):
         self.dtype = model.dtype
         self.device = model.device
         self.eos_token_ids = _eos_token_ids(model)
-        self.features = FeatureSpec.none() if features is None else features
+        self.features = features or FeatureSpec()
         self.features.check(self.num_layers)
         self.self_check: str | None = None
         self._must_pass = must_pass

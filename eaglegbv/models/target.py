@@ -30,15 +30,10 @@ class FeatureKind(StrEnum):
 class FeatureSpec:
     """The features a target hands to a drafter."""
 
-    kind: FeatureKind  # which hidden states
+    kind: FeatureKind = FeatureKind.NONE  # which hidden states
     # For `LAYERS`: numbers of the layers whose inputs are taken, 1 ... num_layers - 1; the input of
     # layer i is the output of layer i - 1, before any final norm.
     layers: tuple[int, ...] = ()
-
-    @classmethod
-    def none(cls) -> Self:
-        """Return a specification without features."""
-        return cls(FeatureKind.NONE)
 
     @classmethod
     def final(cls) -> Self:
