@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eaglegbv.attention.base import (
     AttentionCall,
-    PackedBatch,
     PagedAttention,
     Segment,
     attend_opaque,
@@ -134,10 +133,6 @@ class Rotation:
         """Rotate ``x`` ``[..., heads, head_dim]``."""
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
-
-    def at(self, positions: Tensor) -> "Rotation":
-        """Return the rows of these angles that ``positions`` ``[rows]`` int64 select."""
-        return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 class RotaryEmbedding(nn.Module):
@@ -462,10 +457,6 @@ def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> D
 # Forwards of an EAGLE head over packed rows and a pool.
 
 
-_FIRST_ANGLES = 1024
-"""Positions whose angles are known from the start."""
-
-
 class HeadForward:
     """A head over a one-layer pool, whose forwards may be compiled at construction.
 
@@ -499,7 +490,6 @@ class HeadForward:
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
-        self._angles = self._angles_of(_FIRST_ANGLES)
         self._recorded = recorded
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
         if backend is not None:
@@ -554,7 +544,7 @@ class HeadForward:
         """Run a forward, by its graph if it has one."""
         batch = pack(segments, self._head.embedding.device)
         attend = partial(self.attention.attend, batch=batch)
-        rows = self._rows(batch)
+        rows = Rows(batch.token_ids, self._head.rotary(batch.positions, self._head.embedding.dtype))
         graph = self._graphs.get(forward) if compiled else None
         if graph is None:
             return forward(self._head, partial(attend, self._call), rows, above)
@@ -563,20 +553,6 @@ class HeadForward:
         with attending(attend):
             found: Result = graph(rows, above)
             return found
-
-    def _rows(self, batch: PackedBatch) -> Rows:
-        """Return the rows of a batch; angles are computed once, then kept."""
-        longest, known = max(s.num_keys for s in batch.segments), len(self._angles.cos)
-        if known < longest:
-            self._angles = self._angles_of(max(longest, 2 * known))
-        return Rows(batch.token_ids, self._angles.at(batch.positions))
-
-    @torch.inference_mode()
-    def _angles_of(self, count: int) -> Rotation:
-        embedding = self._head.embedding
-        positions = torch.arange(count, device=embedding.device)
-        angles: Rotation = self._head.rotary(positions, embedding.dtype)
-        return angles
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

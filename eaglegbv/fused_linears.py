@@ -4,7 +4,6 @@ Weights of 8 bits change a drafter's distributions, and the verifier gets exactl
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -208,7 +207,6 @@ def prepare(
     # Layers are listed by id, so that nothing keeps the layers themselves alive.
     of_graph = set() if compiled is None else {id(part) for part in compiled.modules()}
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
-    computed = Computed()
     while groups:  # free each matrix before making the next: models may fit in memory only once
         group = groups.pop()
         weights = [layer.weight.data for layer in group]
@@ -220,7 +218,7 @@ def prepare(
         if isinstance(product, DenseProduct) and len(group) == 1:
             continue
         sizes = [len(layer.weight) for layer in group]
-        parts = [product] if len(group) == 1 else Joint(product, sizes, computed).parts
+        parts = [product] if len(group) == 1 else Joint(product, sizes).parts
         kept = group[0].weight in looked_up or not groups
         for layer, own in zip(group, parts, strict=True):
             weight = layer.weight.data if kept else layer.weight.data.to("meta")
@@ -229,28 +227,16 @@ def prepare(
                 setattr(parent, name, prepared)
 
 
-@dataclass(slots=True)
-class Computed:
-    """Result of the most recent joint product, held until its last layer has taken its part.
-
-    All joint products of a module share one object: what a compiled forward changes in an object is
-    set again after its graph, which took 4% of a small forward with two objects in every layer.
-    """
-
-    of: "Joint | None" = None  # the product
-    # The tensor it read, kept alive so that no other tensor can be mistaken for it.
-    input: Tensor | None = None
-    parts: tuple[Tensor, ...] = ()  # the layers' parts of the result
-
-
 class Joint:
     """Layers that read the same tensor, as one product."""
 
-    def __init__(self, product: Product, sizes: Sequence[int], computed: Computed) -> None:
-        """Take the product of all layers, their sizes in it, and where to keep its result."""
-        self._sizes = list(sizes)
-        self._product = product
-        self._computed = computed
+    def __init__(self, product: Product, sizes: Sequence[int]) -> None:
+        """Take the product of all layers, and their sizes in it."""
+        self._sizes, self._product = list(sizes), product
+        # What was computed last is held until the last layer has taken its part, and so is what it
+        # was computed of: no other tensor can be mistaken for it.
+        self._input: Tensor | None = None
+        self._found: tuple[Tensor, ...] = ()
 
     @property
     def parts(self) -> list[Product]:
@@ -259,14 +245,13 @@ class Joint:
 
     def _of(self, x: Tensor, place: int) -> Tensor:
         """Return a layer's part: the first layer that reads ``x`` computes it, others find it."""
-        computed = self._computed
-        if computed.of is not self or computed.input is not x:
-            computed.of, computed.input = self, x
+        if self._input is not x:
             # torch.split would take 2% of a small forward with its Python code.
-            computed.parts = self._product(x).split_with_sizes(self._sizes, dim=-1)
-        found = computed.parts[place]
+            self._input, parts = x, self._product(x).split_with_sizes(self._sizes, dim=-1)
+            self._found = tuple(parts)
+        found = self._found[place]
         if place == len(self._sizes) - 1:
-            computed.of, computed.input, computed.parts = None, None, ()
+            self._input, self._found = None, ()
         return found
 
 
