@@ -45,8 +45,7 @@ class Drafter(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
-    quantization: Quantization = Quantization.NONE
-    """How its weights are stored; never ``auto``."""
+    quantization: Quantization = Quantization.NONE  # how its weights are stored; never `auto`
     graph_counts: Mapping[str, int] = MappingProxyType({})
     """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
 
@@ -113,8 +112,7 @@ class TextDrafter(Drafter):
     """A drafter whose logits are a function of the text, and that keeps nothing."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
-    order: int | None = None
-    """Number of a text's last tokens that :meth:`logits` is given; None for all."""
+    order: int | None = None  # number of a text's last tokens that `logits` is given; None for all
 
     @abstractmethod
     def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:

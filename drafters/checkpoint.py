@@ -330,12 +330,9 @@ def _expect(key: str, value: object, expected: object) -> None:
 class Kind(StrEnum):
     """Kinds of drafters that are stored in folders."""
 
-    EAGLE = "eagle"
-    """A head that reads the target's features."""
-    LANGUAGE_MODEL = "language model"
-    """A whole transformers model with the target's tokenizer."""
-    TABLE = "table"
-    """A table of distributions, looked up by the last tokens."""
+    EAGLE = "eagle"  # A head that reads the target's features
+    LANGUAGE_MODEL = "language model"  # A whole transformers model with the target's tokenizer
+    TABLE = "table"  # A table of distributions, looked up by the last tokens
 
 
 def kind_of(folder: Path) -> Kind:

@@ -36,8 +36,7 @@ _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 class Arch(StrEnum):
     """Which published head."""
 
-    EAGLE1 = "eagle1"
-    """EAGLE-1 and EAGLE-2, whose weights are the same."""
+    EAGLE1 = "eagle1"  # EAGLE-1 and EAGLE-2, whose weights are the same
     EAGLE3 = "eagle3"
 
 
@@ -432,7 +431,6 @@ class Rows(NamedTuple):
 
 
 Result = TypeVar("Result")
-
 Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
 """A forward of a head over rows, given its attention and the states that the rows continue."""
 

@@ -17,11 +17,8 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree
 
-_LOOK_BACK = 64
-"""How many of the latest places of an n-gram are looked at."""
-
-LONGEST_MATCH = 16
-"""Most tokens that are compared to find how much of a text's end occurred before."""
+_LOOK_BACK = 64  # how many of the latest places of an n-gram are looked at
+LONGEST_MATCH = 16  # most tokens that are compared to find how much of a text's end occurred before
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, one_of
 
 OwnDrafter = TypeVar("OwnDrafter", bound=type[Drafter])
-
 _CLASSES: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
 
 

@@ -20,9 +20,7 @@ from eaglegbv.drafters.tree_growth import DraftProbs, ProbsSettings, replayed_pr
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
 
-TABULAR = "eaglegbv-tabular"
-"""The ``model_type`` of a table's configuration."""
-
+TABULAR = "eaglegbv-tabular"  # the `model_type` of a table's configuration
 _WEIGHTS = "model.safetensors"
 
 

@@ -167,8 +167,7 @@ def replayed_probs(
 # Plans affect only the sizes of tensors here, so one compiled function serves all of them.
 # Compiling fuses some forty small kernels into a handful.
 
-_LAST = 1 << 62
-"""Sorts after every real key."""
+_LAST = 1 << 62  # sorts after every real key
 
 
 class Rows(NamedTuple):
@@ -205,8 +204,7 @@ class Children(NamedTuple):
     values: Tensor  # [batch, children] float64, their probabilities, or log-probabilities
 
 
-DrawPaths: TypeAlias = Callable[[Rows, Tensor, Tensor, Tensor], Children]
-"""See :func:`draw_paths`."""
+DrawPaths: TypeAlias = Callable[[Rows, Tensor, Tensor, Tensor], Children]  # see `draw_paths`
 
 
 def draw_paths(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Children:

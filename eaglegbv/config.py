@@ -19,7 +19,6 @@ MAX_DEPTH = 32
 MAX_WIDTH = 1 << 18
 MAX_BEAM = 64
 MAX_NODES = 512
-
 Shape: TypeAlias = tuple[tuple[int, ...], ...]
 """A static tree: each entry is a node, as the ranks of the children on its path from the root."""
 
@@ -38,8 +37,7 @@ EAGLE1_SHAPE: Shape = (
 class Source(StrEnum):
     """The source of a plan's drafts."""
 
-    DRAFTER = "drafter"
-    """The engine's drafter."""
+    DRAFTER = "drafter"  # the engine's drafter
     LOOKUP = "lookup"
     """The text itself: what followed earlier occurrences of its last few tokens (prompt lookup).
     Such drafts are not drawn; their distribution is ``fixed``."""
@@ -259,8 +257,7 @@ def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
         raise InvalidArgument("depth", depth, f"{deepest}, the depth of the shape")
 
 
-PLAIN = Plan(verifier="none", paths=1, depth=1)
-"""Plain autoregressive decoding."""
+PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
 
 # Settings of a user who leaves the choice of plans to the engine.
 
@@ -269,7 +266,6 @@ _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LOOKUP_DEPTHS = (2, 4, 8, 16)
 _MAX_TEMPERATURES = 4
-
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
@@ -372,14 +368,9 @@ def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
     return [value for value in grid if value < largest] + [largest]
 
 
-Planning: TypeAlias = Plan | AutoPlan
-"""One plan for all steps, or the engine's own choice."""
-
-PlanName: TypeAlias = Literal["auto"]
-"""``"auto"`` stands for :data:`AUTO`."""
-
-AUTO = AutoPlan()
-"""The engine's own choice, with its usual limits."""
+Planning: TypeAlias = Plan | AutoPlan  # one plan for all steps, or the engine's own choice
+PlanName: TypeAlias = Literal["auto"]  # `"auto"` stands for `AUTO`
+AUTO = AutoPlan()  # the engine's own choice, with its usual limits
 
 
 def named_planning(plan: Planning | str) -> Planning:

@@ -47,11 +47,9 @@ class GraphMode(StrEnum):
 
     AUTO = "auto"
     """On a CUDA device whose attention can be recorded (FlashInfer's), and nowhere else."""
-    ON = "on"
-    """Like ``auto``, but an error where it is impossible."""
+    ON = "on"  # like `auto`, but an error where it is impossible
     OFF = "off"
-    EAGER = "eager"
-    """The same padded work without recording, on any device, for debugging."""
+    EAGER = "eager"  # the same padded work without recording, on any device, for debugging
 
 
 class NotRecordable(Exception):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, one_of
 
-CPU_INFO = Path("/proc/cpuinfo")
-"""File in which Linux describes the processor."""
+CPU_INFO = Path("/proc/cpuinfo")  # file in which Linux describes the processor
 
 _DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,8 +98,7 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-_STAGED_BY_CUDA = 1 << 16
-"""Most bytes of pageable memory for which CUDA stages a copy by itself."""
+_STAGED_BY_CUDA = 1 << 16  # most bytes of pageable memory for which CUDA stages a copy by itself
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:

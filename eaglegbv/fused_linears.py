@@ -20,12 +20,10 @@ _FAST_INT8 = frozenset({"AVX2", "AVX512"})
 class Quantization(StrEnum):
     """How a drafter's weights are held."""
 
-    AUTO = "auto"
-    """As ``int8`` where that is fast, otherwise as ``none``."""
+    AUTO = "auto"  # as `int8` where that is fast, otherwise as `none`
     INT8 = "int8"
     """8-bit integers with a scale for each row; rows to multiply are rounded to bfloat16."""
-    NONE = "none"
-    """Unchanged."""
+    NONE = "none"  # unchanged
 
 
 def resolve(
@@ -55,24 +53,18 @@ def resolve(
 # from memory in a quarter of the time, and change the numbers.
 
 
-_PACKED_FOR = 16
-"""Number of rows for which packed weights are laid out; kernels take any number."""
-
+_PACKED_FOR = 16  # number of rows for which packed weights are laid out; kernels take any number
 _PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 20
 """Entries from which packing pays for four rows or more, and for one row too (measured on an EPYC:
 at 331,776 entries 4 rows take 0.97 of the time, 8 rows 0.81, 1 row 1.5; at 1,769,472 0.54, 0.42
 and 1.07)."""
 
 _INT8 = torch.iinfo(torch.int8)
-
 _BLOCK = 16
 """Columns that the kernel takes at once; with fewer, it would read past the end of the matrix."""
 
-_LEAST_SCALE = 1e-30
-"""Scale for a row of zeros."""
-
-Product = Callable[[Tensor], Tensor]
-"""Maps ``[..., in_features]`` to ``[..., out_features]``."""
+_LEAST_SCALE = 1e-30  # scale for a row of zeros
+Product = Callable[[Tensor], Tensor]  # maps `[..., in_features]` to `[..., out_features]`
 
 
 def _constant(weight: Tensor) -> nn.Parameter:

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from eaglegbv.errors import InvalidArgument, NotInstalled, first_line
 from eaglegbv.utils import cache_folder
 
-SMOLLM2 = "smollm2"
-"""Name of SmolLM2-135M-Instruct, from wherever its weights are."""
+SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, from wherever its weights are
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: their names in transformers, and in a GGUF file."""

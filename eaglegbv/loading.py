@@ -32,13 +32,10 @@ from eaglegbv.models.target import FeatureSpec, Target
 TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
-
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-_TIMEOUT = 10.0
-"""Seconds within which the hub must answer."""
+_TIMEOUT = 10.0  # seconds within which the hub must answer
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

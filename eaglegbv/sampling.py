@@ -17,8 +17,7 @@ from eaglegbv.devices import upload
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import require_integer, require_number
 
-HOTTEST = 100.0
-"""The highest temperature of a distribution, a request's or a draft's."""
+HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
 """Logits divided by less overflow."""
 
@@ -212,14 +211,11 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
-_SORTED = 4096
-"""Most tokens of rows that top-p sorts whole."""
-
+_SORTED = 4096  # most tokens of rows that top-p sorts whole
 _LARGEST = 1024
 """Number of the largest logits of a longer row that hold ``top_p`` of its mass in most cases."""
 
-_LEAST = 0x44400000
-"""Bits of float32 768: the exponential of its negative is 0 in float64."""
+_LEAST = 0x44400000  # bits of float32 768: the exponential of its negative is 0 in float64
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:

@@ -19,15 +19,10 @@ from eaglegbv.metrics import StepRecord, TreeRecord
 
 Event: TypeAlias = dict[str, object]
 Decode: TypeAlias = Callable[[list[int]], str]
-
-PROMPT_TOKENS = 512
-"""Most tokens of a prompt, counted from its end, whose text a trace contains."""
-
+PROMPT_TOKENS = 512  # most tokens of a prompt, counted from its end, whose text a trace contains
 _STEPS, _PHASES = 1, 2
 _REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 4
-"""Most bytes of a character in UTF-8, and so most tokens that may form one."""
-
+_LONGEST_CHARACTER = 4  # most bytes of a character in UTF-8, and so most tokens that may form one
 _MOST_TAILS = 4096
 """Number of requests whose last tokens are remembered; more than any engine runs at a time."""
 

@@ -28,16 +28,12 @@ from eaglegbv.devices import send
 class DraftSampling(StrEnum):
     """How the children of a node arise. Losslessness belongs to a verifier and one of these."""
 
-    IID = "iid"
-    """K paths drawn independently from the draft probabilities, with replacement."""
-    WOR = "wor"
-    """The children of a node are drawn from the draft probabilities without replacement."""
+    IID = "iid"  # K paths drawn independently from the draft probabilities, with replacement
+    WOR = "wor"  # the children of a node are drawn from the draft probabilities without replacement
     GREEDY = "greedy"
     """The most likely n - 1 tokens, and one drawn from the rest of the draft probabilities."""
-    HUB = "hub"
-    """SpecHub's pair of drafts."""
-    FIXED = "fixed"
-    """Any function of what the drafter knows before sampling."""
+    HUB = "hub"  # SpecHub's pair of drafts
+    FIXED = "fixed"  # any function of what the drafter knows before sampling
 
     @property
     def min_paths(self) -> int:

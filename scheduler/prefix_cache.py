@@ -29,17 +29,12 @@ from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
 
-BLOCK = 16
-"""Positions in a block."""
-
+BLOCK = 16  # positions in a block
 _FORGET_SHARE = 16
 """One part in this many of the pool is forgotten at once, so that its slots lie together."""
 
 Key: TypeAlias = tuple[int, bool, tuple[int, ...]]
-
-_ROOT = 0
-"""Number that stands for the parent of a text's first block."""
-
+_ROOT = 0  # number that stands for the parent of a text's first block
 _WORTH_SKIPPING = 64
 """How many positions longer a match of the target's rows alone must be to be preferred."""
 

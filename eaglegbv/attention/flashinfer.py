@@ -39,11 +39,8 @@ from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
 
-HEAD_DIMS = frozenset({64, 128, 256})
-"""Head sizes with which the kernels are tested upstream."""
-
+HEAD_DIMS = frozenset({64, 128, 256})  # head sizes with which the kernels are tested upstream
 DTYPES = frozenset({torch.float16, torch.bfloat16})
-
 _BACKEND = "fa2"
 """A backend whose kernels read masks. If it may choose, FlashInfer 0.7 sometimes decodes with
 cuDNN, which has neither these plans nor this memory.
@@ -54,8 +51,7 @@ _PLAN_BYTES = 1 << 18
 tile of query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred plans.
 """
 
-_MOST_ROW_KEYS = 1 << 22
-"""Most keys of all requests of a draft together: 16 MiB of slots."""
+_MOST_ROW_KEYS = 1 << 22  # most keys of all requests of a draft together: 16 MiB of slots
 
 _log = logging.getLogger(__name__)
 
@@ -511,20 +507,15 @@ class Wrappers:
 
 # Memory for the partial results of wrappers.
 
-_WORKSPACE_BYTES = 128 << 20
-"""Least memory for partial results that wrappers get."""
-
+_WORKSPACE_BYTES = 128 << 20  # least memory for partial results that wrappers get
 _WORKSPACE_SLACK = 8 << 20
 """Memory beyond what wrappers were found to need, because they align parts of it."""
 
-_WAVES = 2
-"""Blocks that a multiprocessor runs at once, as FlashInfer counts them."""
-
+_WAVES = 2  # blocks that a multiprocessor runs at once, as FlashInfer counts them
 _TILE, _MIDDLE_TILE, _SMALL_TILE = 128, 64, 16
 """Most query rows of a block; the others if no request has more (``utils.cuh``)."""
 
-_LARGE_HEAD = 256
-"""Head size from which blocks have at most the middle tile."""
+_LARGE_HEAD = 256  # head size from which blocks have at most the middle tile
 
 
 def workspace_bytes(

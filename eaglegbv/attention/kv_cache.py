@@ -23,8 +23,7 @@ _BLANK, _TAKEN, _KEPT = 0, 1, 2
 """States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
 again."""
 
-_LINE = 64
-"""Bytes of a cache line, to which pools are aligned."""
+_LINE = 64  # bytes of a cache line, to which pools are aligned
 
 
 class SlotAllocator:

@@ -38,11 +38,8 @@ _MAX_PADDED_SCORES = 1 << 24
 _MAX_GATHERED = 1 << 23
 """Most bytes of keys and values of a group on a CPU: more would not stay in its caches."""
 
-_KEY_SCORES = 4
-"""Number of scores that take as long as gathering a key and its value."""
-
-_FREE_PADDING = 1 << 12
-"""Number of scores that take as long as the operations of a further group."""
+_KEY_SCORES = 4  # number of scores that take as long as gathering a key and its value
+_FREE_PADDING = 1 << 12  # number of scores that take as long as the operations of a further group
 
 
 class TorchPagedAttention(PagedAttention):

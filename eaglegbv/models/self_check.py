@@ -14,11 +14,8 @@ from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
 
-PLAIN = "eaglegbv_paged"
-"""Name of the attention function of an uncompiled model."""
-
-COMPILED = "eaglegbv_paged_opaque"
-"""Name of the attention function of a compiled model."""
+PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
+COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
 
 
 class _Settings(TypedDict, total=False):

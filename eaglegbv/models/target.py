@@ -22,8 +22,7 @@ class FeatureKind(StrEnum):
     NONE = "none"
     FINAL = "final"
     """The hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2)."""
-    LAYERS = "layers"
-    """The inputs of several layers, concatenated (EAGLE-3)."""
+    LAYERS = "layers"  # the inputs of several layers, concatenated (EAGLE-3)
 
 
 @dataclass(frozen=True, slots=True)
