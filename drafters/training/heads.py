@@ -243,15 +243,14 @@ class _Run:
         for run in tqdm(self.held_out(), desc="evaluation", leave=False, disable=None):
             anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
             meter.add(list(unroll(head, run, anchors, self.config.depths)))
-        found = meter.estimate()
-        values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
+        values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(meter.by_depth)}
         name = f"block efficiency, one path of depth {self.config.depths}"
-        values |= {f"{name}, token verification": found.token}
-        values |= {f"{name}, block verification": found.block}
+        values |= {f"{name}, token verification": meter.token}
+        values |= {f"{name}, block verification": meter.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-found.block, values)
+        return Evaluation(-meter.block, values)
 
 
 Drawn = Callable[[int], TargetRun]

@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from eaglegbv.eval.papers.cells import Figure, Way
-from eaglegbv.eval.papers.sheets import GridPaper, Order, Quote, Rise, Sheet, Widening, cells_of
+from eaglegbv.eval.papers.sheets import (
+    Direction,
+    GridPaper,
+    Order,
+    Quote,
+    Rise,
+    Sheet,
+    Widening,
+    cells_of,
+)
 
 _TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 _OURS = "this package's claim for otbv"
@@ -71,7 +80,7 @@ _THOMAS = "Thomas & Pal, arXiv 2602.16961"
 _MULTI = ("block", "gbv", "otbv", "specinfer", "spectr", "traversal")
 _ALL = (*_MULTI, "global_resolution")
 _PATHS = (1, 2, 3, 4)
-_CLAIMS = (
+_CLAIMS: tuple[Direction, ...] = (
     *(Order("gbv", other, _THOMAS) for other in ("block", "specinfer", "spectr", "traversal")),
     *(Order("otbv", other, _OURS) for other in _ALL if other != "otbv"),
     Rise("gbv", "paths", _THOMAS),
@@ -131,7 +140,7 @@ GBV = GridPaper(
 # lengths, its Table 2 where the time goes.
 
 _LIN = "Lin et al., arXiv 2604.25925"
-_COOL = {"depths": (4, 8, 12, 24), "temperatures": (0.4,)}
+_DEPTHS, _COOL = (4, 8, 12, 24), (0.4,)
 _MULTI_DRAFT = Quote(
     text="",
     models="DeepSeek 33B and 1.3B, L = 12, K = 3, T = 0.4, mean of five data sets",
@@ -158,8 +167,10 @@ SPECTR_GBV = GridPaper(
             title="Tables 1 to 3, one request at a time",
             way=Way.TIMED,
             settings=(
-                *cells_of(("token", "block", "greedy_block"), **_COOL),
-                *cells_of(("spectr", "spectr_gbv", "otbv"), paths=(3,), **_COOL),
+                *cells_of(("token", "block", "greedy_block"), depths=_DEPTHS, temperatures=_COOL),
+                *cells_of(
+                    ("spectr", "spectr_gbv", "otbv"), paths=(3,), depths=_DEPTHS, temperatures=_COOL
+                ),
             ),
             directions=(
                 *(
