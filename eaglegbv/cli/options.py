@@ -164,18 +164,10 @@ class Models:
             )
 
 
-class _Told(logging.Handler):
-    """Prints log messages on standard error without a prefix."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See :meth:`logging.Handler.emit`."""
-        typer.echo(record.getMessage(), err=True)
-
-
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Print the progress that a module logs within this context."""
-    log, handler = logging.getLogger(name), _Told()
+    """Print the progress that a module logs within this context, on standard error."""
+    log, handler = logging.getLogger(name), logging.StreamHandler()
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

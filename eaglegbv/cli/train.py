@@ -150,9 +150,7 @@ def eagle(
     final_rate: FinalRate = 0.01,
     evaluate_every: EvaluateEvery = 250,
     checkpoint_every: CheckpointEvery = 250,
-    initial: Annotated[
-        Path | None, opt("Trained head to continue from; it drafts the target's answers too.")
-    ] = None,
+    initial: Annotated[Path | None, opt("Trained head to continue from.")] = None,
     validate: Annotated[
         int, opt("Prompts answered at evaluations, by otbv and another copy of the target.")
     ] = 16,

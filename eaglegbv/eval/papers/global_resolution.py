@@ -135,19 +135,10 @@ def _times(solved: BySize) -> Table:
     rows = [["k", "n", "solver", "mean ms", "success", "acceptance", "optimum", "the paper's ms"]]
     for (k, n), own in solved.items():
         for name, one in own.items():
-            figures = one.row
-            rows.append(
-                [
-                    str(k),
-                    str(n),
-                    name,
-                    _figure(figures.mean_ms, ".2f"),
-                    f"{figures.success:.0%}" if one.complete else "too large",
-                    _figure(figures.acceptance, ".4f"),
-                    _figure(figures.optimum, ".4f"),
-                    TIMES.get((k, n), {}).get(name, "-"),
-                ]
-            )
+            share = f"{one.row.success:.0%}" if one.complete else "too large"
+            accepted = [_figure(x, ".4f") for x in (one.row.acceptance, one.row.optimum)]
+            mean, paper = _figure(one.row.mean_ms, ".2f"), TIMES.get((k, n), {}).get(name, "-")
+            rows.append([str(k), str(n), name, mean, share, *accepted, paper])
     return Table(
         title="Solve times (its Table 1)",
         rows=rows,
@@ -160,21 +151,11 @@ def _within(solved: BySize, limits: Sequence[float]) -> Table:
     for limit in limits:
         for solver in COMPARED:
             size = best_within(solved, solver, limit)
-            paper = BEST.get(limit, {}).get(solver, "-")
-            if size is None:
-                rows.append([f"{limit:g}", solver, "none in time", "-", "-", paper])
-                continue
-            figures = solved[size][solver].row
-            rows.append(
-                [
-                    f"{limit:g}",
-                    solver,
-                    _figure(figures.acceptance, ".4f"),
-                    f"k = {size[0]}, n = {size[1]}",
-                    _figure(figures.mean_ms, ".2f"),
-                    paper,
-                ]
-            )
+            told = ["none in time", "-", "-"]
+            if size is not None:
+                own, at = solved[size][solver].row, f"k = {size[0]}, n = {size[1]}"
+                told = [_figure(own.acceptance, ".4f"), at, _figure(own.mean_ms, ".2f")]
+            rows.append([f"{limit:g}", solver, *told, BEST.get(limit, {}).get(solver, "-")])
     return Table(title="Best acceptance within a limit on the mean time (its Table 2)", rows=rows)
 
 

@@ -1,4 +1,4 @@
-"""Rows, documents, packing, mixtures, and the tokenizer."""
+"""Rows, documents, packing, prompts, and the tokenizer."""
 
 import gzip
 import json
