@@ -636,8 +636,7 @@ def _canvas(part: str, content: Evidence) -> "Canvas":
     if isinstance(content, BatchResults):
         return _batch_canvas(over_plain(content.timings))
     assert isinstance(content, Results)
-    picture = next(one for one in PICTURES if one.name == part)
-    return picture.draw(measured_of(content))
+    return PICTURES[part](measured_of(content))
 
 
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":

@@ -19,7 +19,7 @@ from eaglegbv.eval.papers.sheets import GridPaper, Order, Rise, Sheet, cells_of
 from eaglegbv.eval.records import Environment, describe_environment, name_of_model
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.solvers import Answer, Row, Setting, row, solve_all
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.verifiers.global_resolution import Solver
 
 _SOURCE = "Thomas & Pal, arXiv 2511.15898"
@@ -338,7 +338,7 @@ def _time_ratio(slow: Solved, fast: Solved) -> Estimate:
 def _paired(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """Return a ratio of means, paired by node."""
     ones = [1.0] * len(above)
-    return bootstrap_ratio_of_ratios(above, ones, below, ones)
+    return bootstrap_ratio(above, ones, below, ones)
 
 
 def _figure(value: float | None, layout: str) -> str:
