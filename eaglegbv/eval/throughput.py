@@ -13,6 +13,7 @@ import msgspec
 from eaglegbv.config import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
+from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
@@ -104,13 +105,13 @@ class EngineWay:
 
     Attributes:
         name: Name of the way in tables.
-        llm: The engine.
+        llm: The engine, with its models.
         plan: How all requests are planned.
         max_batch: None, because the engine takes any number of prompts.
     """
 
     name: str
-    llm: LLM
+    llm: LLM | PairEngine
     plan: Planning
     max_batch: int | None = None
 
@@ -128,7 +129,7 @@ class EngineWay:
         answers = self.llm.generate(prompts, params, plan=self.plan)
         for answer in answers:
             if answer.error is not None:  # for example, a prompt longer than the model's context
-                raise EagleGBVError(answer.error)
+                raise EagleGBVError(str(answer.error))
         return sum(len(answer.token_ids) for answer in answers)
 
 
