@@ -13,6 +13,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ class NotRecordable(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Outcomes(Counter[str]):
+    """Counts of work that was ``replayed``, or by why it was not, which is logged once."""
+
+    def note(self, what: str, outcome: str) -> None:
+        """Count an outcome of ``what``; prompts are never replayed, and not logged."""
+        if outcome not in (*self, REPLAYED, "prefill"):
+            _log.warning("%s run eagerly: %s", what, outcome)
+        self[outcome] += 1
 
 
 class Recorder(ABC):

@@ -100,9 +100,7 @@ def g_test_two(
     return _outcome(merged[0], merged[1], sizes.prod() / sizes.sum(), level)
 
 
-def _outcome(
-    counts: NDArray[Any], means: NDArray[Any], samples: float, level: float
-) -> GTest:
+def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float, level: float) -> GTest:
     """Return the test of counts ``[..., cells]`` whose expectations are ``means``."""
     seen, cells = counts > 0, counts.shape[-1]
     statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
