@@ -161,13 +161,13 @@ class CudaRecorder(Recorder):
         return replay
 
 
-class _LastOperation(TorchDispatchMode):
-    """Notes the operation that runs."""
+class OperationWatch(TorchDispatchMode):
+    """Counts the tensor operations dispatched within it, views too, and notes the last one."""
 
     def __init__(self) -> None:
         parent: Any = super()
         parent.__init__()
-        self.name = "an operation of compiled code"
+        self.name, self.count = "an operation of compiled code", 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -182,13 +182,13 @@ class _LastOperation(TorchDispatchMode):
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         del types
-        self.name = str(func)
+        self.name, self.count = str(func), self.count + 1
         return func(*args, **(kwargs or {}))
 
 
 def failing_operation(work: Work) -> str:
     """Run work that failed once more, and return the name of the operation in which it fails."""
-    last = _LastOperation()
+    last = OperationWatch()
     try:
         with last:
             work()

@@ -52,7 +52,6 @@ from eaglegbv.eval.throughput import (
     EngineWay,
     Grid,
     TransformersWay,
-    WatchedWay,
     Way,
     choice_lines,
     measure,
@@ -155,7 +154,7 @@ def batch(
         engines = _MadeEngines(shape, names, verifier, efficiency, grid, models)
         source = PromptSource(random_prompts(engines.shape.draft_vocab, most, MADE_PROMPT))
     chosen = [_way(engines, name, verifier) for name in names]
-    watched = [way for way in chosen if isinstance(way, WatchedWay)]
+    watched = [way for way in chosen if isinstance(way, EngineWay) and way.plan is AUTO]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
     with progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
@@ -326,7 +325,7 @@ def _plan(name: str, verifier: str) -> Plan | None:
 def _way(engines: _Engines | _MadeEngines, name: str, verifier: str) -> Way:
     """Return the way with a name."""
     if name == "auto":
-        return WatchedWay(EngineWay(name, engines.drafting, AUTO))
+        return EngineWay(name, engines.drafting, AUTO)
     plan = _plan(name, verifier)
     if plan is not None:
         return EngineWay(name, engines.drafting if plan.speculative else engines.plain, plan)

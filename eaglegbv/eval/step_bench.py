@@ -20,10 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv.config import EngineConfig, Plan, plan_name
-from eaglegbv.cuda_graphs import REPLAYED, EagerRecorder, GraphMode, make_recorder
+from eaglegbv.cuda_graphs import (
+    REPLAYED,
+    EagerRecorder,
+    GraphMode,
+    OperationWatch,
+    make_recorder,
+)
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
@@ -186,33 +191,7 @@ def _linears(model: nn.Module, besides: str = "") -> list[tuple[int, nn.Linear]]
     ]
 
 
-# Counts of the tensor operations that code dispatches, and of what a device runs.
-
-
-class OperationCounter(TorchDispatchMode):
-    """Counts the tensor operations dispatched within it; views count too."""
-
-    def __init__(self) -> None:
-        parent: Any = super()
-        parent.__init__()
-        self.count = 0
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, since torch.compile takes other modes for a change in what it traced."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Count an operation and run it."""
-        del types
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+# Times of steps, and what a device runs.
 
 
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -239,9 +218,6 @@ def kernel_seconds(events: Any) -> dict[str, float]:  # noqa: ANN401  the profil
     own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     own.sort(key=lambda e: -e.self_device_time_total)
     return {e.key: e.self_device_time_total / 1e6 for e in own}
-
-
-# Times of steps.
 
 
 @dataclass(slots=True)
@@ -282,7 +258,7 @@ def time_steps(
     barrier = barrier_of(pair.target.device)
     with _decoding(make(), pair, setting) as engine:
         _timed(engine, setting)
-        with OperationCounter() as counter:
+        with OperationWatch() as watched:
             _step(engine)
         launches, kernels = _profiled(engine, pair.target.device)
     before = _eager(pair)
@@ -301,7 +277,7 @@ def time_steps(
         busy=None if launches is None else sum(kernels.values()),
         kernels=dict(list(kernels.items())[:_KERNELS]),
         launches=launches,
-        operations=counter.count,
+        operations=watched.count,
         # Without graphs there are no counts.
         eager=dict(_eager(pair) - before) if pair.target.graph_counts else {"all": len(timed)},
         block_efficiency=sum(r.committed for r in timed) / (len(timed) * setting.batch),

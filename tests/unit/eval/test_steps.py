@@ -12,7 +12,7 @@ from torch._C._autograd import DeviceType
 from torch._dynamo.config import patch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.cuda_graphs import GraphMode
+from eaglegbv.cuda_graphs import GraphMode, OperationWatch
 from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, RotaryEmbedding
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval import random_models
@@ -27,7 +27,6 @@ from eaglegbv.eval.random_models import (
 from eaglegbv.eval.step_bench import (
     HEADINGS,
     Floors,
-    OperationCounter,
     StepReport,
     StepSetting,
     kernel_seconds,
@@ -179,7 +178,7 @@ def test_a_setting_of_no_steps_is_refused() -> None:
 
 
 def test_operations_are_counted_as_they_are_dispatched() -> None:
-    with OperationCounter() as counter:
+    with OperationWatch() as counter:
         torch.ones(3).add(1).mul(2)
     assert counter.count == 3
 
