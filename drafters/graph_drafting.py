@@ -3,7 +3,6 @@
 Generated code has fewer operations to launch, and a recording launches them all at once.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import BranchAttention, BranchShape
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Recorder, Work
+from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.devices import send
 from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.tree_growth import (
@@ -102,7 +101,7 @@ class DeviceDrafting:
             compile_backend: A known backend of ``torch.compile``, which compiles the growth of
                 drawn trees now; None runs it uncompiled.
         """
-        self.counts: Counter[str] = Counter()
+        self.counts = Outcomes()
         self._head = head
         self._forward = forward
         self._recorder = recorder
@@ -120,9 +119,9 @@ class DeviceDrafting:
         try:
             tree = self._replay(requests, plan, draft_sampling, roots)
         except NotRecordable as obstacle:
-            self.counts[obstacle.reason] += 1
+            self.counts.note("drafts", obstacle.reason)
             return None
-        self.counts[REPLAYED] += 1
+        self.counts.note("drafts", REPLAYED)
         return tree
 
     def record(

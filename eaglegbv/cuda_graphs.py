@@ -12,6 +12,7 @@ import gc
 import logging
 import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,16 @@ class NotRecordable(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Outcomes(Counter[str]):
+    """Counts of work that was ``replayed``, or by why it was not, which is logged once."""
+
+    def note(self, what: str, outcome: str) -> None:
+        """Count an outcome of ``what``; prompts are never replayed, and not logged."""
+        if outcome not in (*self, REPLAYED, "prefill"):
+            _log.warning("%s run eagerly: %s", what, outcome)
+        self[outcome] += 1
 
 
 class Recorder:
@@ -127,13 +138,13 @@ class CudaRecorder(Recorder):
         return replay
 
 
-class _LastOperation(TorchDispatchMode):
-    """Notes the operation that runs."""
+class OperationWatch(TorchDispatchMode):
+    """Counts the tensor operations dispatched within it, views too, and notes the last one."""
 
     def __init__(self) -> None:
         parent: Any = super()
         parent.__init__()
-        self.name = "an operation of compiled code"
+        self.name, self.count = "an operation of compiled code", 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -148,13 +159,13 @@ class _LastOperation(TorchDispatchMode):
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         del types
-        self.name = str(func)
+        self.name, self.count = str(func), self.count + 1
         return func(*args, **(kwargs or {}))
 
 
 def failing_operation(work: Work) -> str:
     """Run work that failed once more, and return the name of the operation in which it fails."""
-    last = _LastOperation()
+    last = OperationWatch()
     try:
         with last:
             work()

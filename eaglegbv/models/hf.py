@@ -7,9 +7,8 @@ argument, so no global state says which request or which pool is meant.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from eaglegbv.cuda_graphs import (
     Bucket,
     GraphMode,
     NotRecordable,
+    Outcomes,
     Recorder,
     Work,
     make_recorder,
@@ -277,7 +277,7 @@ class StaticForward:
 
     def __init__(self, target: HFTarget, recorder: Recorder) -> None:
         """Start with nothing recorded."""
-        self.counts: Counter[str] = Counter()
+        self.counts = Outcomes()
         self._target = target
         self._recorder = recorder
         self._recorded: dict[Bucket, _Recorded] = {}
@@ -291,13 +291,13 @@ class StaticForward:
         rows = sum(segment.num_new for segment in segments)
         bucket = Bucket.holding(len(segments), rows)
         if any(segment.visible is None for segment in segments):
-            self.counts["prefill"] += 1
+            self.counts.note("forwards", "prefill")
         elif bucket is None:
-            self.counts["too many rows"] += 1
+            self.counts.note("forwards", "too many rows")
         elif not self._run(bucket, segments):
-            self.counts[self._refused[bucket]] += 1
+            self.counts.note("forwards", self._refused[bucket])
         else:
-            self.counts[REPLAYED] += 1
+            self.counts.note("forwards", REPLAYED)
             assert self._logits is not None  # made with the first recording
             features = None if self._features is None else self._features[:rows]
             return TargetOutput(self._logits[:rows], features)
