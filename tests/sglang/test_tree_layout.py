@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sglang_sampling import sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang.tree_layout import (
@@ -166,22 +167,19 @@ def test_greedy_requests_have_sglangs_own_tree_in_any_company(K: int, L: int) ->
     """Only the most likely tokens are kept, but they are ranked by all of the head's logits."""
     generator = torch.Generator().manual_seed(K * L)
     table = (torch.randn(VOCAB, VOCAB, generator=generator) * 2).softmax(1)
-    buffers = RoundBuffers(4, 4, 4 * K * L + 1, 5, device="cpu")
+    buffers = RoundBuffers(4, 4, 4 * K * L + 1, 5)
     uniforms = torch.rand(4, 4 * K * L + 1, generator=generator, dtype=torch.float64)
 
-    def top(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        values, ids = table[tokens].log().topk(5, dim=1)
-        return ids, values.double()
-
     def tree(greedy: Tensor | None) -> SGLangTree:
-        buffers.load(uniforms, torch.full((4, 1), 0.7), greedy)
+        buffers.load(uniforms, sampling(torch.full((4, 1), 0.7), greedy))
         slots = torch.tensor([1, 3, 0, 2])
-        buffers.keep_roots(slots, *top(torch.full((4,), LAST)))
+        buffers.keep_roots(slots, table[torch.full((4,), LAST)].log())
         growth = buffers.growth(buffers.roots(slots), K, L)
         temperatures = buffers.temperatures(4).repeat_interleave(K, dim=0)
         for _ in range(L - 1):
-            ids, values = top(growth.tokens.flatten())
-            growth.grow(ShortProbs.of_top(ids, values, temperatures), values[:, :1])
+            logits = table[growth.tokens.flatten()].log()
+            peaks = logits.amax(dim=1, keepdim=True).double()
+            growth.grow(buffers.short_probs(logits, temperatures), peaks)
         return growth.tree()
 
     mixed, sampled = tree(torch.tensor([True, False, True, False])), tree(None)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.g_test import g_test
+from support.sglang_sampling import sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
@@ -59,13 +60,13 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
 def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> Drafts:
     target, draft = tables(seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    buffers = RoundBuffers(batch, batch, 4 * K * L + 1, width, device="cpu")
+    buffers = RoundBuffers(batch, batch, 4 * K * L + 1, width)
     uniforms = torch.rand(batch, 4 * K * L + 1, generator=generator, dtype=torch.float64)
-    buffers.load(uniforms, torch.ones(batch, 1), None)
+    buffers.load(uniforms, sampling(torch.ones(batch, 1), None))
 
     def after(tokens: Tensor) -> ShortProbs:
-        values, ids = draft.log()[tokens.flatten()].topk(width, dim=1)
-        return ShortProbs.of_top(ids, values, torch.ones(len(ids), 1))
+        logits = draft.log()[tokens.flatten()]
+        return buffers.short_probs(logits, torch.ones(len(logits), 1))
 
     last = torch.full((batch, 1), LAST)
     root = after(last)
@@ -232,7 +233,7 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
     def accept(probs: Tensor) -> Acceptance:
         return ours.accept(own.node_tokens.flatten(), own.packed, probs)
 
-    with verifying(Round(accept, ours.space(40), greedy)):
+    with verifying(Round(accept, ours.space(40), sampling(torch.ones(40, 1), greedy))):
         softmax = verify.in_place_softmax(lambda logits, temperatures: logits)
         logits = own.probs.flatten(0, 1).log() * 2
         probs = softmax(logits, torch.full((400, 1), 2.0))

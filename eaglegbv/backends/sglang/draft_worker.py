@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eaglegbv.backends.sglang.draft_replay import RoundStart
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.errors import ModelNotSupported
 
@@ -87,6 +87,8 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             slots,
             self._book.numbers,
             min(max(self._settings.draft_width, self.topk), vocab),
+            draft_temperature=self._settings.draft_temperature,
+            target_ids=self.hot_token_id,
             device=self.device,
         )
 
@@ -99,14 +101,10 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
-        sampling = batch.sampling_info
-        greedy = sampling.top_ks == 1 if sampling.is_any_greedy else None
-        temperatures = sampling.temperatures * self._settings.draft_temperature
-        self.buffers.load(self._book.round_uniforms(batch.reqs), temperatures, greedy)
+        self.buffers.load(self._book.round_uniforms(batch.reqs), batch.sampling_info)
         lengths, hidden = batch.seq_lens, batch.spec_info.hidden_states
         verify_input = super().draft(batch, with_topology=with_topology)
-        roots = ShortProbs.unpack(verify_input.draft_probs[:, 0])
-        verify_input.start = RoundStart(lengths, hidden, roots, temperatures)
+        verify_input.start = RoundStart(lengths, hidden, verify_input.draft_probs[:, 0])
         return verify_input
 
     def draft_forward(
@@ -142,18 +140,10 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
                 forward_batch.mrope_positions.add_(1)
             logits = output.next_token_logits
             peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
-            probs = growth.grow(self.short_probs(logits, temperatures), peaks)
+            probs = growth.grow(self.buffers.short_probs(logits, temperatures), peaks)
             packed.append(probs.pack())
         tree = growth.tree()
         return tree.parents, tree.numbers, tree.tokens, torch.cat(packed, dim=1)
-
-    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
-        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
-        return ShortProbs.of_top(*self._top(logits), temperatures)
-
-    def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        values, ids = logits.topk(self.buffers.width, dim=1)
-        return ids if self.hot_token_id is None else self.hot_token_id[ids], values.double()
 
     def _draft_extend_for_prefill(
         self,
@@ -198,4 +188,4 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
 
     def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
         """Keep what the next round's roots draft; ``output`` has one row per request."""
-        self.buffers.keep_roots(batch.req_pool_indices, *self._top(output.next_token_logits))
+        self.buffers.keep_roots(batch.req_pool_indices, output.next_token_logits)

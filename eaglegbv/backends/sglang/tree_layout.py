@@ -9,7 +9,7 @@ Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class ShortProbs:
 
     def pack(self) -> Tensor:
         """Return ``[..., 2, width]`` float64: ids, which are exact there, and probabilities."""
-        return torch.stack((self.ids.to(torch.float64), self.probs.to(torch.float64)), dim=-2)
+        return torch.stack((self.ids.to(torch.float64), self.probs), dim=-2)
 
     def pick(self, uniforms: Tensor) -> Tensor:
         """Draw tokens ``[...]`` by inverse CDF, never one of probability 0.
@@ -206,6 +206,14 @@ class TreeGrowth:
         )
 
 
+def greedy_rows(sampling: Any) -> Tensor | None:
+    """Return ``[batch]`` bool, whether each request is greedy, or None if none is.
+
+    ``sampling`` is SGLang's SamplingBatchInfo.
+    """
+    return sampling.top_ks == 1 if sampling.is_any_greedy else None
+
+
 class RoundBuffers:
     """What changes from round to round, at fixed addresses: CUDA graphs read it there.
 
@@ -219,39 +227,60 @@ class RoundBuffers:
     """
 
     def __init__(
-        self, rows: int, slots: int, numbers: int, width: int, *, device: torch.device | str
+        self,
+        rows: int,
+        slots: int,
+        numbers: int,
+        width: int,
+        *,
+        draft_temperature: float = 1.0,
+        target_ids: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate for batches of up to ``rows`` requests, with values that suit captures."""
-        self.width = width
+        """Allocate for batches of up to ``rows`` requests, with values that suit captures.
+
+        Args:
+            rows: Most requests of a batch, with its padding.
+            slots: Slots in SGLang's pool.
+            numbers: Random numbers of a request and round.
+            width: Number of candidates of a draft distribution.
+            draft_temperature: Its temperature as a multiple of the request's.
+            target_ids: ``[draft_vocab]`` int64, the target's id of each of the head's tokens; None
+                if they are the same.
+            device: Where the models are.
+        """
+        self.width, self._target_ids = width, target_ids
+        self._draft_temperature = draft_temperature
         self.uniforms = torch.zeros((rows, numbers), dtype=torch.float64, device=device)
         self._temperatures = torch.ones((rows, 1), device=device)
         self._greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
         self._roots = torch.zeros((slots, 2, width), dtype=torch.float64, device=device)
 
-    def load(self, uniforms: Tensor, temperatures: Tensor, greedy: Tensor | None) -> None:
-        """Write the numbers of a round's requests.
+    def load(self, uniforms: Tensor, sampling: Any) -> None:
+        """Write the numbers of a round's requests: ``[batch, numbers]`` float64, on the host.
 
-        Args:
-            uniforms: ``[batch, numbers]`` float64, on the host.
-            temperatures: ``[batch, 1]`` of the draft distributions.
-            greedy: ``[batch]`` bool; None if no request is.
+        ``sampling`` is SGLang's SamplingBatchInfo.
         """
-        batch = len(uniforms)
+        batch, greedy = len(uniforms), greedy_rows(sampling)
         self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
-        self._temperatures[:batch].copy_(temperatures)
-        rows = self._greedy[:batch]
-        if greedy is None:
-            rows.zero_()
-        else:
-            rows.copy_(greedy.unsqueeze(1))
+        torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])
+        self._greedy[:batch].copy_(0 if greedy is None else greedy.unsqueeze(1))
 
     def temperatures(self, batch: int) -> Tensor:
         """Return ``[batch, 1]``: a greedy request's tree goes by the head's own probabilities."""
         return self._temperatures[:batch].masked_fill(self._greedy[:batch], 1.0)
 
-    def keep_roots(self, slots: Tensor, ids: Tensor, logits: Tensor) -> None:
-        """Keep the most likely tokens ``[batch, width]`` of the next round's roots by slot."""
-        self._roots[slots] = ShortProbs(ids, logits).pack()
+    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
+        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
+        return ShortProbs.of_top(*self._top(logits), temperatures)
+
+    def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = logits.topk(self.width, dim=1)
+        return ids if self._target_ids is None else self._target_ids[ids], values.double()
+
+    def keep_roots(self, slots: Tensor, logits: Tensor) -> None:
+        """Keep the most likely tokens at the next round's roots, from ``[batch, draft_vocab]``."""
+        self._roots[slots] = ShortProbs(*self._top(logits)).pack()
 
     def roots(self, slots: Tensor) -> ShortProbs:
         """Return the distributions at the roots of a round, ``[batch, width]``."""

@@ -22,7 +22,12 @@ from torch.nn.functional import pad
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.metrics import ours
-from eaglegbv.backends.sglang.tree_layout import NumberedTree, RoundBuffers, draft_tree
+from eaglegbv.backends.sglang.tree_layout import (
+    NumberedTree,
+    RoundBuffers,
+    draft_tree,
+    greedy_rows,
+)
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.drafters.base import DraftReplay
@@ -323,12 +328,12 @@ class Round:
     Attributes:
         accept: Maps the target's distributions ``[batch, nodes, vocab]`` to what is accepted.
         space: ``[batch * nodes, vocab]`` float32, where SGLang is to write them; None for anywhere.
-        greedy: ``[batch]`` bool, whether each request is greedy; None if none is.
+        sampling: SGLang's SamplingBatchInfo.
     """
 
     accept: Callable[[Tensor], Acceptance]
     space: Tensor | None
-    greedy: Tensor | None
+    sampling: Any
 
 
 _round: ContextVar[Round | None] = ContextVar("eaglegbv_round", default=None)
@@ -393,7 +398,8 @@ def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Calla
         }
         if own is None:
             return original(**outputs, target_probs=target_probs, **others)
-        if own.greedy is not None:
+        greedy = greedy_rows(own.sampling)
+        if greedy is not None:
             walk(
                 **outputs,
                 candidates=others["candidates"],
@@ -402,15 +408,17 @@ def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Calla
                 retrieve_next_sibling=others["retrive_next_sibling"],
                 target_predict=target_probs.argmax(dim=-1),
             )
+        if own.sampling.need_min_p_sampling:
+            edges = own.sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
+            kept = keep_min_p(target_probs.flatten(0, 1), edges)
+            target_probs = kept.view_as(target_probs)
         outcome = own.accept(target_probs)
         for out, found in (
             (predicts.view_as(outcome.tokens), outcome.tokens),
             (accept_index, outcome.nodes),
             (accept_token_num.unsqueeze(1), outcome.accepted.unsqueeze(1)),
         ):
-            if own.greedy is not None:
-                found = torch.where(own.greedy.unsqueeze(1), out, found)
-            out.copy_(found)
+            out.copy_(found if greedy is None else torch.where(greedy.unsqueeze(1), out, found))
         return None
 
     return sample

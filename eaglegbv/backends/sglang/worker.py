@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,24 +87,18 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         """Judge the trees of a round by the target's forward, and advance every row by a step."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
-        sampling, drafted = batch.sampling_info, batch.spec_info
-        own = Round(
-            accept=lambda probs: self._accept(batch, drafted, probs),
-            space=None if self._stateful else self._graphs.space(len(batch.reqs)),
-            greedy=sampling.top_ks == 1 if sampling.is_any_greedy else None,
-        )
+        drafted = batch.spec_info
+        if self._stateful is None:
+            accept = partial(self._graphs.accept, drafted.draft_token, drafted.draft_probs)
+            own = Round(accept, self._graphs.space(len(batch.reqs)), batch.sampling_info)
+        else:
+            own = Round(partial(self._accept, batch, drafted), None, batch.sampling_info)
         with verifying(own):
             result = super().verify(batch, *arguments, **named)
         self._book.advance(batch.reqs)
         return result
 
     def _accept(self, batch: ScheduleBatch, drafted: Any, probs: Tensor) -> Acceptance:
-        sampling = batch.sampling_info
-        if sampling.need_min_p_sampling:
-            edges = sampling.min_ps.repeat_interleave(probs.shape[1], dim=0)
-            probs = keep_min_p(probs.flatten(0, 1), edges).view_as(probs)
-        if self._stateful is None:
-            return self._graphs.accept(drafted.draft_token, drafted.draft_probs, probs)
         tokens = drafted.draft_token.view(probs.shape[:2])
         numbered = draft_tree(tokens, drafted.draft_probs, self.topk)
         target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows())

@@ -1,0 +1,17 @@
+"""What is read of SGLang's settings of a batch, without SGLang."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+def sampling(temperatures: Tensor, greedy: Tensor | None) -> SimpleNamespace:
+    """Return settings with temperatures ``[batch, 1]``; ``greedy`` ``[batch]`` bool, None if none is."""
+    rows = torch.zeros(len(temperatures), dtype=torch.bool) if greedy is None else greedy
+    return SimpleNamespace(
+        temperatures=temperatures,
+        top_ks=torch.where(rows, 1, 2**30).int(),
+        is_any_greedy=greedy is not None,
+        need_min_p_sampling=False,
+    )
