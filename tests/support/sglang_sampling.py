@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sampling(temperatures: Tensor, greedy: Tensor | None) -> SimpleNamespace:
-    """Return settings with temperatures ``[batch, 1]``; ``greedy`` ``[batch]`` bool, None if none is."""
+    """Return settings: ``temperatures`` ``[batch, 1]``; ``greedy`` ``[batch]`` bool or None."""
     rows = torch.zeros(len(temperatures), dtype=torch.bool) if greedy is None else greedy
     return SimpleNamespace(
         temperatures=temperatures,
