@@ -1,19 +1,18 @@
 """What is kept is what is drawn from; trees grow, in our numbers and SGLang's."""
 
 import math
-from dataclasses import astuple
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sglang_sampling import sampling
+from support.sglang_batch import sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang.tree_layout import (
     NumberedTree,
     RoundBuffers,
-    SGLangTree,
     ShortProbs,
     TreeGrowth,
     draft_tree,
@@ -94,7 +93,7 @@ def test_numbers_are_sglangs(tokens: Tensor) -> None:
         assert rows.tolist() == own.numbers[b, :count].tolist() + [0] * (K * L + 1 - count)
 
 
-def grown(tokens: Tensor) -> SGLangTree:
+def grown(tokens: Tensor) -> Sequence[Tensor]:
     """The sampled trees that have these ``[batch, length, paths]`` tokens, all equally likely."""
     batch, L, K = tokens.shape
 
@@ -111,9 +110,9 @@ def grown(tokens: Tensor) -> SGLangTree:
     return growth.tree()
 
 
-def parents_in_sglang(tree: SGLangTree, b: int, K: int) -> dict[int, int]:
+def parents_in_sglang(tree: Sequence[Tensor], b: int, K: int) -> dict[int, int]:
     """Each node's parent by SGLang's rule: that of number s stands at ``parents[s // K]``."""
-    numbers, parents = tree.numbers[b].tolist(), tree.parents[b].tolist()
+    parents, numbers = tree[0][b].tolist(), tree[1][b].tolist()
     assert len(set(numbers)) == len(numbers)
     groups = {node: number // K for node, number in enumerate(numbers, start=1)}
     return {n: 0 if g == 0 else 1 + numbers.index(parents[g]) for n, g in groups.items()}
@@ -124,8 +123,8 @@ def parents_in_sglang(tree: SGLangTree, b: int, K: int) -> dict[int, int]:
 def test_sglang_finds_the_same_parents(tokens: Tensor) -> None:
     batch, L, K = tokens.shape
     theirs, own = grown(tokens), numbered(tokens)
-    assert theirs.parents.shape == (batch, 1 + K * (L - 1) if L > 1 else 0)
-    assert theirs.tokens.tolist() == tokens.flatten(1).tolist()
+    assert theirs[0].shape == (batch, 1 + K * (L - 1) if L > 1 else 0)
+    assert theirs[2].tolist() == tokens.flatten(1).tolist()
     for b in range(len(tokens)):
         found = parents_in_sglang(theirs, b, K)
         for place in range(1, int(own.tree.num_nodes[b])):
@@ -170,7 +169,7 @@ def test_greedy_requests_have_sglangs_own_tree_in_any_company(K: int, L: int) ->
     buffers = RoundBuffers(4, 4, 4 * K * L + 1, 5)
     uniforms = torch.rand(4, 4 * K * L + 1, generator=generator, dtype=torch.float64)
 
-    def tree(greedy: Tensor | None) -> SGLangTree:
+    def tree(greedy: Tensor | None) -> Sequence[Tensor]:
         buffers.load(uniforms, sampling(torch.full((4, 1), 0.7), greedy))
         slots = torch.tensor([1, 3, 0, 2])
         buffers.keep_roots(slots, table[torch.full((4,), LAST)].log())
@@ -185,12 +184,10 @@ def test_greedy_requests_have_sglangs_own_tree_in_any_company(K: int, L: int) ->
     mixed, sampled = tree(torch.tensor([True, False, True, False])), tree(None)
     parents, numbers, tokens = eagle_tree(table.double(), K, L)
     for b in (0, 2):
-        assert mixed.parents[b].tolist() == parents
-        assert mixed.numbers[b].tolist() == numbers
-        assert mixed.tokens[b].tolist() == tokens
+        assert [part[b].tolist() for part in mixed] == [parents, numbers, tokens]
         assert parents_in_sglang(mixed, b, K)
     for b in (1, 3):
-        for own, alone in zip(astuple(mixed), astuple(sampled), strict=True):
+        for own, alone in zip(mixed, sampled, strict=True):
             assert torch.equal(own[b], alone[b])
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.g_test import g_test
-from support.sglang_sampling import sampling
+from support.sglang_batch import Req, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
@@ -75,7 +75,7 @@ def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
     for _ in range(L - 1):
         peaks = torch.zeros(batch * K, 1).double()
         packed.append(growth.grow(after(growth.tokens), peaks).pack())
-    tokens = torch.cat((last, growth.tree().tokens), dim=1)
+    tokens = torch.cat((last, growth.tree()[2]), dim=1)
     plan = Plan(paths=K, depth=L)
     return Drafts(plan, target, tokens, torch.cat(packed, dim=1), buffers)
 
@@ -284,14 +284,6 @@ def test_min_p(min_p: float) -> None:
 # Random numbers belong to requests: seeded, in step, and forgotten with them.
 
 PLAN = Plan(paths=2, depth=3)
-
-
-class Req:
-    """What is read of SGLang's requests."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.sampling_params = SimpleNamespace(sampling_seed=seed)
-        self.origin_input_ids = [1, 2, 3]
 
 
 def test_a_seed_fixes_the_numbers_in_any_company() -> None:

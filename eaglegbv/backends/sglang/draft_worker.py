@@ -113,7 +113,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         """Grow the trees.
 
         Returns:
-            Parents, numbers and tokens as in :class:`SGLangTree`, and in place of SGLang's
+            Parents, numbers and tokens as from :meth:`TreeGrowth.tree`, and in place of SGLang's
             draft_probs the packed distributions; see :meth:`draft`.
         """
         spec_info: EagleDraftInput = forward_batch.spec_info
@@ -142,8 +142,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
             probs = growth.grow(self.buffers.short_probs(logits, temperatures), peaks)
             packed.append(probs.pack())
-        tree = growth.tree()
-        return tree.parents, tree.numbers, tree.tokens, torch.cat(packed, dim=1)
+        return *growth.tree(), torch.cat(packed, dim=1)
 
     def _draft_extend_for_prefill(
         self,

@@ -106,25 +106,6 @@ class GrowingPaths:
         self.standing.append(same.to(torch.uint8).argmax(dim=2))  # the first that is the same
 
 
-@dataclass(frozen=True, slots=True)
-class SGLangTree:
-    """Inputs from which SGLang builds its tree; see its ``build_tree_kernel_efficient``.
-
-    SGLang numbers candidates by the place at which they are found: those below branch r at depth
-    ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
-    ``parents[number // K]``.
-
-    Attributes:
-        parents: ``[batch, 1 + K (L - 1)]`` int64, or ``[batch, 0]`` where L is 1.
-        numbers: ``[batch, K L]`` int64.
-        tokens: ``[batch, K L]`` int64.
-    """
-
-    parents: Tensor
-    numbers: Tensor
-    tokens: Tensor
-
-
 _LEAST_LIKELY, _MOST_LIKELY = -1e4, -1e-9
 """Limits of a token's log-probability in a greedy tree. A node always scores below its parent, and
 so is never in a tree without it."""
@@ -190,19 +171,27 @@ class TreeGrowth:
         self.origins = torch.where(self._greedy, best // K, self._branches)
         return own
 
-    def tree(self) -> SGLangTree:
-        """Return the trees, numbered as SGLang does."""
+    def tree(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what SGLang builds its tree from; see its ``build_tree_kernel_efficient``.
+
+        SGLang numbers candidates by the place at which they are found: those below branch r at
+        depth ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
+        ``parents[number // K]``.
+
+        Returns:
+            Parents ``[batch, 1 + K (L - 1)]``, or ``[batch, 0]`` where L is 1, and the numbers and
+            tokens ``[batch, K L]`` of the nodes; int64.
+        """
         tokens = torch.cat(self._paths.tokens, dim=1)
-        best = (
-            torch.cat(self._scores, dim=1).topk(tokens.shape[1], dim=1).indices.sort(dim=1).values
-        )
+        best = torch.cat(self._scores, dim=1).topk(tokens.shape[1], dim=1).indices
+        best = best.sort(dim=1).values
         likely = torch.cat(self._ids, dim=1).gather(1, best)
         before = torch.arange(-1, self.tokens.shape[1], device=best.device).expand(len(best), -1)
         above = torch.cat((before, *self._numbers[1:-1]), dim=1)
-        return SGLangTree(
-            parents=above if len(self._numbers) > 1 else above[:, :0],
-            numbers=torch.where(self._greedy, best, torch.cat(self._numbers, dim=1)),
-            tokens=torch.where(self._greedy, likely, tokens),
+        return (
+            above if len(self._numbers) > 1 else above[:, :0],
+            torch.where(self._greedy, best, torch.cat(self._numbers, dim=1)),
+            torch.where(self._greedy, likely, tokens),
         )
 
 

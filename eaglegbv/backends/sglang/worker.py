@@ -1,9 +1,7 @@
 """The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -44,8 +42,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     """SGLang's EAGLE worker with sampled draft trees and a verifier of this project."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        with _draft_worker_class(SampledDraftWorker):
-            super().__init__(*arguments, **named)
+        eagle_worker_v2.EagleDraftWorker = SampledDraftWorker  # SGLang's worker creates one
+        super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
         stateful = settings.verifier in STATEFUL_VERIFIERS
         if stateful and self._draft_worker.draft_runner.use_mla_backend:
@@ -123,8 +121,11 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> Any:
-        with first_tokens_of(list(batch.reqs)):
+        self._first_tokens.requests = list(batch.reqs)
+        try:
             result = super()._forward_prefill_batch(batch, *arguments, **named)
+        finally:
+            self._first_tokens.requests = None
         # A prompt read in parts yields its token with the last part.
         self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
@@ -156,44 +157,23 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         return True
 
 
-@contextmanager
-def _draft_worker_class(worker: type) -> Iterator[None]:
-    """Let SGLang's worker create a draft worker of this class."""
-    original = eagle_worker_v2.EagleDraftWorker
-    eagle_worker_v2.EagleDraftWorker = worker
-    try:
-        yield
-    finally:
-        eagle_worker_v2.EagleDraftWorker = original
-
-
 # The token after a prompt, drawn from SGLang's distribution with the request's own random numbers,
 # so that a seed determines the whole answer. After a retraction, the prompt is read again with what
 # has been generated, and the token after it is drawn in the same way.
-
-_requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens", default=None)
-
-
-@contextmanager
-def first_tokens_of(requests: Sequence[Req]) -> Iterator[None]:
-    """Set the requests whose tokens the sampler draws within this context."""
-    token = _requests.set(requests)
-    try:
-        yield
-    finally:
-        _requests.reset(token)
 
 
 class FirstTokens:
     """Replaces a sampler's draw; for requests that are not ours, it draws as before.
 
     Attributes:
+        requests: Those whose tokens are drawn now; None while other models sample.
         probs: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
     """
 
     def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
         self._draw_as_before = draw_as_before
         self._book = book
+        self.requests: Sequence[Req] | None = None
         self.probs: Tensor | None = None
 
     def __call__(
@@ -204,13 +184,12 @@ class FirstTokens:
         simple_sampling_case: bool,
     ) -> tuple[Tensor, Any]:
         """Return token ids ``[batch]``, and a record of sampling masks if one is wanted."""
-        requests = _requests.get()
-        if requests is None or sampling_info.sampling_mask_batch_indices is not None:
+        if self.requests is None or sampling_info.sampling_mask_batch_indices is not None:
             return cast(
                 "tuple[Tensor, Any]",
                 self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
             )
-        uniforms = self._book.token_uniforms(requests).to(probs.device, non_blocking=True)
+        uniforms = self._book.token_uniforms(self.requests).to(probs.device, non_blocking=True)
         self.probs = warped(probs, sampling_info)
         likely = self.probs.argmax(dim=1)
         drawn = draw(self.probs, uniforms)

@@ -1,9 +1,17 @@
-"""What is read of SGLang's settings of a batch, without SGLang."""
+"""What is read of SGLang's batches, without SGLang."""
 
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+
+class Req:
+    """A request."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.sampling_params = SimpleNamespace(sampling_seed=seed)
+        self.origin_input_ids = [1, 2, 3]
 
 
 def sampling(temperatures: Tensor, greedy: Tensor | None) -> SimpleNamespace:
