@@ -83,17 +83,17 @@ class HeadReplay(DraftReplay):
     def __init__(
         self,
         worker: "SampledDraftWorker",
-        requests: Sequence[Request],
         pool_indices: Tensor,
         start: RoundStart | None,
+        requests: Sequence[Request],
     ) -> None:
         """Take the batch.
 
         Args:
             worker: Runs the head.
-            requests: The requests of the batch.
-            pool_indices: ``[batch]``, indices of their slots in SGLang's pool.
+            pool_indices: ``[batch]``, indices of the requests' slots in SGLang's pool.
             start: Start of the round; None if nothing was drafted.
+            requests: The requests.
         """
         self._worker = worker
         self._rows = {request.number: row for row, request in enumerate(requests)}

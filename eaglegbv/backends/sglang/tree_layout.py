@@ -253,7 +253,7 @@ class RoundBuffers:
         batch, greedy = len(uniforms), greedy_rows(sampling)
         self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
         torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])
-        self._greedy[:batch].copy_(0 if greedy is None else greedy.unsqueeze(1))
+        self._greedy[:batch] = False if greedy is None else greedy.unsqueeze(1)
 
     def temperatures(self, batch: int) -> Tensor:
         """Return ``[batch, 1]``: a greedy request's tree goes by the head's own probabilities."""

@@ -29,9 +29,7 @@ from eaglegbv.backends.sglang.verify import (
 )
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import CudaRecorder, EagerRecorder
-from eaglegbv.drafters.base import DraftReplay
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.paths import draw
@@ -112,10 +110,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         target: TargetProbs,
         start: RoundStart | None,
     ) -> Verdict:
-        def replay(own: Sequence[Request]) -> DraftReplay:
-            return HeadReplay(self._draft_worker, own, pool_indices, start)
-
         assert self._stateful is not None
+        replay = partial(HeadReplay, self._draft_worker, pool_indices, start)
         return self._stateful.judge(requests, tree, target, replay)
 
     def _forward_prefill_batch(
