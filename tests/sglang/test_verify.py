@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from support.g_test import g_test
@@ -76,13 +77,12 @@ def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
         peaks = torch.zeros(batch * K, 1).double()
         packed.append(growth.grow(after(growth.tokens), peaks).pack())
     tokens = torch.cat((last, growth.tree()[2]), dim=1)
-    plan = Plan(paths=K, depth=L)
-    return Drafts(plan, target, tokens, torch.cat(packed, dim=1), buffers)
+    return Drafts(Plan(paths=K, depth=L), target, tokens, torch.cat(packed, dim=1), buffers)
 
 
 def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
     space = torch.zeros(own.probs.flatten(0, 1).shape)
-    judge = GraphJudge(verifier, own.plan, own.buffers, space)
+    judge = GraphJudge(msgspec.structs.replace(own.plan, verifier=verifier), own.buffers, space)
     judge.record(recorder or EagerRecorder())
     return judge
 

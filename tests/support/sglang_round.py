@@ -68,12 +68,13 @@ def round_operations(
     verifier: str, paths: int, length: int, *, greedy: bool = False, batch: int = 5
 ) -> list[tuple[str, str]]:
     """Return part and name of each operation of a round."""
-    plan, operations = Plan(paths=paths, depth=length), EagerOperations()
+    plan = Plan(verifier=verifier, paths=paths, depth=length)
+    operations = EagerOperations()
     nodes = paths * length + 1
     book, requests = RequestBook(plan, 0), [Req() for _ in range(batch)]
     target_ids = torch.arange(DRAFT_VOCAB) + VOCAB - DRAFT_VOCAB
     buffers = RoundBuffers(8, 8, book.numbers, WIDTH, target_ids=target_ids)
-    judge = GraphJudge(verifier, plan, buffers, torch.zeros(8 * nodes, VOCAB))
+    judge = GraphJudge(plan, buffers, torch.zeros(8 * nodes, VOCAB))
     judge.record(Recording(operations))
     settings = sampling(torch.ones(batch, 1), torch.arange(batch) < 2 if greedy else None)
     slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)

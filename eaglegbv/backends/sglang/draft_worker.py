@@ -22,8 +22,6 @@ from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.errors import ModelNotSupported
 
-Redraw = Callable[[ScheduleBatch, Tensor], bool]
-
 
 class Listener:
     """Wraps a callable and keeps its last result."""
@@ -59,19 +57,18 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self.draft_runner.forward = self._forward
         self._replay: Listener | None = None
 
-    def configure(self, settings: Settings, book: RequestBook, redraw: Redraw) -> None:
-        """Take the objects shared with the worker; call this before memory is allocated.
+    def configure(
+        self,
+        settings: Settings,
+        book: RequestBook,
+        redraw: Callable[[ScheduleBatch, Tensor], bool],
+    ) -> None:
+        """Take what is shared with the worker; call this before memory is allocated.
 
-        Args:
-            settings: Settings of the drafts.
-            book: Source of the random numbers.
-            redraw: Redraws tokens after prompts that must not be drawn from the target's
-                distribution alone; returns whether it changed any of the token ids ``[batch]``, in
-                place.
+        ``redraw`` redraws, in place, those of the token ids ``[batch]`` after prompts that must not
+        be drawn from the target's distribution alone, and returns whether there were any.
         """
-        self._settings = settings
-        self._book = book
-        self._redraw = redraw
+        self._settings, self._book, self._redraw = settings, book, redraw
 
     def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
         """Allocate SGLang's pools, and the buffers by request slot and by row."""

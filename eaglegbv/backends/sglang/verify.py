@@ -167,28 +167,22 @@ class GraphJudge:
     last of whose rows there may be anything.
     """
 
-    def __init__(self, name: str, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
+    def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
         """Allocate what is not given.
 
         Args:
-            name: The verifier's.
-            plan: How the trees are drafted.
+            plan: How the trees are drafted and judged.
             buffers: Those of the drafts.
             probs: ``[rows * nodes, vocab]`` float32, to which SGLang's distributions are written.
         """
-        self._verifier, self._plan, self._buffers = make_verifier(name), plan, buffers
+        self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
         paths, length = plan.paths, plan.depth
         self._nodes = 1 + paths * length
         self._most = min(len(probs) // self._nodes, len(buffers.uniforms))
         self._probs = probs.view(-1, self._nodes, probs.shape[1])
-        self._tokens = torch.zeros(
-            (self._most, self._nodes), dtype=torch.int64, device=probs.device
-        )
-        self._draft_probs = torch.zeros(
-            (self._most, 1 + paths * (length - 1), 2, buffers.width),
-            dtype=torch.float64,
-            device=probs.device,
-        )
+        branches = 1 + paths * (length - 1)
+        self._tokens = probs.new_zeros((self._most, self._nodes), dtype=torch.int64)
+        self._draft_probs = buffers.uniforms.new_zeros((self._most, branches, 2, buffers.width))
         self._replays: dict[int, Work] = {}
 
     def record(self, recorder: Recorder) -> None:
@@ -219,7 +213,7 @@ class GraphJudge:
         self._draft_probs[:batch].copy_(draft_probs)
         if probs.data_ptr() != self._probs.data_ptr():  # top-k, top-p or min-p made others
             self._probs[:batch].copy_(probs)
-        rows = min(rows for rows in self._replays if rows >= batch)
+        rows = min(rows for rows in self._replays if rows >= batch)  # the bucket
         return Acceptance(*(result[:batch] for result in self._replays[rows]()))
 
     def _judge(self, rows: int) -> tuple[Tensor, ...]:

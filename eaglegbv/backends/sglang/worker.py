@@ -74,9 +74,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         if self._stateful is None:
             graphs = self.target_worker.model_runner.decode_cuda_graph_runner is not None
             recorder = CudaRecorder() if graphs and self._probs.is_cuda else EagerRecorder()
-            self._graphs = GraphJudge(
-                self._plan.verifier, self._plan, self._draft_worker.buffers, self._probs
-            )
+            self._graphs = GraphJudge(self._plan, self._draft_worker.buffers, self._probs)
             self._graphs.record(recorder)
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
