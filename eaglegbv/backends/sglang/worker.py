@@ -64,7 +64,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         # SGLang sizes its pools by the memory that is left after this.
         rows = 0 if stateful else self.server_args.max_running_requests
         shape = rows * (1 + self.topk * self.speculative_num_steps), runner.model_config.vocab_size
-        self._probs = torch.zeros(shape, device=self.device)
+        self._probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._first_tokens = FirstTokens(runner.sampler._sample_from_probs, self._book)
         runner.sampler._sample_from_probs = self._first_tokens
 
