@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from eaglegbv.config import EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import (
     REPLAYED,
-    EagerRecorder,
     GraphMode,
     OperationWatch,
+    Recorder,
     make_recorder,
 )
 from eaglegbv.drafters.draft_model import StandaloneDrafter
@@ -170,7 +170,7 @@ class Floors:
             return tuple(product(inputs[width]) for width, product in products)
 
         cuda = self._like.is_cuda
-        recorder = make_recorder(GraphMode.AUTO, cuda=cuda, recordable=True) or EagerRecorder()
+        recorder = make_recorder(GraphMode.AUTO, cuda=cuda, recordable=True) or Recorder()
         run, wait = recorder.record(work), barrier_of(self._like.device) or (lambda: None)
         times = []
         for _ in range(_FLOOR_RUNS):

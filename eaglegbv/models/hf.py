@@ -7,8 +7,8 @@ argument, so no global state says which request or which pool is meant.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,7 @@ from eaglegbv.backends.sglang.verify import (
     verifying,
 )
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import EagerRecorder, NotRecordable, Recorder, Work
+from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.verifiers.paths import Residual, draw_residual
@@ -83,7 +83,7 @@ def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
 def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
     space = torch.zeros(own.probs.flatten(0, 1).shape)
     judge = GraphJudge(msgspec.structs.replace(own.plan, verifier=verifier), own.buffers, space)
-    judge.record(recorder or EagerRecorder())
+    judge.record(recorder or Recorder())
     return judge
 
 

@@ -28,7 +28,7 @@ from eaglegbv.backends.sglang.verify import (
     verifying,
 )
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import CudaRecorder, EagerRecorder
+from eaglegbv.cuda_graphs import CudaRecorder, Recorder
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict
@@ -73,7 +73,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         super().init_cuda_graphs()
         if self._stateful is None:
             graphs = self.target_worker.model_runner.decode_cuda_graph_runner is not None
-            recorder = CudaRecorder() if graphs and self._probs.is_cuda else EagerRecorder()
+            recorder = CudaRecorder() if graphs and self._probs.is_cuda else Recorder()
             self._graphs = GraphJudge(self._plan, self._draft_worker.buffers, self._probs)
             self._graphs.record(recorder)
 
