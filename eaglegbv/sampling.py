@@ -7,6 +7,7 @@ may hold any list of tokens.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import msgspec
@@ -140,32 +141,40 @@ class WarpSettings:
         changed: dict[str, Any] = {name: change(column) for name, column in self.columns.items()}
         return replace(self, **changed)
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         params: Sequence[SamplingParams],
         rows_each: Sequence[int],
         *,
         device: torch.device | str = "cpu",
-    ) -> Self:
-        """Gather the settings of requests that own ``rows_each`` consecutive rows."""
+    ) -> "WarpSettings":
+        """Gather the settings of requests that own ``rows_each`` consecutive rows.
 
-        def column(values: Sequence[float], dtype: torch.dtype, *, used: bool) -> Tensor | None:
-            return _column(values, rows_each, dtype, device) if used else None
+        Other steps of the same requests share the result, so it must not be written to.
+        """
+        return _settings_of(tuple(params), tuple(rows_each), device)
 
-        no_limit = 2**31
-        top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
-        top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
-        temperature = _column([p.temperature for p in params], rows_each, torch.float32, device)
-        return cls(
-            temperature=temperature,
-            greedy=temperature == 0 if any(p.greedy for p in params) else None,
-            top_k=column(top_k, torch.int64, used=min(top_k) < no_limit),
-            limits=frozenset(k for k in top_k if k < no_limit),
-            top_p=column(top_p, torch.float64, used=min(top_p) < 1),
-            min_p=column(min_p, torch.float64, used=max(min_p) > 0),
-            tempered=any(p.temperature != 1 for p in params),
-        )
+
+@lru_cache(maxsize=256)
+def _settings_of(
+    params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
+) -> WarpSettings:
+    def column(values: Sequence[float], dtype: torch.dtype, *, used: bool) -> Tensor | None:
+        return _column(values, rows_each, dtype, device) if used else None
+
+    no_limit = 2**31
+    top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
+    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
+    temperature = _column([p.temperature for p in params], rows_each, torch.float32, device)
+    return WarpSettings(
+        temperature=temperature,
+        greedy=temperature == 0 if any(p.greedy for p in params) else None,
+        top_k=column(top_k, torch.int64, used=min(top_k) < no_limit),
+        limits=frozenset(k for k in top_k if k < no_limit),
+        top_p=column(top_p, torch.float64, used=min(top_p) < 1),
+        min_p=column(min_p, torch.float64, used=max(min_p) > 0),
+        tempered=any(p.temperature != 1 for p in params),
+    )
 
 
 def warp(logits: Tensor, settings: WarpSettings) -> Tensor:

@@ -382,11 +382,7 @@ def verify_stateful(
         length=tree.length,
         device=device,
     )
-    trails = [
-        _Trail(row, column, request, layer, layer.snapshot)
-        for row, request in enumerate(requests)
-        for column, layer in enumerate(request.target_layers)
-    ]
+    trails = _trails(requests)
     borrowed = allocator.allocate(sum(trail.length for trail in trails))
     try:
         replayed = _ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
@@ -416,6 +412,14 @@ class _Trail:
     def length(self) -> int:
         """Most tokens to advance by; for the last token only what is before it is needed."""
         return len(self.committed) + self.layer.remaining - 1
+
+
+def _trails(requests: Sequence[Request]) -> list[_Trail]:
+    return [
+        _Trail(row, column, request, layer, layer.snapshot)
+        for row, request in enumerate(requests)
+        for column, layer in enumerate(request.target_layers)
+    ]
 
 
 class _ReplayedProbs:

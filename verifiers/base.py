@@ -87,12 +87,10 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
-    draft_samplings: ClassVar[frozenset[DraftSampling]]
-    """Draft samplings the rule is lossless for."""
+    draft_samplings: ClassVar[frozenset[DraftSampling]]  # draft samplings the rule is lossless for
     default_sampling: ClassVar[DraftSampling] = DraftSampling.IID
     """How to draft when the user does not say."""
-    max_paths: ClassVar[int | None] = None
-    """Most paths the rule can use; ``None`` for any number."""
+    max_paths: ClassVar[int | None] = None  # most paths the rule can use; `None` for any number
 
     def fitting_paths(self, paths: int) -> int:
         """Return as many of ``paths`` as the rule can use."""
@@ -146,8 +144,7 @@ class Verifier(Rule):
 # the answer together with the verdict it belongs to, and fails only the requests that are faulty.
 
 
-TOLERANCE = 1e-6
-"""How far the sum of a distribution may be from one."""
+TOLERANCE = 1e-6  # how far the sum of a distribution may be from one
 
 
 class Fault(IntFlag):

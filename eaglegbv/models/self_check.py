@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,8 @@ def _tokens(sample: _Sample, vocab_size: int) -> list[int]:
     return [(7919 * (sample.prompt + i) + 13) % vocab_size for i in range(count)]
 
 
-class LayerCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerCall:
     """The attention that one layer asked for."""
 
     layer: int
