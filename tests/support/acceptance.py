@@ -1,17 +1,11 @@
 """Expected acceptance lengths by recursion over prefixes, without walking every branch."""
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import permutations
 
 import numpy as np
 from scipy.integrate import quad
 
-from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.gbv import skewed_probs
-from eaglegbv.verifiers.global_resolution import weighted_selection
 from eaglegbv.verifiers.proof.chooser import (
     Number,
     Prefix,
@@ -25,137 +19,7 @@ from eaglegbv.verifiers.proof.chooser import (
     share as ratio_of,
 )
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
-from eaglegbv.verifiers.proof.tree import ReferenceTree
-from eaglegbv.verifiers.transport import exact_transport, multiplicity_probs, ranked
-
-
-def otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """E[tau] = sum of Pr(the selected path starts with x^i) w_i over all prefixes."""
-
-    def below(prefix: Prefix, drafts: int, w: Number) -> Number:
-        if len(prefix) == length:
-            return 0
-        node = exact_transport(p(prefix), q(prefix), drafts)
-        total: Number = 0
-        for x in node.order:
-            b = node.probs[x]
-            if b > 0:
-                v = min(1, w * p(prefix)[x] / b)
-                inner = sum(
-                    share * below((*prefix, x), m, v)
-                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
-                    if share > 0
-                )
-                total += b * (v + inner)
-        return total
-
-    return below((), paths, 1)
-
-
-def global_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """E[tau] of exact transport node by node, each token accepted for itself with min(1, p/b)."""
-
-    def below(prefix: Prefix, drafts: int) -> Number:
-        if len(prefix) == length:
-            return 0
-        node = exact_transport(p(prefix), q(prefix), drafts)
-        total: Number = 0
-        for x in node.order:
-            accepted = min(p(prefix)[x], node.probs[x])
-            if accepted > 0:
-                inner = sum(
-                    share * below((*prefix, x), m)
-                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
-                    if share > 0
-                )
-                total += accepted * (1 + inner)
-        return total
-
-    return below((), paths)
-
-
-def race_resolution_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """The same with the selection by a race."""
-
-    @cache
-    def below(prefix: Prefix, drafts: int) -> Number:
-        if len(prefix) == length:
-            return 0
-        found = weighted_selection(np.array(p(prefix)), np.array(q(prefix)), drafts, distinct=False)
-        total: Number = 0
-        for drawn in itertools.product(support(q(prefix)), repeat=drafts):
-            mass = math.prod(q(prefix)[x] for x in drawn)
-            for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                accepted = min(1, p(prefix)[x] / found.probs[x]) if chance > 0 else 0
-                if accepted > 0:
-                    inner = below((*prefix, x), drawn.count(x))
-                    total += mass * chance * accepted * (1 + inner)
-        return total
-
-    return below((), paths)
-
-
-def weighted_otbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """The same where a node entered with weight w is given the transport for w p in place of p."""
-
-    def below(prefix: Prefix, drafts: int, w: Number) -> Number:
-        if len(prefix) == length:
-            return 0
-        wanted = tuple(w * px for px in p(prefix))
-        node = exact_transport(wanted, q(prefix), drafts)
-        total: Number = 0
-        for x in node.order:
-            b = node.probs[x]
-            if b > 0:
-                v = min(1, wanted[x] / b)
-                inner = sum(
-                    share * below((*prefix, x), m, v)
-                    for m, share in enumerate(multiplicity_probs(node, x), start=1)
-                    if share > 0
-                )
-                total += b * (v + inner)
-        return total
-
-    return below((), paths, 1)
-
-
-def spectr_gbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """E[tau] of one step: the sum of min(p, b) over sequences of symbols (token, drafts left)."""
-
-    def below(prefix: Prefix, drafts: int, joint_p: Number, joint_b: Number) -> Number:
-        if len(prefix) == length:
-            return 0
-        node = exact_transport(p(prefix), q(prefix), drafts)
-        total: Number = 0
-        for x in node.order:
-            b = node.probs[x]
-            for m, share in enumerate(multiplicity_probs(node, x) if b > 0 else (), start=1):
-                symbol_p, symbol_b = joint_p * p(prefix)[x] * share, joint_b * b * share
-                if symbol_b > 0:
-                    total += min(symbol_p, symbol_b) + below((*prefix, x), m, symbol_p, symbol_b)
-        return total
-
-    return below((), paths, 1, 1)
-
-
-def gbv_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """The same with the skewed distributions of the best-ranked path."""
-
-    def below(prefix: Prefix, w: Number) -> Number:
-        if len(prefix) == length:
-            return 0
-        total: Number = 0
-        for x, mass in enumerate(q(prefix)):
-            if mass > 0:
-                path = (*prefix, x)
-                tree = ReferenceTree(DraftSampling.IID, (path,) * paths, p, q)
-                b = skewed_probs(tree, path)[-1][x]
-                if b > 0:
-                    v = min(1, w * p(prefix)[x] / b)
-                    total += b * (v + below(path, v))
-        return total
-
-    return below((), 1)
+from eaglegbv.verifiers.transport import ranked
 
 
 def prefixes(p: ProbsAt, q: ProbsAt, length: int):
@@ -173,11 +37,6 @@ def prefixes(p: ProbsAt, q: ProbsAt, length: int):
 def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
     """What one path can reach within one step: the sum of min(p, q) over prefixes."""
     return sum(min(a, b) for a, b in prefixes(p, q, length))
-
-
-def claimed_length(p: ProbsAt, q: ProbsAt, paths: int, length: int) -> Number:
-    """SpecTr-GBV's Theorem 5.3: sum of p [1 - (1 - min(1, q/p))^K] over prefixes."""
-    return sum(a * (1 - (1 - min(1, b / a)) ** paths) for a, b in prefixes(p, q, length) if a > 0)
 
 
 def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:

@@ -6,7 +6,7 @@ independent of what the package writes.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,12 @@ class Published:
         tensors: By stored name.
         pickled: Whether ``torch.save`` writes them.
         target: Whose head it is, of :data:`TARGETS`.
-        reads: Layers whose inputs it is made for; none for EAGLE-1.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     pickled: bool = False
     target: str = "llama"
-    reads: tuple[int, ...] = field(default=tuple(INPUTS))
 
     def write(self, folder: Path) -> Path:
         """Write the folder."""
@@ -289,18 +287,17 @@ _SGLANG1 = {"architectures": ["LlamaForCausalLMEagle"], "bias": False}
 PUBLISHED: dict[str, Callable[[], Published]] = {
     # EAGLE repository: no key ``bias``, which means a bias, and no grouped heads.
     "eagle1_vicuna": lambda: Published(
-        _flat(num_key_value_heads=None), _eagle1(fc_bias=True, kv=4), pickled=True, reads=()
+        _flat(num_key_value_heads=None), _eagle1(fc_bias=True, kv=4), pickled=True
     ),
     # EAGLE repository: ``"bias": false``.
     "eagle1_llama3": lambda: Published(
-        _flat(bias=False, rope_theta=500000.0), _eagle1(), pickled=True, target="llama3", reads=()
+        _flat(bias=False, rope_theta=500000.0), _eagle1(), pickled=True, target="llama3"
     ),
     # EAGLE repository: biases of queries, keys and values.
     "eagle1_qwen2": lambda: Published(
         _flat(qkv_bias=True),
         _eagle1(fc_bias=True) | _tensors(_QKV, torch.float16),
         target="qwen2",
-        reads=(),
     ),
     # EAGLE repository: no layer ids, no rope_theta, half precision, pickled.
     "eagle3_llama31": lambda: _flat3(_eagle3(dtype=torch.float16), pickled=True, target="llama3"),
@@ -322,7 +319,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
     # Layer ids for vLLM, which counts inputs.
     "eagle3_vllm": lambda: _flat3(eagle_config=_ids(INPUTS), target="mistral"),
     # The EAGLE repository's weights with SGLang's ``architectures``.
-    "sglang_eagle1": lambda: Published(_flat(**_SGLANG1), _eagle1(), reads=()),
+    "sglang_eagle1": lambda: Published(_flat(**_SGLANG1), _eagle1()),
     # Layer ids for SGLang, which counts outputs.
     "sglang_eagle3": lambda: _flat3(**_SGLANG3, eagle_config=_ids(OUTPUTS), target="qwen3"),
     # EAGLE-3.1: features normed one by one, normed state fed back.
@@ -336,7 +333,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
         _eagle3(more=_INPUT_NORM), **_SGLANG3, eagle_config={"norm_before_fc": True}
     ),
     # EAGLE-1 without a bias, and zeros in its place for SGLang, which builds one always.
-    "sglang_eagle1_zeros": lambda: Published(_flat(**_SGLANG1), _eagle1() | _ZEROS, reads=()),
+    "sglang_eagle1_zeros": lambda: Published(_flat(**_SGLANG1), _eagle1() | _ZEROS),
     # ``specforge export --to sglang``: no embedding, rotary scaling in the older spelling.
     "specforge_sglang": lambda: _flat3(
         **_SGLANG3, rope_theta=500000.0, rope_scaling=_OLD_ROPE, head_dim=8, target="llama3"

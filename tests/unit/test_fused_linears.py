@@ -111,11 +111,8 @@ def test_layers_that_run_twice_and_shared_weights_stay() -> None:
     torch.testing.assert_close(run(), expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
-def test_no_more_than_one_product_is_held_twice(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights leave as they are joined: no model has to fit into memory twice."""
     module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
     joined = [weakref.ref(m.q.weight) for m in module]
@@ -127,8 +124,7 @@ def test_no_more_than_one_product_is_held_twice(
         return product_of(weight, *arguments, **named)
 
     monkeypatch.setattr(fused_linears, "product_of", counted)
-    part = module if compiled else None
-    prepare(module, lambda: [own(TOKENS) for own in module], compiled=part)
+    prepare(module, lambda: [part(TOKENS) for part in module])
     assert there == [4, 3, 2, 1]
     assert not any(ref() for ref in joined)
 
@@ -155,7 +151,7 @@ def test_what_is_compiled_is_joined_but_not_packed() -> None:
 
 @needs_packing
 @pytest.mark.usefixtures("packing")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "opt", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss"])
 def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
     target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
     assert not any(type(m) is nn.Linear for m in target.model.modules())
@@ -235,16 +231,6 @@ def test_quantised_products_err_by_no_more_than_rounding(
 
 
 @needs_int8
-def test_integers_of_one_byte_are_kept() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-126, 127, (40, 24), generator=generator).float()
-    weight[:, 0] = 127  # so that a step is 1
-    weight *= 2.0 ** torch.randint(-3, 4, (40, 1), generator=generator)
-    x = torch.eye(24)
-    assert torch.equal(QuantisedProduct(weight, None)(x), x @ weight.T)
-
-
-@needs_int8
 def test_a_row_of_a_quantised_product_does_not_depend_on_the_others() -> None:
     torch.manual_seed(0)
     product, x = QuantisedProduct(torch.randn(96, 64), None), torch.randn(70, 64)
@@ -255,14 +241,6 @@ def test_a_row_of_a_quantised_product_does_not_depend_on_the_others() -> None:
     assert product(x[:0]).shape == (0, 96)
     strided = torch.randn(5, 128)[:, ::2]
     assert torch.equal(product(strided), product(strided.contiguous()))
-
-
-@needs_int8
-def test_rows_of_zeros_and_broken_inputs_stay_what_they_are() -> None:
-    product = QuantisedProduct(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), None)
-    found = product(torch.tensor([[1.0, 1.0], [torch.nan, 1.0]]))
-    assert found[0].tolist() == [0.0, 3.0]
-    assert found[1].isnan().all()
 
 
 def test_what_quantisation_comes_to() -> None:

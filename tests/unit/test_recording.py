@@ -181,16 +181,6 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
     assert several > 10
 
 
-def test_modified_targets_of_greedy_rules_are_shown() -> None:
-    """Unmodified, M is p; behind an accepted step it is another distribution."""
-    run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
-    differ = 0
-    for tree in run.trees[1:]:
-        for p, m in zip(tree.target_probs[1:], tree.node_stats["M"][1:], strict=True):
-            differ += m != pytest.approx(p, rel=1e-4)
-    assert 0 < differ < 4 * len(run.trees)
-
-
 @pytest.mark.parametrize("plan", ALL_PLANS, ids=named)
 def test_recording_changes_no_token(plan: Plan) -> None:
     spec = Spec(PROMPT, SamplingParams(max_tokens=20, seed=9), plan)

@@ -163,15 +163,6 @@ def test_text_ends_before_the_first_stop_string(name, text, stop, sizes):
     assert not any(string in before for string in stop)
 
 
-@given(ids=st.lists(st.integers(0, 339), max_size=30), stop=STOPS, sizes=SIZES)
-@settings(max_examples=50)
-def test_where_the_steps_end_changes_nothing(ids, stop, sizes):
-    tokenizer = byte_level()
-    one, _ = run(tokenizer, [[token] for token in ids], stop)
-    other, _ = run(tokenizer, chunks_of(ids, sizes), stop)
-    assert (one.text, one.token_ids, one.stopped) == (other.text, other.token_ids, other.stopped)
-
-
 def _ids(text):
     """One token per byte."""
     tokenizer = byte_level()

@@ -12,7 +12,7 @@ from support.small_heads import config_of
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eaglegbv.drafters.checkpoint import load_head, read_head_config, save_head
+from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.errors import DrafterMismatch
 
@@ -91,40 +91,6 @@ def test_a_saved_head_computes_the_same(arch: Arch, tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
-def test_published_names(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE1, tmp_path / "1")
-    saved_head(Arch.EAGLE3, tmp_path / "3")
-    eagle1, eagle3 = (load_file(tmp_path / n / "model.safetensors") for n in "13")
-    projections = [f"self_attn.{n}_proj.weight" for n in "qkvo"]
-    shared = [
-        *projections,
-        *(f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
-        "post_attention_layernorm.weight",
-    ]
-    assert set(eagle1) == {"fc.weight", "fc.bias", *(f"layers.0.{n}" for n in shared)}
-    own = ["input_layernorm.weight", "hidden_norm.weight"]
-    assert set(eagle3) == {
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "d2t",
-        "t2d",
-        *(f"midlayer.{n}" for n in (*shared, *own)),
-    }
-    assert eagle3["d2t"].dtype == torch.int64
-    assert (torch.arange(12) + eagle3["d2t"]).tolist() == eagle3["t2d"].nonzero().squeeze(
-        1
-    ).tolist()
-    assert eagle3["midlayer.self_attn.q_proj.weight"].shape == (24, 48)
-
-
-def test_half_precision_file_loads_into_any_type(tmp_path: Path) -> None:
-    head = saved_head(Arch.EAGLE3, tmp_path)
-    save_head(head, tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
-    assert torch.equal(load(tmp_path).fc.weight, head.fc.weight.bfloat16().float())
-
-
 def test_embedding_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
     head = saved_head(Arch.EAGLE3, tmp_path, target_hidden=32)
     loaded = load(tmp_path, target_config(hidden_size=32))
@@ -158,49 +124,3 @@ def test_an_embedding_of_its_own_is_kept_and_told(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "made for this target" in record.getMessage()
-
-
-def test_full_draft_vocabulary_needs_no_map(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE3, tmp_path, draft_vocab=VOCAB)
-    assert "d2t" not in load_file(tmp_path / "model.safetensors")
-    assert torch.equal(load(tmp_path).draft_to_target, torch.arange(VOCAB))
-
-
-def test_config_alone(tmp_path: Path) -> None:
-    head = saved_head(Arch.EAGLE3, tmp_path)
-    assert read_head_config(tmp_path, target_config()) == head.config
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "midlayer.self_attn.k_norm.weight"),
-        ({"fc.weight": torch.zeros(24, 48)}, "fc.weight"),
-        ({"lm_head.weight": torch.zeros(13, 24)}, "lm_head.weight"),
-        ({"fc.weight": torch.zeros(24, 72, dtype=torch.int64)}, "fc.weight"),
-        ({"d2t": torch.zeros(12)}, "d2t"),
-    ],
-)
-def test_wrong_tensors_are_named(
-    changes: dict[str, Tensor | None], named: str, tmp_path: Path
-) -> None:
-    saved_head(Arch.EAGLE3, tmp_path)
-    edit(tmp_path, changes)
-    with pytest.raises(DrafterMismatch) as caught:
-        load(tmp_path)
-    assert caught.value.argument == named
-
-
-def test_a_head_of_a_deeper_target_is_refused(tmp_path: Path) -> None:
-    saved_head(Arch.EAGLE3, tmp_path)
-    with pytest.raises(DrafterMismatch, match=r"^eagle_aux_hidden_state_layer_ids="):
-        load(tmp_path, target_config(num_hidden_layers=5))
-
-
-def test_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DrafterMismatch, match=r"config\.json"):
-        load(tmp_path)
-    saved_head(Arch.EAGLE1, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(DrafterMismatch, match=r"model\.safetensors"):
-        load(tmp_path)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import draft_params, draft_probs, log_probs, pick_places
@@ -43,41 +42,6 @@ def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vo
     torch.testing.assert_close(got, whole, atol=1e-14, rtol=0)
 
 
-@pytest.mark.parametrize("width", [1, 5, 29])
-def test_a_short_list_is_the_distribution_restricted_to_its_most_likely_tokens(width):
-    logits = random_logits(8)
-    params = SamplingParams(temperature=0.7)
-    dists = draft_probs(logits, settings(params, 8), width=width, draft_to_target=IDENTITY)
-    whole = (logits.double() / 0.7).softmax(1)
-    best = whole.topk(width, dim=1).indices.sort(1).values
-    assert torch.equal(dists.ids, best)
-    expected = whole.gather(1, best) / whole.gather(1, best).sum(1, keepdim=True)
-    torch.testing.assert_close(
-        dists.probs, expected, atol=1e-6, rtol=0
-    )  # float32 logits of size 10
-
-
-def test_a_distribution_sums_to_one_in_float64():
-    dists = draft_probs(
-        random_logits(50),
-        settings(SamplingParams(top_p=0.9), 50),
-        width=20,
-        draft_to_target=IDENTITY,
-    )
-    assert dists.probs.dtype == torch.float64
-    assert dists.ids.dtype == torch.int64
-    # 20 terms of float64: 20 * 1e-16
-    assert (dists.probs.sum(1) - 1).abs().max() < 2e-15
-
-
-def test_more_width_than_vocabulary_keeps_the_vocabulary():
-    dists = draft_probs(
-        random_logits(2), settings(SamplingParams(), 2), width=1000, draft_to_target=IDENTITY
-    )
-    assert torch.equal(dists.ids, IDENTITY.expand(2, -1))  # unsorted
-    assert log_probs(random_logits(2), width=1000, draft_to_target=IDENTITY).ids.shape == (2, VOCAB)
-
-
 def test_a_reduced_vocabulary_names_the_targets_tokens():
     draft_to_target = 100 + 7 * torch.arange(VOCAB)
     logits = random_logits(4)
@@ -88,21 +52,6 @@ def test_a_reduced_vocabulary_names_the_targets_tokens():
     assert torch.equal(reduced.probs, plain.probs)
     best = log_probs(logits, width=6, draft_to_target=draft_to_target)
     assert torch.equal(best.ids.sort(1).values, reduced.ids)
-
-
-def test_rows_have_settings_of_their_own():
-    params = [SamplingParams(temperature=0.3), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
-    logits = random_logits(6)
-    rows_each = [1, 3, 2]
-    together = draft_probs(
-        logits, WarpSettings.of(params, rows_each), width=10, draft_to_target=IDENTITY
-    )
-    alone = [
-        draft_probs(part, settings(p, len(part)), width=10, draft_to_target=IDENTITY)
-        for p, part in zip(params, logits.split(rows_each), strict=True)
-    ]
-    assert torch.equal(together.ids, torch.cat([dists.ids for dists in alone]))
-    assert torch.equal(together.probs, torch.cat([dists.probs for dists in alone]))
 
 
 def test_broken_logits_break_their_own_distribution_visibly():
@@ -130,19 +79,6 @@ def pick_index(probs, uniform: float) -> int:
     return int(pick_places(torch.as_tensor(probs), number))
 
 
-def test_a_number_selects_by_inverse_distribution_function():
-    probs = np.array([0.5, 0.0, 0.25, 0.25])
-    below_one = np.nextafter(1.0, 0.0)
-    cases = {0.0: 0, 0.25: 0, np.nextafter(0.5, 0): 0, 0.5: 2, 0.6: 2, 0.75: 3, below_one: 3}
-    assert {uniform: pick_index(probs, uniform) for uniform in cases} == cases
-
-
-def test_impossible_tokens_at_either_end_are_never_selected():
-    probs = np.array([0.0, 0.0, 0.3, 0.7, 0.0, 0.0])
-    assert pick_index(probs, 0.0) == 2
-    assert pick_index(probs, np.nextafter(1.0, 0.0)) == 3
-
-
 @given(
     weights=st.lists(
         st.sampled_from([0.0, 1e-300, 1e-20, 1e-3, 0.1, 1 / 3, 1.0]), min_size=1
@@ -157,25 +93,6 @@ def test_whatever_the_rounding_a_possible_token_is_selected(weights, uniform):
     end = probs[: choice + 1].sum()
     slack = 1e-14
     assert end - probs[choice] - slack <= uniform * probs.sum() <= end + slack
-
-
-def test_the_last_number_below_one_selects_the_last_possible_token():
-    # 0.1 summed ten times is below 1 in float64: u * total may round up to the total itself.
-    below_one = np.nextafter(1.0, 0.0)
-    for size in range(1, 60):
-        probs = np.append(np.full(size, 1 / size), [0.0, 0.0])
-        assert pick_index(probs, below_one) == size - 1
-
-
-def test_selected_tokens_follow_the_distribution():
-    # 50,000 fixed numbers; a wrong cell by 1% of the total would give p < 1e-20.
-    probs = np.array([0.4, 0.0, 0.3, 0.2, 0.07, 0.03])
-    uniforms = np.random.Generator(np.random.Philox(5)).random(50_000)
-    rows = torch.from_numpy(probs).expand(50_000, -1)
-    counts = np.bincount(pick_places(rows, torch.from_numpy(uniforms)), minlength=6)
-    assert counts[1] == 0
-    possible = probs > 0
-    assert stats.chisquare(counts[possible], probs[possible] * 50_000).pvalue > 1e-4
 
 
 @pytest.mark.parametrize(

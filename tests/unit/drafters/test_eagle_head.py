@@ -150,33 +150,6 @@ def test_forward_equals_the_formulas(arch: Arch, changes: dict[str, object]) -> 
         torch.testing.assert_close(head.logits(result), logits, **close)
 
 
-@pytest.mark.parametrize("arch", list(Arch))
-def test_biases_take_part(arch: Arch) -> None:
-    token_ids, positions = torch.arange(3), torch.arange(3)
-    config = config_of(arch, fc_bias=True, qkv_bias=True, o_bias=True)
-    head = make_head(config)
-    names = [n for n in head.state_dict() if n.endswith(".bias")]
-    assert names == ["fc.bias", *(f"layer.self_attn.{n}_proj.bias" for n in "qkvo")]
-    features = torch.randn(3, config.feature_size, dtype=torch.float64)
-    before = head(token_ids, head.fuse(features), positions, causal)
-    for name in names:
-        head.get_parameter(name).zero_()
-        after = head(token_ids, head.fuse(features), positions, causal)
-        assert not torch.allclose(before, after)
-        before = after
-
-
-def test_names_of_the_norms_are_the_published_ones() -> None:
-    names = set(make_head(config_of(Arch.EAGLE3, norm_before_fc=True, fc_norm=True)).state_dict())
-    plain = set(make_head(config_of(Arch.EAGLE3)).state_dict())
-    assert names - plain == {"input_norm.weight", *(f"fc_norm.{i}.weight" for i in range(3))}
-
-
-def test_weights_exclude_what_belongs_to_the_target() -> None:
-    names = set(make_head(config_of(Arch.EAGLE1)).state_dict())
-    assert not names & {"embedding", "target_lm_head", "draft_to_target", "rotary.frequencies"}
-
-
 def test_default_feature_layers_of_a_32_layer_target() -> None:
     assert default_feature_layers(32) == (2, 16, 29)
 

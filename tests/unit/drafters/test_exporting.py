@@ -17,15 +17,10 @@ from support.published_heads import (
 )
 from torch import Tensor
 
-from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget, export_head, fit, read_checkpoint
-from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.formats.read import FORMATS, FormatName
 from eaglegbv.drafters.formats.write import check_holds
-from eaglegbv.engine import Engine
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
-from eaglegbv.loading import TINY, TINY_TARGET, load_pair
-from eaglegbv.sampling import SamplingParams
 
 TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
 TARGET = ExportTarget("some/target", ("LlamaForCausalLM",), LAYERS, lambda: TABLE)
@@ -82,16 +77,6 @@ def test_round_trips_keep_every_bit(name: str, form: FormatName, tmp_path: Path)
     check_same(back, source, published.target, extra=extra)
 
 
-def test_a_way_round_all_formats(tmp_path: Path) -> None:
-    published = PUBLISHED["sglang_eagle3"]()
-    first = checkpoint = read_checkpoint(published.write(tmp_path / "0"))
-    order = ("eagle", "speculators", "sglang", "speculators", "eagle", "sglang")
-    for i, form in enumerate(order, start=1):
-        export_head(checkpoint, form, tmp_path / str(i), TARGET)
-        checkpoint = read_checkpoint(tmp_path / str(i))
-    check_same(checkpoint, first, published.target, extra={"embed_tokens.weight"})
-
-
 def test_variants_each_format_holds(tmp_path: Path) -> None:
     kept = {form: set() for form in FormatName}
     for name, head in PUBLISHED.items():
@@ -134,19 +119,6 @@ def test_what_sglang_reads(tmp_path: Path) -> None:
     assert tensors["fc.bias"].dtype == torch.float16
 
 
-@pytest.mark.parametrize("form", ["eagle", "sglang"])
-def test_true_bias_is_left_to_the_default(form: str, tmp_path: Path) -> None:
-    source = read_checkpoint(PUBLISHED["eagle1_qwen2"]().write(tmp_path / "source"))
-    export_head(source, form, tmp_path / "there")
-    config, tensors = stored(tmp_path / "there")
-    assert "bias" not in config  # SGLang takes a true one for biases of attention
-    assert config["qkv_bias"] is True
-    assert tensors["fc.bias"].any()
-    if form == "sglang":
-        assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
-        assert config["model_type"] == "qwen2"
-
-
 def test_two_norms_before_fc_are_too_many_for_speculators(tmp_path: Path) -> None:
     head = PUBLISHED["sglang_eagle31"]()
     head.config["norm_before_fc"] = True
@@ -154,13 +126,6 @@ def test_two_norms_before_fc_are_too_many_for_speculators(tmp_path: Path) -> Non
     source = read_checkpoint(head.write(tmp_path / "source"))
     with pytest.raises(DrafterMismatch, match="both norm_before_fc and fc_norm"):
         export_head(source, "speculators", tmp_path / "there", TARGET)
-
-
-def test_speculators_heads_keep_the_name_of_their_target(tmp_path: Path) -> None:
-    source = read_checkpoint(PUBLISHED["speculators_residual"]().write(tmp_path / "source"))
-    assert source.verifier == "meta-llama/Llama-3.1-8B-Instruct"
-    export_head(source, "speculators", tmp_path / "there")
-    assert read_checkpoint(tmp_path / "there").verifier == source.verifier
 
 
 def speculators_without_variants(folder: Path) -> Path:
@@ -188,15 +153,6 @@ def test_what_speculators_reads(tmp_path: Path) -> None:
     assert (layer["model_type"], layer["head_dim"], layer["rope_theta"]) == ("qwen3", 16, 1e6)
 
 
-def test_layers_left_open_stay_open(tmp_path: Path) -> None:
-    source = read_checkpoint(PUBLISHED["eagle3_llama31"]().write(tmp_path / "source"))
-    for form in FormatName:
-        export_head(source, form, tmp_path / form, TARGET)
-        found = read_checkpoint(tmp_path / form)
-        assert found.layers is not None
-        assert found.layers.ids is None
-
-
 def test_an_export_without_its_embedding_is_refused(tmp_path: Path) -> None:
     source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     with pytest.raises(DrafterMismatch, match=r"^embed_tokens\.weight=None.*name the target"):
@@ -209,37 +165,3 @@ def test_formats_and_folders_are_checked(tmp_path: Path) -> None:
         export_head(source, "gguf", tmp_path / "there")
     with pytest.raises(InvalidArgument, match=r"^directory="):
         export_head(source, "eagle", tmp_path / "source")
-
-
-@pytest.mark.parametrize(
-    ("drafter", "forms"),
-    [("eagle1", ["eagle", "sglang"]), ("eagle3", ["eagle", "sglang", "speculators"])],
-)
-def test_packaged_heads_draft_the_same_tokens_in_every_format(
-    drafter: str, forms: list[str], tmp_path: Path
-) -> None:
-    source = read_checkpoint(TINY / drafter)
-    assert source.config.arch is Arch(drafter)
-    table = load_file(TINY_TARGET / "model.safetensors")["model.embed_tokens.weight"]
-    target = ExportTarget(str(TINY_TARGET), ("LlamaForCausalLM",), 12, lambda: table)
-    for form in forms:
-        export_head(source, form, tmp_path / form, target)
-
-    runs = [run(folder) for folder in (TINY / drafter, *(tmp_path / form for form in forms))]
-
-    assert all(found == runs[0] for found in runs)
-    assert runs[0][1] > 0
-
-
-def run(folder: Path) -> tuple[list[int], int, int]:
-    """Return the tokens of a sampled text, and how many were drafted and accepted."""
-    pair = load_pair(TINY_TARGET, folder, slots=512, dtype=torch.float32, device="cpu")
-    assert pair.drafter is not None
-    engine = Engine(pair.target, pair.drafter, EngineConfig(kv_slots=512))
-    plan = Plan(verifier="otbv", paths=2, depth=4)
-    request = engine.add(
-        [0, 300, 200, 100], SamplingParams(temperature=0.7, max_tokens=20, seed=1), plan
-    )
-    while engine.has_work:
-        engine.step()
-    return request.token_ids, request.metrics.accepted_tokens, request.metrics.drafted_nodes

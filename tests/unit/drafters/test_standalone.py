@@ -81,38 +81,6 @@ def test_trees_carry_the_models_distributions_over_several_commits(model, sessio
         advance(session, second, tree, 1, (accepted + 1) % 5, VOCAB)
 
 
-def test_catching_up_is_optional_and_may_be_repeated(session):
-    trees = []
-    for times in (0, 1, 2):
-        request = session.start(PROMPT, 11, PLAN, seed=3)
-        for _ in range(times):
-            session.drafter.catch_up([request])
-        trees.append(session.draft([request], DraftSampling.IID))
-    for tree in trees[1:]:
-        assert torch.equal(tree.token_ids, trees[0].token_ids)
-        torch.testing.assert_close(tree.draft_probs, trees[0].draft_probs, atol=ATOL, rtol=0)
-
-
-def test_fixed_trees_follow_the_models_most_likely_tokens(model, session):
-    plan = Plan(paths=1, depth=4)
-    request = session.start(PROMPT, 11, plan)
-    tree = session.draft([request], DraftSampling.FIXED)
-    text = text_of(request)
-    for node in range(1, 5):
-        text.append(int(plain_dist(model, text).argmax()))
-        assert int(tree.token_ids[0, node]) == text[-1]
-
-
-def test_a_wide_beam_needs_more_slots_than_nodes(model, session):
-    plan = Plan(paths=2, depth=4, beam=6, nodes=3)
-    request = session.start(PROMPT, 11, plan)
-    tree = session.draft([request], DraftSampling.FIXED)
-    check_tree(tree)
-    assert int(tree.num_nodes[0]) == 4
-    best = int(plain_dist(model, text_of(request)).argmax())
-    assert int(tree.token_ids[0, 1]) == best
-
-
 def test_recalled_distributions_are_the_models_at_other_tokens(model, session):
     plan = Plan(paths=2, depth=3, draft_width=12)
     request = session.start(PROMPT, 11, plan, seed=3, params=SamplingParams(temperature=0.8))

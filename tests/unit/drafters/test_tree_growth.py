@@ -1,8 +1,8 @@
 """Trees grown in tensors are those of the definitions, and follow their distributions."""
 
 import itertools
-import math
 from collections import Counter
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.batched_trees import forks
 from support.compilers import needs_compiler
 from support.g_test import g_test
-from support.grown_trees import ROOT, Prefix, ProbsAt, assert_grown, grown, paths_of, prefixes
+from support.grown_trees import Prefix, ProbsAt, assert_grown, grown, paths_of, prefixes
 from support.tape import Tape
 from support.token_drafting import TokenSession, random_table
 from support.tree_check import check_tree
@@ -29,9 +29,7 @@ from eaglegbv.drafters.tree_growth import (
     given_trees,
 )
 from eaglegbv.rng import Purpose, RequestRng
-from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Fault, find_faults
+from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 
@@ -68,7 +66,7 @@ def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
     extra=st.sampled_from([None, 3, 12]),
     shape=st.sampled_from(SHAPES),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_trees_are_those_of_plain_growth(
     draft_sampling, paths, depth, seeds, confidence, width, extra, shape
 ) -> None:
@@ -95,7 +93,7 @@ def test_compiled_they_are_too(backend: str) -> None:
     draw = compiled_draw_paths(backend, torch.device("cpu"))
     assert compiled_draw_paths(backend, torch.device("cpu")) is draw  # for all engines
     with patch(error_on_recompile=True):
-        for draft_sampling, paths, batch, seed in product(SAMPLED, (2, 1, 4), (1, 2, 5), range(4)):
+        for draft_sampling, paths, batch, seed in product(SAMPLED, (1, 4), (1, 5), range(2)):
             plan = Plan(
                 paths=max(paths, draft_sampling.min_paths),
                 depth=1 + seed,
@@ -145,20 +143,15 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 # --- drawn trees follow their distributions
 
 
-def table(seed: int, kind: str = "zeros", vocab: int = 5):
-    """A distribution of its own at every prefix, over the vocabulary."""
+def table(seed: int, vocab: int = 5):
+    """A distribution of its own at every prefix, with zeros."""
     known = {}
 
     def q(prefix: Prefix) -> tuple[float, ...]:
         if prefix not in known:
             rng = np.random.default_rng([seed, len(prefix), *prefix])
-            if kind == "ties":
-                weights = np.bincount(rng.integers(vocab, size=4), minlength=vocab) / 4
-            elif kind == "one-hot":
-                weights = np.eye(vocab)[rng.integers(vocab)]
-            else:
-                weights = rng.dirichlet(np.ones(vocab))
-                weights[rng.permutation(vocab)[:2]] = 0
+            weights = rng.dirichlet(np.ones(vocab))
+            weights[rng.permutation(vocab)[:2]] = 0
             known[prefix] = tuple((weights / weights.sum()).tolist())
         return known[prefix]
 
@@ -167,7 +160,7 @@ def table(seed: int, kind: str = "zeros", vocab: int = 5):
 
 def listed(q, order) -> ProbsAt:
     """The distributions ``q``, their tokens in some order."""
-    return lambda prefix: (order, [q(prefix)[token] for token in order])
+    return cache(lambda prefix: (order, [q(prefix)[token] for token in order]))
 
 
 FORKED = {DraftSampling.WOR: draw_wor, DraftSampling.GREEDY: draw_greedy}
@@ -193,50 +186,43 @@ def pairs_below_the_best(q, beam, length, chooser):
     return tuple(paths)
 
 
-@pytest.mark.parametrize(
-    ("draft_sampling", "paths", "length"),
-    [
-        (DraftSampling.IID, 1, 3),
-        (DraftSampling.IID, 2, 2),
-        (DraftSampling.WOR, 1, 2),
-        (DraftSampling.WOR, 2, 2),
-        (DraftSampling.WOR, 4, 1),  # more than a distribution's support holds
-        (DraftSampling.GREEDY, 1, 2),
-        (DraftSampling.GREEDY, 2, 2),
-        (DraftSampling.GREEDY, 3, 2),
-        (DraftSampling.GREEDY, 5, 2),
-        (DraftSampling.HUB, 2, 3),
-        (DraftSampling.HUB, 4, 2),
-    ],
-)
-def test_trees_follow_their_distribution(draft_sampling, paths, length) -> None:
+CASES = [
+    (DraftSampling.IID, 2, 2),
+    (DraftSampling.WOR, 2, 2),
+    (DraftSampling.WOR, 4, 1),  # more than a distribution's support holds
+    (DraftSampling.GREEDY, 3, 2),
+    (DraftSampling.HUB, 2, 3),
+    (DraftSampling.HUB, 4, 2),
+]
+
+
+def sharper(q, power: float):
+    """A draft temperature of 1 / power in place of 1."""
+
+    def at(prefix: Prefix) -> tuple[float, ...]:
+        weights = np.array(q(prefix)) ** power
+        return tuple((weights / weights.sum()).tolist())
+
+    return at
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize(("draft_sampling", "paths", "length"), CASES)
+def test_trees_follow_their_distribution(draft_sampling, paths, length, planted) -> None:
     # Seeds are fixed; a right tree fails once in ten thousand choices of them. Power at level 1e-4
     # against a distribution at total variation 0.04: 0.9 or more, asserted with some room.
     q, trees = table(3), 12_000
     exact = exact_probs(lambda chooser: reference(draft_sampling, q, paths, length, chooser))
     cells = {drawn: cell for cell, drawn in enumerate(exact)}
     uniforms = RequestRng(5).draw(0, Purpose.DRAFT, trees * paths * length)
-    at = listed(q, np.random.default_rng(0).permutation(5).tolist())
+    order = np.random.default_rng(0).permutation(5).tolist()
+    at = listed(sharper(q, 1.3) if planted else q, order)
     plan = Plan(paths=paths, depth=length, draft_sampling=draft_sampling)
     tree = grown(plan, draft_sampling, [at] * trees, uniforms.reshape(trees, paths, length))
     observed = [cells[tuple(paths_of(tree, b))] for b in range(trees)]
     result = g_test(observed, np.array(list(exact.values()), dtype=float))
     assert result.power > 0.85, result
-    assert result.p_value > 1e-4, result
-
-
-@pytest.mark.parametrize("draft_sampling", sorted(set(SAMPLED) - {DraftSampling.IID}))
-@pytest.mark.parametrize("places", [[0], [3], [1, 4], [0, 1, 2, 3, 4]])
-def test_a_broken_distribution_still_gives_a_tree_and_is_reported(draft_sampling, places) -> None:
-    probs = np.full(5, 1 / 5)
-    probs[places] = np.nan
-    plan = Plan(paths=3, depth=3, draft_sampling=draft_sampling)
-    at = [lambda prefix: (range(5), probs.tolist())]
-    tree = grown(plan, draft_sampling, at, np.random.default_rng(1).random((1, 3, 3)))
-    check_tree(tree)
-    rows = torch.zeros((1, tree.nodes), dtype=torch.int64)
-    target = TargetProbs.of_logits(torch.zeros((1, 100)), rows)
-    assert int(find_faults(tree, target)) & Fault.DRAFT_NOT_NORMALISED
+    assert (result.p_value < 1e-4) == planted, result
 
 
 def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_drawn() -> None:
@@ -259,66 +245,6 @@ def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_draw
 
 
 # --- fixed trees
-
-
-def log_probs_at(seed: int, beam: int) -> ProbsAt:
-    def at(prefix: Prefix) -> tuple[list[int], list[float]]:
-        rng = np.random.default_rng([seed, len(prefix), *prefix])
-        ids = rng.permutation(10)[:beam]
-        return ids.tolist(), np.log(np.sort(rng.dirichlet(np.full(10, 0.5)))[::-1][:beam]).tolist()
-
-    return at
-
-
-def best_first(at: ProbsAt, *, beam: int, budget: int, depth: int) -> DraftTree:
-    plan = Plan(paths=1, depth=depth, draft_sampling=DraftSampling.FIXED, beam=beam, nodes=budget)
-    tree = grown(plan, DraftSampling.FIXED, [at], np.zeros((1, 1, depth)))
-    check_tree(tree)
-    return tree
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    beam=st.integers(1, 4),
-    depth=st.integers(1, 4),
-    budget=st.integers(1, 4),
-)
-def test_a_budget_of_at_most_the_beam_keeps_the_best_nodes_of_all(seed, beam, depth, budget):
-    # No node of the `budget` best has more than budget - 1 <= beam - 1 better ones on its level,
-    # and neither have its ancestors, so the beam loses none of them.
-    at, budget = log_probs_at(seed, beam), min(budget, beam)
-    scores, level = {}, {(): 0.0}
-    for _ in range(depth):
-        level = {
-            (*prefix, token): score + value
-            for prefix, score in level.items()
-            for token, value in zip(*at(prefix), strict=True)
-        }
-        scores |= level
-    best = sorted(scores, key=scores.__getitem__, reverse=True)[:budget]
-    tree = best_first(at, beam=beam, budget=budget, depth=depth)
-    assert set(prefixes(tree, 0)) == {(), *best}
-
-
-@pytest.mark.parametrize("value", [0.0, -math.inf, -1.5])
-@pytest.mark.parametrize("budget", range(1, 15))
-def test_a_child_never_outranks_its_parent_even_in_a_tie(value, budget) -> None:
-    # Certain tokens (log 1), impossible ones (log 0), and a constant: all children of a node tie.
-    tree = best_first(lambda prefix: ([1, 2], [value, value]), beam=2, budget=budget, depth=3)
-    assert int(tree.num_nodes[0]) == 1 + min(budget, 2 + 4 + 4)
-
-
-@given(seed=st.integers(0, 10_000), beam=st.integers(1, 4), budget=st.integers(1, 12))
-def test_a_broken_head_still_gives_a_fixed_tree(seed, beam, budget) -> None:
-    # A fixed tree is lossless whatever it holds, so NaN must not fail the requests beside it.
-    rng = np.random.default_rng(seed)
-
-    def at(prefix: Prefix):
-        scores = -rng.exponential(size=beam)
-        scores[rng.random(beam) < 0.15] = np.nan
-        return list(range(beam)), scores.tolist()
-
-    best_first(at, beam=beam, budget=budget, depth=3)
 
 
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
@@ -388,30 +314,3 @@ def confidence(table: Table, prefix: Prefix, root: int) -> float:
         product *= float(table.logits([last])[0].double().softmax(0)[token])
         last = token
     return product
-
-
-def test_a_static_tree_is_the_shape_in_tokens() -> None:
-    session, table = in_session()
-
-    def ranked(ranks: tuple[int, ...]) -> Prefix:
-        tokens, last = [], 2
-        for rank in ranks:
-            last = int(np.argsort(-table.logits([last])[0].numpy(), kind="stable")[rank])
-            tokens.append(last)
-        return tuple(tokens)
-
-    small = ((0,), (7,), (0, 1), (0, 0))  # a rank that the vocabulary lacks
-    for shape, kept in ((EAGLE1_SHAPE, EAGLE1_SHAPE), (small, [r for r in small if 7 not in r])):
-        plan = Plan(draft_sampling="fixed", depth=max(map(len, shape)), shape=shape)
-        request = session.start([1], 2, plan, params=SamplingParams())
-        tree = session.draft([request], DraftSampling.FIXED)
-        assert set(prefixes(tree, 0)) == {(), *(ranked(ranks) for ranks in kept)}
-        assert tree.token_ids[0, 0] == 2 != ROOT
-
-
-@pytest.mark.parametrize(("paths", "depth"), [(1, 1), (1, 32), (16, 32), (3, 4)])
-def test_slots_hold_whatever_a_plan_drafts(paths: int, depth: int) -> None:
-    plan = Plan(paths=paths, depth=depth)
-    assert plan.tree_nodes == 1 + paths * depth
-    # A row for the root, and for every node but those of the last level.
-    assert plan.tree_slots - 1 >= max(plan.tree_nodes - 1, 1 + paths * (depth - 1))

@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from support.tiny_models import CONFIGS, LAYERS, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
-from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.hf import HFTarget
@@ -114,16 +112,3 @@ def test_even_a_freshly_initialised_model_shows_it() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelNotSupported, match="logits of the plain model"):
         HFTarget(model, max_slots=64, attention=SeesSiblings)
-
-
-def test_the_guard_gives_its_slots_back() -> None:
-    target = HFTarget(tiny_model("llama"), max_slots=40)
-    assert target.allocator.num_free == 40
-    target.allocator.check([])
-
-
-def test_the_pool_has_the_layers_shape() -> None:
-    target = HFTarget(tiny_model("qwen3"), max_slots=40)
-    assert isinstance(target.pool, KVPool)
-    assert target.pool.keys.shape == (LAYERS, 40, 2, 16)
-    assert target.pool.keys.dtype == torch.float32

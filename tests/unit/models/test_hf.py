@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.errors import InvalidArgument, ModelNotSupported, OutOfSlots
+from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec
 
@@ -119,24 +119,6 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     check_trees(target, plain, texts[:1], [texts[0].tree(tokens(3), [0, 0, 0], slots(3))])
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt"])
-def test_a_lone_request_in_dense_slots(name: str) -> None:
-    plain = Plain(tiny_model(name))
-    features = FeatureSpec.layer_inputs(FEATURE_LAYERS)
-    target = HFTarget(tiny_model(name), features=features, max_slots=64)
-    text = Text([3, 1, 4, 1, 5, 9])
-    prefill = target.forward([text.prefill(target.allocator.allocate(6))])
-    assert_close(prefill.logits, plain.logits(text.tokens))
-    for step in range(6):
-        # Lowest slots first: rejected nodes' slots come back out of the order of positions.
-        slots = target.allocator.allocate(4)
-        check_trees(target, plain, [text], [text.tree([7, 8, 9, 10 + step], [0, 0, 1, 2], slots)])
-        text.commit(3 if step % 2 else 2, target.allocator)
-        lone = [text.tree([20 + step], [0], target.allocator.allocate(1))]
-        check_trees(target, plain, [text], lone)
-        text.commit(0, target.allocator)
-
-
 def test_chunked_prefill_equals_one_prefill() -> None:
     plain = Plain(tiny_model("mistral"))
     target = HFTarget(tiny_model("mistral"), max_slots=64)
@@ -161,30 +143,12 @@ def test_final_features_are_the_normed_hidden_state() -> None:
     assert_close(out.features[last] @ target.output_embeddings.T, out.logits)
 
 
-def test_no_features_unless_asked_for() -> None:
-    target = HFTarget(tiny_model("llama"), max_slots=64)
-    slots = target.allocator.allocate(2)
-    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
-    assert out.features is None
-    assert out.logits.dtype == torch.float32
-
-
 def test_bfloat16_passes_its_own_guard() -> None:
     target = HFTarget(tiny_model("llama", dtype=torch.bfloat16), max_slots=64)
     assert target.pool.keys.dtype == torch.bfloat16
     slots = target.allocator.allocate(2)
     out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
     assert out.logits.dtype == torch.float32
-
-
-def test_what_a_target_says_about_itself() -> None:
-    target = HFTarget(tiny_model("llama"), max_slots=64)
-    assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCAB, 32, LAYERS)
-    assert target.max_context == 128
-    assert target.max_slots == target.allocator.num_free == 64
-    assert target.eos_token_ids == frozenset({2})
-    assert target.input_embeddings.shape == target.output_embeddings.shape == (VOCAB, 32)
-    assert not target.output_embeddings.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -220,21 +184,6 @@ def test_bad_arguments(features: FeatureSpec, slots: int, named: str) -> None:
         HFTarget(tiny_model("llama"), features=features, max_slots=slots)
 
 
-def test_the_pool_runs_out() -> None:
-    target = HFTarget(tiny_model("llama"), max_slots=32)
-    with pytest.raises(OutOfSlots, match="33 slots wanted, 32 free of 32"):
-        target.allocator.allocate(33)
-
-
-def test_loading_a_folder(tmp_path) -> None:
-    model = tiny_model("qwen3")
-    model.save_pretrained(tmp_path)
-    target = HFTarget(load_model(tmp_path), max_slots=64)
-    slots = target.allocator.allocate(3)
-    out = target.forward([Segment.causal(torch.tensor([1, 2, 3]), slots[:0], slots)])
-    assert_close(out.logits, Plain(model).logits([1, 2, 3]))
-
-
 def test_loading_incomplete_weights(tmp_path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -264,25 +213,14 @@ def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
         load_model(tmp_path)
 
 
-QUANTISED = {
-    # The package that reads it, and a checkpoint's settings.
-    "optimum": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
-    "gptqmodel": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compressed_tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    "hqq": {"quant_method": "hqq"},
-}
-
-
-@pytest.mark.parametrize("package", sorted(QUANTISED))
-def test_a_quantised_model_without_its_package_is_refused_in_a_line(package, tmp_path) -> None:
-    if find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
+def test_a_quantised_model_without_its_package_is_refused_in_a_line(tmp_path) -> None:
+    if find_spec("optimum") is not None:
+        pytest.skip("optimum is installed")
     tiny_model("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = QUANTISED[package]
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelNotSupported, match=QUANTISED[package]["quant_method"]) as caught:
+    with pytest.raises(ModelNotSupported, match="gptq") as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -300,13 +238,3 @@ def test_a_broken_configuration_or_tokenizer_is_called_by_its_name(tmp_path) -> 
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(InvalidArgument, match=r"config\.json"):
             load_config(tmp_path)
-
-
-def test_outputs_are_ordinary_tensors() -> None:
-    target = HFTarget(tiny_model("llama"), features=FeatureSpec.final(), max_slots=64)
-    slots = target.allocator.allocate(2)
-    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
-    assert out.features is not None
-    for tensor in (out.logits, out.features):
-        assert not tensor.is_inference()
-        assert not tensor.requires_grad

@@ -5,11 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.packed_trees import Text, random_parents, scattered
-from support.static_stand import StandAttention
-from support.tape import HostRead, TapeRecorder
 from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch
 from eaglegbv.attention.torch import TorchPagedAttention
@@ -19,7 +16,6 @@ from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FeatureSpec, TargetOutput
 
 FEATURES = FeatureSpec.layer_inputs([1, 3])
-MAX_CONTEXT = 128
 
 
 def llama(graphs: GraphMode | Recorder) -> HFTarget:
@@ -108,18 +104,6 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     assert llama(GraphMode.OFF).graph_counts == {}
 
 
-def test_what_a_draining_batch_needs_can_be_recorded_before() -> None:
-    recorder = TapeRecorder()
-    target = llama(recorder)
-    target.record(3, 9)
-    recorded = recorder.recorded
-    assert target.graph_counts == {}
-    for batch in ([(3, 9)] * 3, [(2, 1), (5, 7), (3, 9)], [(3, 9), (4, 2)], [(5, 5)], [(9, 9)]):
-        tree_outputs(target, batch, 0)
-    assert target.graph_counts == {"prefill": 5, "replayed": 5}
-    assert recorder.recorded == recorded
-
-
 def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
     with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'.*need a CUDA device"):
         llama(GraphMode.ON)
@@ -168,56 +152,3 @@ def test_buckets_hold_what_they_are_made_for(requests: int, extra: int) -> None:
     assert bucket.requests >= requests
     assert bucket.rows - rows >= bucket.requests + 1 - requests >= 1
     assert bucket.rows < 1.5 * (rows + pads) + 8
-
-
-def wide_model(window: int | None) -> LlamaForCausalLM:
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=MAX_CONTEXT,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
-@pytest.fixture
-def tapes() -> tuple[HFTarget, HFTarget, TapeRecorder]:
-    recorder = TapeRecorder()
-    made = [
-        HFTarget(
-            wide_model(None), features=FEATURES, max_slots=512, attention=StandAttention, graphs=how
-        )
-        for how in (recorder, GraphMode.EAGER)
-    ]
-    return made[0], made[1], recorder
-
-
-def test_recordings_depend_on_their_static_buffers_alone(
-    tapes: tuple[HFTarget, HFTarget, TapeRecorder],
-) -> None:
-    recorded, eager, recorder = tapes
-    batches = ([(5, 3)], [(17, 6)], [(2, 1)], [(9, 4), (1, 7)], [(30, 7), (4, 2)], [(1, 6)])
-    for seed, batch in enumerate(batches):
-        found, expected = (tree_outputs(target, batch, seed) for target in (recorded, eager))
-        assert torch.equal(found.logits, expected.logits)
-        assert torch.equal(found.features, expected.features)
-    # A request with up to 6 rows, two with up to 13, and the guard's two with up to 5 each.
-    assert recorder.recorded == 2
-    assert recorded.graph_counts["replayed"] == len(batches)
-    attention = recorded.attention
-    assert isinstance(attention, StandAttention)
-    # One kind of layers: a wrapper for each bucket, planned once a forward.
-    assert len(attention.stands.trees) == 2
-
-
-def test_a_host_read_cannot_be_recorded() -> None:
-    with pytest.raises(HostRead):
-        TapeRecorder().record(lambda: (torch.ones(int(torch.ones(1).sum())),))

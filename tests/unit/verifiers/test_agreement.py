@@ -35,11 +35,10 @@ def decided(verifier: Verifier, batch: Batch) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling, seed: int) -> None:
-    rng = np.random.default_rng([seed, len(name)])
+def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling) -> None:
+    rng = np.random.default_rng(len(name))
     verifier = make_verifier(name)
-    for _ in range(6 if name.startswith(SLOW) else 40):
+    for _ in range(6 if name.startswith(SLOW) else 24):
         batch = random_batch(verifier, draft_sampling, rng)
         assert decided(verifier, batch) == reference_outcomes(name, batch)
 
@@ -50,7 +49,7 @@ def test_disagreement_is_noticed(name: str, draft_sampling: DraftSampling) -> No
     rng = np.random.default_rng(5)
     verifier = make_verifier(name)
     different = 0
-    for _ in range(20):
+    for _ in range(8):
         batch = random_batch(verifier, draft_sampling, rng)
         other = dataclasses.replace(
             batch.uniforms,
@@ -59,7 +58,7 @@ def test_disagreement_is_noticed(name: str, draft_sampling: DraftSampling) -> No
         )
         again = decided(verifier, dataclasses.replace(batch, uniforms=other))
         different += sum(a != b for a, b in zip(decided(verifier, batch), again, strict=True))
-    assert different > 20
+    assert different > 8
 
 
 @pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
@@ -67,7 +66,7 @@ def test_batch_does_not_matter(name: str, draft_sampling: DraftSampling) -> None
     """A request alone gets the verdict it gets among others, whatever the padding."""
     rng = np.random.default_rng(11)
     verifier = make_verifier(name)
-    for _ in range(10):
+    for _ in range(3):
         batch = random_batch(verifier, draft_sampling, rng, size=6)
         for b, outcome in enumerate(decided(verifier, batch)):
             assert decided(verifier, _only(batch, b)) == [outcome]

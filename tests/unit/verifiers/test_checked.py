@@ -14,10 +14,9 @@ from support.batched_trees import build_batch, forks, outcomes, random_requests
 from support.compilers import needs_compiler
 from torch._dynamo.config import patch
 
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms
+from eaglegbv.verifiers.base import Fault, VerifyUniforms
 from eaglegbv.verifiers.registry import (
     VERIFIERS,
     Checked,
@@ -26,9 +25,8 @@ from eaglegbv.verifiers.registry import (
     make_verifier,
 )
 
-SHAPES = [(1, 3), (2, 3), (3, 3), (2, 4), (4, 6)]
+SHAPES = [(1, 3), (2, 3), (3, 4)]
 VOCAB = 4
-LARGE = 8200  # drawn from in two levels
 ONE_GRAPH = sorted(name for name, cls in VERIFIERS.items() if cls.one_graph)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -86,8 +84,8 @@ def test_the_default_verifier_is_one_graph() -> None:
 @pytest.mark.parametrize(
     ("name", "backend", "count"),
     [
-        *((name, "eager", 40) for name in ONE_GRAPH),
-        pytest.param("otbv", "inductor", 100, marks=needs_compiler),
+        *((name, "eager", 8) for name in ONE_GRAPH),
+        pytest.param("otbv", "inductor", 40, marks=needs_compiler),
     ],
 )
 @torch.inference_mode()
@@ -99,58 +97,15 @@ def test_graphs_decide_as_the_verifier_itself(name: str, backend: str, count: in
             assert_same(checked, plain.verify(tree, target, numbers), tree)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
 @torch.inference_mode()
-def test_graphs_take_large_vocabularies(backend: str) -> None:
-    ours, plain = compiled("otbv", backend, LARGE), CheckedVerifier(make_verifier("otbv"))
-    with patch(error_on_recompile=True):
-        for seed, requests in enumerate((1, 2, 1, 3)):
-            tree, target, numbers = case(
-                seed, paths=1 + seed % 2, length=3, requests=requests, vocab=LARGE
-            )
-            checked = ours.verify(tree, target, numbers)
-            assert_same(checked, plain.verify(tree, target, numbers), tree)
-
-
-@torch.inference_mode()
-def test_what_the_graph_does_not_take_is_verified_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_graph_does_not_take_is_verified_as_it_is() -> None:
     ours, plain = compiled("otbv"), CheckedVerifier(make_verifier("otbv"))
-    single = case(0, paths=2, length=3)
-    others = [
-        case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY),
-        case(0, paths=2, length=2),
-        plain_step(),
-    ]
-    for tree, target, numbers in others:
-        # Compiled code would not come by here again.
-        seen = spy(ours, monkeypatch)
-        assert_same(ours.verify(tree, target, numbers), plain.verify(tree, target, numbers), tree)
-        assert len(seen) == 1
-    seen = spy(ours, monkeypatch)
-    ours.verify(*single)
-    assert not seen
-
-
-def plain_step() -> Case:
-    tree = DraftTree.roots([1])
+    roots = DraftTree.roots([1])
     target = TargetProbs.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
-    return tree, target, VerifyUniforms.draw([RequestRng(3)], [5], paths=0, length=0)
-
-
-def spy(checked: CheckedVerifier, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    """Return the verdicts that the verifier itself comes to from now on."""
-    seen: list[Verdict] = []
-    verifier = make_verifier(checked.verifier.name)
-
-    class Spy:
-        name, max_paths = verifier.name, verifier.max_paths
-
-        def verify(self, *args: object) -> Verdict:
-            seen.append(verifier.verify(*args))
-            return seen[-1]
-
-    monkeypatch.setattr(checked, "verifier", Spy())
-    return seen
+    uniforms = VerifyUniforms.draw([RequestRng(3)], [5], paths=0, length=0)
+    greedy = case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY)
+    for tree, *others in (greedy, (roots, target, uniforms)):
+        assert_same(ours.verify(tree, *others), plain.verify(tree, *others), tree)
 
 
 @torch.inference_mode()
@@ -170,14 +125,6 @@ def test_faults_are_found_by_the_graph_too() -> None:
     assert faults(elsewhere, target) == Fault.IMPOSSIBLE_DRAFT
 
 
-def test_other_verifiers_are_not_compiled() -> None:
-    # A host solver reads values, which no graph can.
-    tree, target, numbers = case(2, paths=2, length=2)
-    name = "global_resolution_convex"
-    checked = compiled(name).verify(tree, target, numbers)
-    assert_same(checked, CheckedVerifier(make_verifier(name)).verify(tree, target, numbers), tree)
-
-
 def test_engines_share_a_graph() -> None:
     shared = checked_verifier("otbv", "eager", VOCAB)
     assert checked_verifier("otbv", "eager", VOCAB) is shared
@@ -185,8 +132,9 @@ def test_engines_share_a_graph() -> None:
     assert checked_verifier("otbv") is not shared
 
 
-def test_names_that_do_not_exist() -> None:
-    with pytest.raises(InvalidArgument, match=r"^compile_backend='nope': expected 'inductor', or"):
-        compiled("otbv", "nope")
-    with pytest.raises(InvalidArgument, match=r"^verifier='nope': expected one of"):
-        checked_verifier("nope")
+def test_other_verifiers_are_not_compiled() -> None:
+    # A host solver reads values, which no graph can.
+    tree, target, numbers = case(2, paths=2, length=2)
+    name = "global_resolution_convex"
+    checked = compiled(name).verify(tree, target, numbers)
+    assert_same(checked, CheckedVerifier(make_verifier(name)).verify(tree, target, numbers), tree)

@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.published_heads import (
-    DRAFT_VOCAB,
     HIDDEN,
     INPUTS,
     LAYERS,
-    LLAMA3_ROPE,
     OUTPUTS,
     PUBLISHED,
     TARGETS,
@@ -30,6 +28,7 @@ from eaglegbv.drafters.formats.read import VARIANTS, FormatName
 from eaglegbv.errors import DrafterMismatch
 
 TABLE = torch.zeros(VOCAB, HIDDEN)
+ONE_EACH = ("eagle1_vicuna", "eagle3_narrow", "sglang_aux_norms", "speculators_qwen3")
 
 
 def load(head: Published, folder: Path, dtype: torch.dtype = torch.float32) -> EagleHead:
@@ -109,47 +108,8 @@ def test_format_head_and_variants(
     assert {name for name in VARIANTS if getattr(found.config, name)} == variants
 
 
-def test_architectures_do_not_decide_what_a_head_is(tmp_path: Path) -> None:
-    head = PUBLISHED["eagle1_llama3"]()
-    head.config["architectures"] = ["LlamaForCausalLMEagle3"]
-    assert read_checkpoint(head.write(tmp_path)).config.arch is Arch.EAGLE1
-
-
 def config(head: Published, folder: Path) -> EagleHeadConfig:
     return fit(read_checkpoint(head.write(folder)), TARGETS[head.target]()).config
-
-
-def test_rope_settings(tmp_path: Path) -> None:
-    plain = config(PUBLISHED["eagle3_llama31"](), tmp_path / "a").rope_parameters
-    assert plain == {"rope_type": "default", "rope_theta": 10000.0}
-    scaled = config(PUBLISHED["specforge_sglang"](), tmp_path / "b").rope_parameters
-    assert scaled == LLAMA3_ROPE | {"rope_theta": 500000.0}
-    head = PUBLISHED["eagle3_llama31"]()
-    head.config["rope_scaling"] = {"type": "linear", "factor": 4.0}
-    linear = config(head, tmp_path / "c").rope_parameters
-    assert linear == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-
-
-def test_widths_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
-    found = config(PUBLISHED["eagle3_narrow"](), tmp_path)
-    assert (found.hidden_size, found.target_hidden_size, found.feature_size) == (24, 32, 96)
-
-
-def test_pickled_and_safe_files_load_alike(tmp_path: Path) -> None:
-    head = PUBLISHED["eagle3_llama31"]()
-    pickled = load(head, tmp_path / "pickled").state_dict()
-    head.pickled = False
-    safe = load(head, tmp_path / "safe").state_dict()
-    assert all(torch.equal(pickled[name], safe[name]) for name in safe)
-
-
-def test_safe_file_comes_before_a_pickled_one(tmp_path: Path) -> None:
-    head = PUBLISHED["eagle3_llama31"]()
-    head.write(tmp_path)
-    head.pickled = False
-    found = read_checkpoint(head.write(tmp_path))
-    assert found.files == ("model.safetensors",)
-    assert any("pytorch_model.bin" in remark.text for remark in found.remarks)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -190,15 +150,7 @@ def test_pickled_code_does_not_run(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"fc.weight": 3}])
-def test_pickled_files_of_something_else(content: object, tmp_path: Path) -> None:
-    PUBLISHED["eagle3_llama31"]().write(tmp_path)
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DrafterMismatch, match="tensor"):
-        read_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("cut", [3, 2000])
 def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
     head = PUBLISHED[name]()
@@ -209,7 +161,7 @@ def test_truncated_files_are_named(name: str, cut: int, tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     complete = PUBLISHED[name]()
     narrow = complete.config.get("target_hidden_size") is not None
@@ -236,7 +188,7 @@ def test_a_head_with_d2t_alone_is_read_and_exported_with_t2d(tmp_path: Path) -> 
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t2d"], members)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
     def refused(changes: dict[str, Tensor], expected: str) -> None:
         head = PUBLISHED[name]()
@@ -262,7 +214,7 @@ def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
         refused({"t2d": ~tensors["t2d"]}, "t2d")
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_a_head_of_another_target_is_refused(name: str, tmp_path: Path) -> None:
     head = PUBLISHED[name]()
     checkpoint = read_checkpoint(head.write(tmp_path))
@@ -276,21 +228,10 @@ def test_a_head_of_another_target_is_refused(name: str, tmp_path: Path) -> None:
             fit(checkpoint, target)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in sorted(PUBLISHED) if "draft_vocab_size" in PUBLISHED[name]().config]
-)
-def test_draft_vocabulary_larger_than_the_targets_is_refused(name: str, tmp_path: Path) -> None:
-    head = PUBLISHED[name]()
-    head.config["draft_vocab_size"] = VOCAB + 1
-    with pytest.raises(DrafterMismatch, match=f"^draft_vocab_size={VOCAB + 1}"):
-        read_checkpoint(head.write(tmp_path))
-
-
 FLAT = {
     "hidden_size": (None, "hidden_size"),
-    "intermediate_size": (None, "intermediate_size"),
     "vocab_size": ("40", "vocab_size"),
-    "num_attention_heads": (0, "num_attention_heads"),
+    "draft_vocab_size": (VOCAB + 1, f"^draft_vocab_size={VOCAB + 1}"),
     "hidden_act": ("gelu", "hidden_act"),
     "bias": ("yes", "bias"),
     "eagle_config": ([2], "eagle_config"),
@@ -325,7 +266,6 @@ def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
         ("sglang_eagle31", {"fc_norm": False}, "fc_norm.0.weight"),
         ("sglang_eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
         ("speculators_norm_before_fc", {"norm_before_fc": False}, "input_norm.weight"),
-        ("sglang_eagle1_zeros", {"bias": None, "qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
         ("speculators_plain", {"norm_before_fc": True}, "input_norm.weight"),
         (
             "sglang_eagle3",
@@ -381,15 +321,12 @@ LAYER_IDS = [
     (None, "sglang_eagle3", None, INPUTS, False),
     (INPUTS, "sglang_eagle3", None, INPUTS, False),
     (OUTPUTS, "sglang_eagle3", None, INPUTS, False),
-    (INPUTS, "eagle3_llama31", None, INPUTS, False),
-    (OUTPUTS, "eagle3_llama31", None, INPUTS, False),
     ([1, 3, 6], "sglang_eagle3", None, [2, 4, 7], True),
     ([1, 3, 6], "eagle3_llama31", None, [1, 3, 6], True),
     ([1, 3, 6], "sglang_eagle3", "inputs", [1, 3, 6], False),
     ([1, 3, 6], "eagle3_llama31", "outputs", [2, 4, 7], False),
     (OUTPUTS, "sglang_eagle3", "inputs", OUTPUTS, False),
     (INPUTS, "speculators_residual", None, INPUTS, False),
-    (OUTPUTS, "speculators_residual", None, INPUTS, False),
     ([1, 3, 6], "speculators_residual", None, [1, 3, 6], True),
 ]
 
@@ -454,6 +391,31 @@ def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:
     assert remark.kind is RemarkKind.ASSUMED
 
 
+def test_a_map_that_reorders_a_full_vocabulary_is_said(tmp_path: Path) -> None:
+    head = PUBLISHED["specforge_hf"]()
+    head.tensors["d2t"] = torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)
+    found = read_checkpoint(head.write(tmp_path))
+    assert found.draft_to_target is None
+    assert any("d2t reorders" in remark.text for remark in found.remarks)
+
+
+def test_safe_file_comes_before_a_pickled_one(tmp_path: Path) -> None:
+    head = PUBLISHED["eagle3_llama31"]()
+    head.write(tmp_path)
+    head.pickled = False
+    found = read_checkpoint(head.write(tmp_path))
+    assert found.files == ("model.safetensors",)
+    assert any("pytorch_model.bin" in remark.text for remark in found.remarks)
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"fc.weight": 3}])
+def test_pickled_files_of_something_else(content: object, tmp_path: Path) -> None:
+    PUBLISHED["eagle3_llama31"]().write(tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DrafterMismatch, match="tensor"):
+        read_checkpoint(tmp_path)
+
+
 def test_layer_of_speculators_without_a_type_goes_by_its_tensors(tmp_path: Path) -> None:
     for i, head in enumerate((PUBLISHED["speculators_plain"](), PUBLISHED["speculators_qwen3"]())):
         del head.config["transformer_layer_config"]["model_type"]
@@ -465,32 +427,3 @@ def test_true_key_bias_is_warned_of(tmp_path: Path) -> None:
     assert "biases of attention" not in str(read_checkpoint(head.write(tmp_path)).remarks)
     head.config["bias"] = True
     assert "biases of attention" in str(read_checkpoint(head.write(tmp_path)).remarks)
-
-
-def test_a_map_that_reorders_a_full_vocabulary_is_said(tmp_path: Path) -> None:
-    head = PUBLISHED["specforge_hf"]()
-    head.tensors["d2t"] = torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)
-    found = read_checkpoint(head.write(tmp_path))
-    assert found.draft_to_target is None
-    assert any("d2t reorders" in remark.text for remark in found.remarks)
-
-
-def test_half_precision_tables_are_not_taken_for_others(tmp_path: Path) -> None:
-    head = PUBLISHED["eagle1_vicuna"]()
-    table = head.tensors["embed_tokens.weight"].float() * (1 + 1e-4)
-    loaded = load_head(
-        head.write(tmp_path),
-        target_config=TARGETS["llama"](),
-        target_embedding=table,
-        target_lm_head=TABLE,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    assert loaded.embedding is table
-
-
-def test_written_tensors_are_what_the_tests_say(tmp_path: Path) -> None:
-    head = PUBLISHED["sglang_eagle3"]()
-    stored = load_file(head.write(tmp_path) / "model.safetensors")
-    assert stored["fc.weight"].dtype == torch.bfloat16
-    assert stored["d2t"].shape == (DRAFT_VOCAB,)

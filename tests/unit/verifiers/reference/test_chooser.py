@@ -1,17 +1,12 @@
 from fractions import Fraction
 
 import pytest
-import torch
 
 from eaglegbv.errors import InvalidProbabilities
-from eaglegbv.rng import Purpose, RequestRng
-from eaglegbv.verifiers.base import VerifyUniforms
+from eaglegbv.rng import Purpose
 from eaglegbv.verifiers.proof.chooser import (
-    UniformChooser,
-    accepts,
     exact_probs,
     inverse_cdf,
-    selection_index,
 )
 
 
@@ -54,29 +49,3 @@ def test_a_number_must_not_decide_twice() -> None:
 
     with pytest.raises(IndexError, match="twice"):
         exact_probs(run)
-
-
-def test_uniform_chooser_reads_the_numbers_it_names() -> None:
-    uniforms = VerifyUniforms.draw([RequestRng(1), RequestRng(2)], [4, 9], paths=3, length=2)
-    chooser = UniformChooser(uniforms, request=1)
-    for depth, path, which in [(0, 0, 0), (1, 2, 1), (1, 0, 1)]:
-        u = float(uniforms.selection[1, depth, path, which])
-        index = selection_index(3, depth, path, which)
-        assert accepts(chooser, u + 1e-9, Purpose.SELECTION, index)
-        assert not accepts(chooser, u, Purpose.SELECTION, index)
-    u = float(uniforms.acceptance[1, 5])
-    assert accepts(chooser, u + 1e-9, Purpose.ACCEPTANCE, 5)
-    assert not accepts(chooser, u, Purpose.ACCEPTANCE, 5)
-    u = float(uniforms.correction[1])
-    assert accepts(chooser, u + 1e-9, Purpose.CORRECTION, 0)
-    with pytest.raises(IndexError):
-        chooser.choose((0.5, 0.5), Purpose.CORRECTION, 1)
-
-
-def test_zero_probability_is_never_accepted_and_one_always() -> None:
-    ones = torch.full((1, 1), 1.0, dtype=torch.float64)  # even a number that rounded up to 1
-    for numbers in (ones, ones - ones):
-        uniforms = VerifyUniforms(numbers.view(1, 1, 1, 1), numbers, numbers[0])
-        chooser = UniformChooser(uniforms)
-        assert not accepts(chooser, 0.0, Purpose.ACCEPTANCE, 0)
-        assert accepts(chooser, 1.0, Purpose.ACCEPTANCE, 0)

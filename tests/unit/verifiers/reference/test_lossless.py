@@ -2,38 +2,28 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support.tables import KINDS, Model, Shape, max_error, problem
 
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.block import block_verification
-from eaglegbv.verifiers.otbv import select_child
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.enumeration import (
-    completed,
     draft,
     paths_probs,
     stateless,
-    target_joint,
 )
-from eaglegbv.verifiers.proof.tree import ReferenceTree, draft_iid
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
 
 TOLERANCE = 1e-12
 
-SMALL = [Shape(4, 1, 3), Shape(3, 2, 2), Shape(2, 3, 2), Shape(2, 2, 3)]
-LARGE = [Shape(4, 2, 2), Shape(3, 3, 2), Shape(2, 3, 3), Shape(3, 2, 3)]
+SHAPES = [Shape(4, 1, 3), Shape(3, 2, 2), Shape(2, 3, 2), Shape(2, 2, 3)]
 
 PAIRS = [
     (name, draft_sampling)
     for name, rule in ALL_VERIFIERS.items()
     for draft_sampling in sorted(rule.draft_samplings)
 ]
-
-SLOW = {"otbv", "global_resolution", "spectr_gbv"}
-"""Selection by the exact transport branches a lot on iid drafts: fewer instances."""
 
 
 def offered(name: str, draft_sampling: DraftSampling, shape: Shape) -> Shape:
@@ -43,39 +33,15 @@ def offered(name: str, draft_sampling: DraftSampling, shape: Shape) -> Shape:
     return replace(shape, paths=2) if draft_sampling is DraftSampling.HUB else shape
 
 
-def instances(name: str, draft_sampling: DraftSampling, kind: str) -> int:
-    if name in SLOW and draft_sampling is DraftSampling.IID:
-        return 1 if kind == "equal" else 4  # rounding makes every token of p = q a partner
-    return 7
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
 def test_one_step(name: str, draft_sampling: DraftSampling, kind: str) -> None:
-    for shape in SMALL:
+    for shape in SHAPES[1:2] if kind == "equal" else SHAPES:  # of equals, all are partners
         shape = offered(name, draft_sampling, shape)
-        for seed in range(instances(name, draft_sampling, kind)):
+        for seed in range(1 if kind == "equal" else 2):
             case = problem(draft_sampling, Model(shape.vocab, kind, seed), shape)
             error = max_error(REFERENCES[name], [case], shape.length + 1)
             assert error < TOLERANCE, (shape, seed)
-
-
-@pytest.mark.parametrize("shape", LARGE, ids=str)
-@pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
-def test_one_step_of_the_largest_problems(
-    name: str, draft_sampling: DraftSampling, shape: Shape
-) -> None:
-    shape = offered(name, draft_sampling, shape)
-    if (
-        draft_sampling not in (DraftSampling.IID, DraftSampling.FIXED)
-        and shape.length == 3
-        and shape.vocab > 2
-    ):
-        pytest.skip("a tree of 14 nodes drawn node by node has too many branches")
-    for seed, kind in enumerate(["zeros"] if name in SLOW else ["random", "zeros", "ties"]):
-        case = problem(draft_sampling, Model(shape.vocab, kind, seed), shape)
-        error = max_error(REFERENCES[name], [case], shape.length + 1)
-        assert error < TOLERANCE, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,11 +59,9 @@ def test_steps_in_a_row(name: str, draft_sampling: DraftSampling, kind: str) -> 
 @pytest.mark.parametrize(
     ("name", "shape", "steps"),
     [
-        ("greedy_block", Shape(4, 2, 1), 3),
-        ("greedy_block", Shape(3, 3, 1), 3),
+        ("greedy_block", Shape(3, 2, 1), 3),
         ("greedy_block", Shape(2, 3, 1), 4),
-        ("spectr_gbv", Shape(3, 2, 2), 2),
-        ("spectr_gbv", Shape(2, 3, 2), 3),
+        ("spectr_gbv", Shape(2, 3, 2), 2),
         ("spectr_gbv", Shape(2, 2, 3), 2),
     ],
     ids=str,
@@ -132,60 +96,9 @@ def test_paths_that_stop_early(name: str, draft_sampling: DraftSampling, kind: s
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv"])
 def test_a_layer_ends_where_its_path_would_have_stopped(name: str) -> None:
     shape = offered(name, DraftSampling.IID, Shape(2, 3, 2))
-    for seed in range(3):
-        model = Model(2, "random", seed)
-        case = problem(DraftSampling.IID, model, shape, lambda prefix: len(prefix) == 2)
-        unlimited = replace(case, stop=lambda prefix: False)
-        assert max_error(REFERENCES[name], [case, unlimited], 4) < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_otbv_on_a_tree_of_mixed_distributions(kind: str) -> None:
-    """Two fixed children of the root, two independent paths below each."""
-
-    def otbv_mixed(tree, chooser):
-        path, dists = (), []
-        while tree.children(path):
-            node = replace(tree, draft_sampling=DraftSampling.IID if path else DraftSampling.FIXED)
-            x, b = select_child(node, path, tree.target_probs(path), chooser)
-            path = (*path, x)
-            dists.append(b)
-        return block_verification(tree, path, dists, chooser)
-
-    for seed in range(3):
-        model = Model(3, kind, seed)
-        dists = {}
-        for below in np.ndindex(3, 3, 3, 3):
-            paths = ((0, below[0]), (0, below[1]), (2, below[2]), (2, below[3]))
-            mass = np.prod([model.q(path[:1])[path[1]] for path in paths])
-            if mass > 0:
-                tree = ReferenceTree(DraftSampling.FIXED, paths, model.p, model.q)
-                for outcome, share in exact_probs(lambda c, tree=tree: otbv_mixed(tree, c)).items():
-                    state = ModifiedTarget(outcome.tokens)
-                    dists[state] = dists.get(state, 0) + mass * share
-        joint = target_joint(model.p, 3)
-        full = completed(dists, model.p, 3)
-        assert max(abs(full.get(tokens, 0) - mass) for tokens, mass in joint.items()) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("name", "others"), [("greedy_block", ["spectr_gbv"]), ("block", ["otbv", "gbv"])]
-)
-def test_one_path_of_a_rule_for_several_is_the_rule_for_one(name: str, others: list[str]) -> None:
-    for seed in range(10):
-        model = Model(3, "random", seed)
-        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
-        for paths in exact_probs(lambda c, case=case: draft_iid(case.draft_probs, 1, 2, c)):
-            tree = ReferenceTree(DraftSampling.IID, paths, model.p, model.q)
-            found = {
-                rule: exact_probs(
-                    lambda c, v=REFERENCES[rule], t=tree: v(t, ModifiedTarget(), c).outcome
-                )
-                for rule in (name, *others)
-            }
-            for other in others:  # gbv's distributions are quotients
-                same = pytest.approx(found[name], abs=1e-15) if other == "gbv" else found[name]
-                assert found[other] == same
+    case = problem(DraftSampling.IID, Model(2, "random", 0), shape, lambda prefix: len(prefix) == 2)
+    unlimited = replace(case, stop=lambda prefix: False)
+    assert max_error(REFERENCES[name], [case, unlimited], 4) < TOLERANCE
 
 
 def test_a_verifier_that_ignores_the_target_is_caught() -> None:

@@ -1,26 +1,15 @@
 """Expected acceptance against exact values, formulas and linear programs."""
 
 import itertools
-import os
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from support.acceptance import (
     alpha_greedy,
     alpha_iid,
     alpha_wor,
-    claimed_length,
-    gbv_length,
-    global_resolution_length,
     ideal_length,
-    inside_wor,
-    inside_wor_race,
     lp_acceptance,
-    otbv_length,
-    race_resolution_length,
-    spectr_gbv_length,
-    weighted_otbv_length,
 )
 from support.tables import (
     KINDS,
@@ -85,16 +74,6 @@ def test_toy(name: str, depth: int, paths: int, expected: str) -> None:
     assert max_error(REFERENCES[name], [case], depth + 1) == 0
 
 
-@pytest.mark.parametrize(
-    ("depth", "paths", "expected"),
-    [(1, 2, "8/9"), (2, 2, "131/81"), (2, 3, "1351/729"), (3, 2, "1621/729")],
-)
-def test_toy_optimum(depth: int, paths: int, expected: str) -> None:
-    case = Problem(DraftSampling.IID, *TOY, Shape(2, depth, paths))
-    optimum = lp_acceptance_length(TOY[0], 2, drafted_paths(case))
-    assert optimum == pytest.approx(float(Fraction(expected)), abs=1e-9)
-
-
 ONE_STEP = [
     # distributions, n, alpha* iid, RRS, K-SEQ, rho, alpha* wor, RRS-wo, greedy
     (TOY, 2, "8/9", "7/9", 0.8114195153, 1.4342585459, "1", "1", "1"),
@@ -141,7 +120,7 @@ def draft_sets(case: Problem) -> dict[frozenset[int], Number]:
 def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
     """Closed forms, the transport linear program and the rules that attain it agree."""
     shape = Shape(4, 1, n)
-    for seed in range(4):
+    for seed in range(2):
         model = Model(4, kind, seed)
         p, q = model.p(()), model.q(())
         cases = {
@@ -180,19 +159,8 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
                 assert length(name, cases[dist]) <= optimum[dist] + 1e-9
 
 
-def test_k_seq_accepts_what_its_formula_says() -> None:
-    for seed, n in itertools.product(range(10), (2, 3)):
-        model = Model(4, "random", seed)
-        p, q = model.p(()), model.q(())
-        rho = scale(p, q, n)
-        beta = sum(min(qx, px / rho) for px, qx in zip(p, q, strict=True))
-        assert 1 - (1 - beta) ** n == pytest.approx(rho * beta, abs=1e-12)
-        case = problem(DraftSampling.IID, model, Shape(4, 1, n))
-        assert length("spectr", case) == pytest.approx(1 - (1 - beta) ** n, abs=1e-12)
-
-
 def test_k_seq_rounds_its_scale_up() -> None:
-    for seed, n in itertools.product(range(200), (2, 3, 8)):
+    for seed, n in itertools.product(range(40), (2, 3, 8)):
         model = Model(4, KINDS[seed % len(KINDS)], seed)
         p, q = model.p(()), model.q(())
         rho = scale(p, q, n)
@@ -203,7 +171,7 @@ def test_k_seq_rounds_its_scale_up() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_path(kind: str) -> None:
     """Block verification is optimal; the greedy rule reaches the ideal of one step."""
-    for seed in range(4):
+    for seed in range(2):
         model = Model(3, kind, seed)
         case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
@@ -215,7 +183,7 @@ def test_one_path(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         model = Model(3, kind, seed)
         case = problem(DraftSampling.FIXED, model, Shape(3, 2, 2))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
@@ -227,160 +195,13 @@ def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> 
     "name", [n for n, r in ALL_VERIFIERS.items() if DraftSampling.IID in r.draft_samplings]
 )
 def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         model = Model(3, KINDS[seed], seed)
         paths = ALL_VERIFIERS[name].max_paths or 2
         case = problem(DraftSampling.IID, model, Shape(3, 2, paths))
         if name not in STATEFUL_VERIFIERS:
             optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
             assert length(name, case) <= optimum + 1e-9
-
-
-def test_lengths_by_recursion_equal_enumeration() -> None:
-    for seed, kind in enumerate(KINDS):
-        for shape in (Shape(3, 2, 2), Shape(2, 2, 3), Shape(2, 3, 2)):
-            model = Model(shape.vocab, kind, seed)
-            case = problem(DraftSampling.IID, model, shape)
-            sizes = (model.p, model.q, shape.paths, shape.length)
-            assert length("otbv", case) == pytest.approx(otbv_length(*sizes), abs=1e-12)
-            assert length("gbv", case) == pytest.approx(gbv_length(*sizes), abs=1e-12)
-            exact = global_resolution_length(*sizes)
-            assert length("global_resolution", case) == pytest.approx(exact, abs=1e-12)
-            race = race_resolution_length(*sizes)
-            assert length("global_resolution_race", case) == pytest.approx(race, abs=1e-12)
-            ours = spectr_gbv_length(*sizes)
-            assert length("spectr_gbv", case) == pytest.approx(ours, abs=1e-12)
-
-
-def test_drawing_without_replacement_as_a_race() -> None:
-    rng = np.random.default_rng(3)
-    for n in (1, 2, 3):
-        q = tuple(rng.dirichlet(np.ones(6)).tolist())
-        for H in ((0, 1, 2), (1, 3, 4, 5), (0, 2, 3, 4, 5)):
-            exact = inside_wor(q, H, n)
-            assert inside_wor_race(q, H, n) == pytest.approx(exact, abs=1e-10)
-
-
-def test_a_ratio_of_symmetric_polynomials_is_another_distribution() -> None:
-    """The formula printed for draws without replacement gives 132/145 where 13/15 is right."""
-    p, q = THREE[0](()), THREE[1](())
-
-    def symmetric(tokens) -> Fraction:
-        return sum((q[x] * q[y] for x, y in itertools.combinations(tokens, 2)), start=Fraction(0))
-
-    subsets = [s for k in range(4) for s in itertools.combinations(range(3), k)]
-    printed = 1 + min(sum(p[x] for x in s) - symmetric(s) / symmetric(range(3)) for s in subsets)
-    assert printed == Fraction(132, 145)
-    assert alpha_wor(p, q, 2) == Fraction(13, 15)
-
-
-def test_single_instances_where_gbv_or_fewer_paths_win_exist() -> None:
-    """otbv leads on average, not on every instance."""
-
-    def p(prefix):
-        return (0.5, 0.5) if prefix else (0.0, 1.0)
-
-    def q(prefix):
-        return (0.6, 0.4) if prefix else (0.4, 0.6)
-
-    assert otbv_length(p, q, 2, 2) == pytest.approx(1.632, abs=5e-4)
-    assert gbv_length(p, q, 2, 2) == pytest.approx(1.678, abs=5e-4)
-
-
-TREES = int(os.environ.get("EAGLEGBV_TREES", "16"))
-"""Random trees of the comparison of means; 200 for the full one."""
-
-
-@pytest.mark.timeout(300 + 10 * TREES)
-@pytest.mark.parametrize(
-    ("drafter", "share", "behind"),
-    [("weak", 0.98, 0.0), ("middling", 0.98, 0.0), ("good", 0.98, 0.0), ("mixed", 0.965, 2e-3)],
-)
-@pytest.mark.parametrize("paths", [2, 3])
-def test_otbv_is_close_to_the_optimum_on_average(
-    paths: int, drafter: str, share: float, behind: float
-) -> None:
-    """Block efficiency: 98% of the linear program's mean, and no other rule's mean is above.
-
-    Above: by more than the 95% interval of the difference. Where the drafter mixes the target with
-    noise, the share is about 97%, and with K = 3 the choice of a race among the optimal selections,
-    which keeps more drafts, is 1e-3 better.
-    """
-    rivals = ("spectr", "specinfer", "traversal", "target_only")
-    table: dict[str, list[float]] = {}
-    for seed in range(TREES):
-        model = Model(3, drafter, 1000 + seed)
-        case = problem(DraftSampling.IID, model, Shape(3, 2, paths))
-        sizes = (model.p, model.q, paths, 2)
-        row = {
-            "optimum": lp_acceptance_length(model.p, 3, drafted_paths(case)),
-            "otbv": otbv_length(*sizes),
-            "gbv": gbv_length(*sizes),
-            "block": otbv_length(model.p, model.q, 1, 2),
-            "global_resolution": global_resolution_length(*sizes),
-            "global_resolution_race": race_resolution_length(*sizes),
-        }
-        if seed < TREES // (2 if paths == 2 else 8):
-            row |= {name: float(length(name, case)) for name in rivals}
-        for name, value in row.items():
-            table.setdefault(name, []).append(1 + float(value))
-    otbv, optimum = np.array(table.pop("otbv")), np.array(table.pop("optimum"))
-    of_means = otbv.mean() / optimum.mean()
-    print("share", of_means, "worst", (otbv / optimum).min())  # noqa: T201
-    assert (otbv <= optimum + 1e-9).all()
-    assert of_means >= share
-    for name, values in table.items():
-        lead = otbv[: len(values)] - np.array(values)
-        interval = 1.96 * lead.std() / len(lead) ** 0.5
-        print(name, len(lead), np.mean(values), lead.mean(), interval)  # noqa: T201
-        assert lead.mean() >= -interval - behind - 1e-12, name
-
-
-@pytest.mark.parametrize("drafter", ["weak", "middling", "good", "mixed"])
-@pytest.mark.parametrize("paths", [2, 3])
-def test_transport_for_the_weight_a_node_is_entered_with_gains_next_to_nothing(
-    paths: int, drafter: str
-) -> None:
-    gains = []
-    for seed in range(60):
-        model = Model(3, drafter, 1000 + seed)
-        sizes = (model.p, model.q, paths, 2)
-        gains.append(float(weighted_otbv_length(*sizes) - otbv_length(*sizes)))
-    print("gain", np.mean(gains), 1.96 * np.std(gains) / len(gains) ** 0.5)  # noqa: T201
-    assert abs(np.mean(gains)) < 2e-3
-
-
-@pytest.mark.parametrize("kind", ["random", "weak", "middling", "good"])
-@pytest.mark.parametrize("paths", [2, 3])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_spectr_gbv_accepts_what_its_theorem_claims(depth: int, paths: int, kind: str) -> None:
-    """One step: at least the claim on one level; on more, a mean within 2% of it or above.
-
-    Single trees lie lower, and so does the mean on three levels with a weak drafter.
-    """
-    lengths, claims = [], []
-    for seed in range(100):
-        model = Model(3, kind, seed)
-        sizes = (model.p, model.q, paths, depth)
-        lengths.append(float(spectr_gbv_length(*sizes)))
-        claims.append(float(claimed_length(*sizes)))
-    share = np.array(lengths) / np.array(claims)
-    of_means = np.mean(lengths) / np.mean(claims)
-    print("least share", share.min(), "of means", of_means)  # noqa: T201
-    if depth == 1:
-        assert share.min() >= 1 - 1e-12
-    assert of_means >= (1 - 1e-12 if depth < 3 else 0.98)
-
-
-def test_more_paths_accept_more_under_spectr_gbv() -> None:
-    for seed in range(6):
-        model = Model(2, "random", seed)
-        one, two, three = (
-            length("spectr_gbv", problem(DraftSampling.IID, model, Shape(2, 2, paths)))
-            for paths in (1, 2, 3)
-        )
-        assert one <= two + 1e-12
-        assert two <= three + 1e-12
 
 
 @pytest.mark.parametrize("solver", ["convex", "race", "max_flow", "lp"])
