@@ -1,6 +1,7 @@
 """``eaglegbv bench``: benchmarks with a report; here ``mt-bench``, ``served``, and the demo."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -39,10 +40,9 @@ from eaglegbv.eval.runner import Generate, RunFolder, hold_at_once, run, write_r
 from eaglegbv.eval.statistics import (
     BLOCK_EFFICIENCY,
     TOKENS_PER_SECOND,
-    Figure,
     Summary,
-    Sums,
     summarise,
+    whole,
 )
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.llm import load_tokenizer
@@ -257,23 +257,17 @@ def _watched(
     """
     figures = {BLOCK_EFFICIENCY: "{:.2f} tokens/forward", TOKENS_PER_SECOND: "{:.0f} tokens/s"}
     shown = list(figures.items())[: 2 if timed else 1]
-    sums: dict[tuple[str, Figure], Sums] = {}
-
-    def count(record: Record) -> None:
-        for figure, _ in shown if record.error is None else ():
-            key = record.setting, figure
-            sums[key] = sums.get(key, Sums(0.0, 0.0)) + figure.of(record)
-
-    for record in records:
-        count(record)
+    held: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in whole(records):
+        held[record.setting].append(record)
     total = len(settings.question_ids) * len(settings.settings) * settings.repeats
     with progress(total, "conversation", done=len(records)) as bar:
 
         def keep(record: Record) -> None:
             add(record)
-            count(record)
-            known = [(sums.get((record.setting, figure)), text) for figure, text in shown]
-            told = ", ".join(text.format(total.ratio) for total, text in known if total)
+            held[record.setting] += whole([record])
+            own = held[record.setting]
+            told = ", ".join(text.format(figure.of(own)) for figure, text in shown if own)
             bar.update(note=f"{record.setting}: {told}" if told else "")
 
         yield keep
@@ -544,8 +538,7 @@ def served(
                 hold_at_once(
                     Endpoint(url, trees),
                     chosen.questions,
-                    settings,
-                    own=same,
+                    msgspec.structs.replace(settings, settings=same),
                     at_once=at_once,
                     done=folder.done,
                     on_record=keep,

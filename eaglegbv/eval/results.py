@@ -591,8 +591,7 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
                 if isinstance(content, BatchResults):
                     save_picture(_batch_canvas(over_plain(content.timings)), path)
                 if isinstance(content, Results):
-                    [picture] = [one for one in PICTURES if one.name == part]
-                    save_picture(picture.draw(measured_of(content)), path)
+                    save_picture(PICTURES[part](measured_of(content)), path)
             written.append(path)
     return written
 

@@ -82,25 +82,10 @@ class HeadValidator:
     """
 
     def __init__(
-        self,
-        target: Path,
-        plan: Plan,
-        *,
-        max_tokens: int,
-        device: str = "cpu",
-        seed: int = 0,
+        self, target: Path, plan: Plan, *, max_tokens: int, device: str = "cpu", seed: int = 0
     ) -> None:
-        """Define what is measured.
-
-        Args:
-            target: Folder of the target.
-            plan: How to speculate.
-            max_tokens: Most tokens of an answer.
-            device: Device of the target and the head.
-            seed: Seed of the first prompt's answer; the others have the following seeds.
-        """
-        self._folder = target
-        self._plan = plan
+        """Let heads speculate by ``plan``, in answers of ``max_tokens`` and seeds from ``seed``."""
+        self._folder, self._plan = target, plan
         self._params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
         self._device = torch.device(device)
         self._seed = seed
@@ -115,8 +100,7 @@ class HeadValidator:
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch.autocast(self._device.type, enabled=False):
             metrics = self._answer(head, prompts)
-        plan = self._plan
-        found = Acceptance.of(metrics, plan.depth)
+        plan, found = self._plan, Acceptance.of(metrics, self._plan.depth)
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
         return {f"acceptance length, {name}": found.length} | {
             f"{depth} or more accepted, {name}": share
@@ -124,12 +108,22 @@ class HeadValidator:
         }
 
     def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:
-        target = self._opened(head)
-        engine = Engine(
-            target,
-            head_drafter(self._loaded(head, target), slots=_SLOTS),
-            EngineConfig(kv_slots=_SLOTS, seed=self._seed),
-        )
+        if self._target is None:
+            dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+            model = load_model(self._folder, dtype=dtype, device=self._device)
+            self._target = HFTarget(model, max_slots=_SLOTS, features=feature_spec(head.config))
+        with TemporaryDirectory() as folder:
+            save_head(head, Path(folder), torch.float32)
+            loaded = load_head(
+                Path(folder),
+                target_config=load_config(self._folder),
+                target_embedding=self._target.input_embeddings,
+                target_lm_head=self._target.output_embeddings,
+                dtype=self._target.dtype,
+                device=self._device,
+            )
+        drafter = head_drafter(loaded, slots=_SLOTS)
+        engine = Engine(self._target, drafter, EngineConfig(kv_slots=_SLOTS, seed=self._seed))
         requests = [engine.add(prompt, self._params, self._plan) for prompt in prompts]
         while engine.has_work:
             engine.step()
@@ -137,25 +131,3 @@ class HeadValidator:
             if request.error is not None:
                 raise request.error
         return [request.metrics for request in requests]
-
-    def _opened(self, head: EagleHead) -> HFTarget:
-        if self._target is None:
-            dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-            self._target = HFTarget(
-                load_model(self._folder, dtype=dtype, device=self._device),
-                max_slots=_SLOTS,
-                features=feature_spec(head.config),
-            )
-        return self._target
-
-    def _loaded(self, head: EagleHead, target: HFTarget) -> EagleHead:
-        with TemporaryDirectory() as folder:
-            save_head(head, Path(folder), torch.float32)
-            return load_head(
-                Path(folder),
-                target_config=load_config(self._folder),
-                target_embedding=target.input_embeddings,
-                target_lm_head=target.output_embeddings,
-                dtype=target.dtype,
-                device=self._device,
-            )

@@ -15,7 +15,7 @@ from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Journal, Setting, describe_environment, read_json
 from eaglegbv.eval.runner import another_run
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason
@@ -69,7 +69,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     def over(self, other: "Cell", figure: Figure = Figure.TOKENS_A_STEP) -> Estimate:
         """Return the ratio of a figure to another cell's, paired by question."""
-        return bootstrap_ratio_of_ratios(
+        return bootstrap_ratio(
             self.tokens, self.denominators(figure), other.tokens, other.denominators(figure)
         )
 

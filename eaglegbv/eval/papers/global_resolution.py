@@ -14,7 +14,7 @@ from eaglegbv.eval.node_acceptance import greedy, optimum_iid
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.solvers import Answer, Row, Setting, row, solve_all
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.verifiers.global_resolution import Solver
 
 _SOURCE = "Thomas & Pal, arXiv 2511.15898"
@@ -257,7 +257,7 @@ def _by_width(places: Harvest, sizes: Sequence[tuple[int, int]]) -> Iterator[Fin
 def _paired(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """Return a ratio of means, paired by node."""
     ones = [1.0] * len(above)
-    return bootstrap_ratio_of_ratios(above, ones, below, ones)
+    return bootstrap_ratio(above, ones, below, ones)
 
 
 def _figure(value: float | None, layout: str) -> str:

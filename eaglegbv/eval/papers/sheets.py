@@ -12,7 +12,7 @@ from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
 from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.metrics import Phase
 
 Axis: TypeAlias = Literal["paths", "depth"]
@@ -229,9 +229,7 @@ def _widening(widening: Widening, cells: Sequence[Cell]) -> Iterator[Finding]:
             statement=f"{_lead(far, others[0])} at least {_lead(near, others[1])}",
             source=widening.source,
             # Steps are the same places on both sides, so they cancel.
-            ratio=bootstrap_ratio_of_ratios(
-                far.tokens, others[0].tokens, near.tokens, others[1].tokens
-            ),
+            ratio=bootstrap_ratio(far.tokens, others[0].tokens, near.tokens, others[1].tokens),
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -41,7 +42,6 @@ from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import Answer, Row
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.global_resolution import Solver
 

@@ -3,6 +3,8 @@
 import threading
 from dataclasses import dataclass
 
+import msgspec
+
 from eaglegbv.config import Plan
 from eaglegbv.errors import StepFailed
 from eaglegbv.eval.questions import Question
@@ -64,9 +66,8 @@ class Together:
 def hold(done: set[tuple[str, str, int]], own: Setting = SETTING) -> tuple[Together, list[Record]]:
     records: list[Record] = []
     generate = Together()
-    hold_at_once(
-        generate, QUESTIONS, SETTINGS, own=[own], at_once=2, done=done, on_record=records.append
-    )
+    settings = msgspec.structs.replace(SETTINGS, settings=(own,))
+    hold_at_once(generate, QUESTIONS, settings, at_once=2, done=done, on_record=records.append)
     return generate, records
 
 

@@ -9,7 +9,6 @@ from eaglegbv.eval.statistics import (
     Estimate,
     SideOfOne,
     bootstrap_ratio,
-    bootstrap_ratio_of_ratios,
     summarise,
 )
 from eaglegbv.metrics import Phase, RequestMetrics
@@ -218,7 +217,7 @@ def test_pairing_cancels_what_units_share() -> None:
     length = list(rng.uniform(1, 100, size=20))
     ones = [1.0] * 20
     double = [2 * x for x in length]
-    estimate = bootstrap_ratio_of_ratios(double, ones, length, ones)
+    estimate = bootstrap_ratio(double, ones, length, ones)
     assert estimate.value == pytest.approx(2)
     assert (estimate.low, estimate.high) == pytest.approx((2, 2))
 
