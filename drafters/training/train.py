@@ -164,7 +164,7 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     progress = Progress()
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
-    _drop_lines_after(log, progress.step)
+    _drop_repeated(log, progress.step, schedule.evaluate_every)
     bar = tqdm(initial=progress.step, unit="step", smoothing=0.1, disable=None)
     with log.open("a") as lines, bar:
         journal = _Journal(lines, bar, task.tokens_per_step, progress.step)
@@ -286,19 +286,21 @@ class _Journal:
         self.lines.flush()
 
 
-def _drop_lines_after(log: Path, step: int) -> None:
-    """Drop what was logged after the checkpoint, as those steps are run again."""
+def _drop_repeated(log: Path, step: int, evaluate_every: int) -> None:
+    """Drop what was logged after the checkpoint, and the evaluation at the end: they come again."""
     if not log.exists():
         return
-    kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-    write_whole(log, "".join(kept if step else []).encode())
 
+    def stays(line: str) -> bool:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the line being written when the run was killed
+            return False
+        at_end = "score" in entry and entry["step"] % evaluate_every != 0
+        return bool(0 < entry["step"] <= step and not at_end)
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except json.JSONDecodeError:  # the line being written when the run was killed
-        return math.inf
+    kept = filter(stays, log.read_text().splitlines(keepends=True))
+    write_whole(log, "".join(kept).encode())
 
 
 def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
@@ -217,8 +218,10 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
     assert "(other questions_sha256)" in result.err
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path: Path) -> None:
+def test_what_the_engine_is_compiled_by_is_recorded(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)  # it takes a minute
     options = ["--questions", "1", "--repeats", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--verifiers", "none,otbv", "--questions-set", "builtin"]
     result = bench(cli, pair, *options, "--compile", "eager")

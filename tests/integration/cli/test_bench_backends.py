@@ -205,7 +205,7 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
     start = [sys.executable, "-c", "from eaglegbv.cli.main import main; main()", *command]
     process = subprocess.Popen(start, env=environment, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(lines()) < 5 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
     finally:

@@ -23,9 +23,13 @@ DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 REVISION = "0" * 40
 ONE_BY_ONE = """
 import json, sys
-from eaglegbv.cli.main import app
+from eaglegbv.cli.main import main
 for arguments in json.loads(sys.argv[1]):
-    app(arguments, standalone_mode=False)
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        if ended.code:
+            raise
 """  # one process: the hub's cache is looked for when its client is imported
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
 
