@@ -56,10 +56,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         depth: Length of a path, and depth of fixed trees.
         sizes: Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
         beam: For fixed trees, the nodes of a level that get children, and the children of each.
-        draft_width: Number of candidates that a draft distribution keeps.
         places: Number of places of each text.
         judgements: How often each tree is judged.
-        max_tokens: Most tokens of a text.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
