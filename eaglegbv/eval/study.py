@@ -25,7 +25,7 @@ from eaglegbv.eval.plots import (
     CAPTION,
     COLOURS,
     check_matplotlib,
-    draw_line,
+    error_bars,
     picture_style,
     plain_axes,
     save_pictures,
@@ -377,7 +377,7 @@ def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> No
     own = [_equal(group) for group in groups]
     heats, colour = [cell.temperature for cell in own], COLOURS["otbv"]
     tokens = [(cell.temperature, cell.tokens) for cell in own]
-    draw_line(axes, tokens, color=colour, label="sampled (otbv)")
+    axes.errorbar(**error_bars(tokens), color=colour, label="sampled (otbv)")
     tops = [best(group).tokens.value for group in groups]
     label = "sampled, best draft temperature"
     axes.plot(heats, tops, color=colour, linestyle=":", label=label)
