@@ -345,7 +345,7 @@ class _Bench:
             prompt_ids=text.prompt_ids,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(text.seed),
+            rng=RequestRng(text.seed),
             max_tokens=len(text.token_ids),
             drafted=True,
             slots=self._target.allocator.allocate(0),
@@ -358,7 +358,7 @@ class _Bench:
         for request, token_ids in reached:
             request.token_ids = list(token_ids)
             request.step = len(token_ids)
-            chunks.append(Chunk.of(request, self._kv.allocate(request, request.unread)))
+            chunks.append(Chunk.of(request, self._kv.allocate(request, request.to_prefill)))
         forward = Forward.of([], chunks)
         output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
         for chunk in chunks:
@@ -396,14 +396,14 @@ class _Bench:
         count, tree = self._sampling.judgements, offer.tree
         drawn = [
             VerifyUniforms.draw(
-                [RequestRng(request_seed(request.stream.seed, judgement)) for request in requests],
+                [RequestRng(request_seed(request.rng.seed, judgement)) for request in requests],
                 [request.step for request in requests],
                 paths=tree.paths,
                 length=tree.length,
             )
             for judgement in range(count)
         ]
-        uniforms = latin_hypercube(drawn, [[r.stream.seed, r.step] for r in requests])
+        uniforms = latin_hypercube(drawn, [[r.rng.seed, r.step] for r in requests])
         found = {}
         for number, verifier in verifiers.items():
             verdicts = [verifier.verify(tree, offer.target, own) for own in uniforms]

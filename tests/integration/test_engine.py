@@ -15,6 +15,7 @@ import torch
 from support.eight_bits import needs_int8
 from support.g_test import GTest, g_test, joint_probs
 from support.tiny_engine import TinyEngine, tiny_engine
+from support.tree_check import check_tree
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import EngineConfig, Plan
@@ -27,7 +28,7 @@ from eaglegbv.metrics import Phase
 from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8

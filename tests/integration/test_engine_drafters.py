@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_probs
+from support.tabular_target import TabularTarget
 from support.token_drafting import random_llama, random_table
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
@@ -22,7 +23,6 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
@@ -228,7 +228,7 @@ def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
     assert Plan(source="lookup").source is Source.LOOKUP
 
 
-def test_debts_do_not_end_with_confidence() -> None:
+def test_modified_targets_do_not_end_with_confidence() -> None:
     engine = engine_of(tabular_target(), tabular_drafter())
     with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0 for verifier"):
         engine.check_plan(Plan(verifier="greedy_block", paths=1, min_confidence=0.1))

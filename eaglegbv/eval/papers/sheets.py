@@ -130,8 +130,8 @@ def cells_of(
     verifiers: Sequence[str],
     *,
     paths: Sequence[int] = (1,),
-    depths: Sequence[int],
-    temperatures: Sequence[float],
+    depths: Sequence[int] = (8,),
+    temperatures: Sequence[float] = (1.0,),
 ) -> tuple[Setting, ...]:
     """Return every combination, with as many paths as a verifier takes."""
     return grid(verifiers, paths, depths, temperatures, base=Plan()).settings
@@ -142,14 +142,10 @@ class GridPaper(Paper):
     """A paper as sheets.
 
     Attributes:
-        name: Short name, that of the command.
-        title: Paper and what is compared.
         sheets: What is measured.
         notes: What a reader has to know.
     """
 
-    name: str
-    title: str
     sheets: tuple[Sheet, ...]
     notes: tuple[str, ...] = ()
 

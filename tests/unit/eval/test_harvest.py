@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.tabular_target import TabularTarget
 
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import InvalidArgument
@@ -11,7 +12,6 @@ from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
 from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.solvers import exact, optimal_acceptance
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
 
 VOCAB = 5
 TOKENS = ((0, 1, 2, 3, 4, 1), (2,), (3, 3, 0, 4))

@@ -16,7 +16,7 @@ from eaglegbv.eval.papers.base import (
     findings_table,
 )
 from eaglegbv.eval.papers.cells import Cell, Figure, Run, Way
-from eaglegbv.eval.papers.gbv import GBV
+from eaglegbv.eval.papers.grids import GBV
 from eaglegbv.eval.papers.registry import PAPERS, paper_named
 from eaglegbv.eval.papers.sheets import (
     NOT_AT_HAND,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.tables import iterate
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -20,7 +21,6 @@ from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms

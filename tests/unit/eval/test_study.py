@@ -5,6 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -22,7 +23,6 @@ from eaglegbv.eval.study import (
     study_table,
 )
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
 
 VOCAB = 6
 SMALL = StudySettings(

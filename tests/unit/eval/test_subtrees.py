@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grown_trees import Candidates, Prefix, grown
+from support.tree_check import check_tree
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.eval.paired_comparison import Offer
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 
 VOCAB = 3
 
