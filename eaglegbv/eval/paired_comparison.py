@@ -224,15 +224,8 @@ def same_drafts(
     judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and judged
     by the greedy walk.
 
-    Args:
-        pair: Target and drafter; their engine, if any, must have no request running.
-        texts: From :func:`collect`, usually at the settings' temperature.
-        settings: What to compare.
-        sampling: Sizes of the sample.
-        on_texts: Called with the number of texts that have just been done.
-
-    Returns:
-        One tally for each setting.
+    The pair's engine, if any, must have no request running. Texts are from :func:`collect`, usually
+    at the settings' temperature; ``on_texts`` gets the number of those that have just been done.
 
     Raises:
         InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,

@@ -8,7 +8,7 @@ from itertools import cycle
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -74,29 +74,12 @@ def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     ]
 
 
-def draw_line(
-    axes: "Axes",
-    points: Sequence[tuple[float, Estimate]],
-    *,
-    label: str,
-    color: str,
-    linestyle: str = "-",
-    linewidth: float | None = None,
-) -> None:
-    """Draw a line through figures by x, with their intervals."""
+def error_bars(points: Sequence[tuple[float, Estimate]]) -> dict[str, Any]:
+    """Return what ``Axes.errorbar`` takes to draw a line through figures by x."""
     figures = [figure for _, figure in points]
-    axes.errorbar(
-        [x for x, _ in points],
-        [figure.value for figure in figures],
-        yerr=whiskers(figures),
-        label=label,
-        color=color,
-        linestyle=linestyle,
-        linewidth=linewidth,
-        elinewidth=0.6,
-        marker="o",
-        markersize=3,
-    )
+    places = {"x": [x for x, _ in points], "y": [figure.value for figure in figures]}
+    thin = {"elinewidth": 0.6, "marker": "o", "markersize": 3}
+    return {**places, "yerr": whiskers(figures), **thin}
 
 
 def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:
@@ -355,9 +338,8 @@ def _draw_lines(
     styles: dict[str, Iterable[str]] = {}
     for line in lines:
         style = next(iter(styles.setdefault(line.verifier, cycle(LINE_STYLES))))
-        draw_line(
-            axes,
-            line.points,
+        axes.errorbar(
+            **error_bars(line.points),
             label=line.label,
             color=_colour(line.verifier),
             linestyle="--" if line.dashed else style,

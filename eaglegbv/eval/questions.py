@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -15,7 +16,7 @@ from httpx import HTTPError
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.llm import LLM
 from eaglegbv.loading import ask_hub, hub_refusal
-from eaglegbv.utils import read_json_lines, write_whole
+from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
@@ -94,8 +95,7 @@ class QuestionSet:
         total = len(self.questions)
         if count is None:
             return self
-        if not 1 <= count <= total:
-            raise InvalidArgument("questions", count, f"an integer in [1, {total}]")
+        require_integer("questions", count, 1, total)
         chosen = tuple(self.questions[place] for place in evenly(count, total))
         return QuestionSet(self.suite, self.origin, chosen)
 
@@ -169,11 +169,9 @@ def read_questions(path: Path, source: str) -> tuple[Question, ...]:
     questions = tuple(_question(row, place, source) for place, row in read_json_lines(path, _Row))
     if not questions:
         raise InvalidArgument("data", str(path), "at least one question")
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise InvalidArgument("data", str(path), f"unique ids; {question.id!r} occurs twice")
-        seen.add(question.id)
+    twice = [name for name, count in Counter(q.id for q in questions).items() if count > 1]
+    if twice:
+        raise InvalidArgument("data", str(path), f"unique ids; {twice[0]!r} occurs twice")
     return questions
 
 
@@ -221,12 +219,6 @@ def _question(row: _Row, place: str, source: str) -> Question:
     )
 
 
-def cache_folder() -> Path:
-    """Return the folder for downloaded questions: ``$XDG_CACHE_HOME/eaglegbv`` or its default."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "eaglegbv"
-
-
 def _from_hub(suite: Suite) -> QuestionSet:
     looked = (
         f"--questions-set builtin, which is packaged, --data FILE, or {suite.file} in the folder "
@@ -237,29 +229,23 @@ def _from_hub(suite: Suite) -> QuestionSet:
         raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}{known}")
     repository, path, revision = suite.hub
     try:
-        fetched = _fetched(repository, path, revision)
+        held = huggingface_hub.try_to_load_from_cache(
+            repository, path, repo_type="dataset", revision=revision
+        )
+        if not isinstance(held, str):
+            ask_hub(repository, "dataset")  # the download would try for half a minute
+            held = huggingface_hub.hf_hub_download(
+                repository, path, repo_type="dataset", revision=revision
+            )
     except (OSError, HTTPError) as error:
         expected = f"its questions: {looked}; or the Hugging Face hub's {repository}"
         refusal = f"{expected} ({hub_refusal(error)})"
         raise InvalidArgument("questions-set", suite.name, refusal) from error
-    questions = read_questions(fetched, suite.name)
+    questions = read_questions(Path(held), suite.name)
     cached = cache_folder() / "prompts" / suite.file
     cached.parent.mkdir(parents=True, exist_ok=True)
     write_whole(cached, b"\n".join(msgspec.json.encode(q) for q in questions) + b"\n")
     return QuestionSet(suite.name, f"hub: {repository}@{revision}", questions)
-
-
-def _fetched(repository: str, path: str, revision: str) -> Path:
-    held = huggingface_hub.try_to_load_from_cache(
-        repository, path, repo_type="dataset", revision=revision
-    )
-    if isinstance(held, str):
-        return Path(held)
-    ask_hub(repository, "dataset")  # the download would try for half a minute
-    fetched = huggingface_hub.hf_hub_download(
-        repository, path, repo_type="dataset", revision=revision
-    )
-    return Path(fetched)
 
 
 # Prompts of given lengths for measurements.

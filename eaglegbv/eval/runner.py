@@ -225,13 +225,8 @@ def run(
     answers once without being recorded. Each conversation feeds the model's own answers back, and a
     question's seed is the same in every setting.
 
-    Args:
-        generate: Answers one conversation by a plan.
-        questions: What to ask.
-        settings: What to compare, and how.
-        baselines: For each baseline, by name, what answers in its settings instead.
-        done: Keys of records that need not be measured again.
-        on_record: Receives each record as soon as it is complete.
+    Baselines, by name, answer in their settings instead of ``generate``. Records whose keys are
+    done are not measured again; ``on_record`` gets each of the others as soon as it is complete.
     """
     todo = _todo(questions, settings, done)
     answering = {
@@ -240,8 +235,8 @@ def run(
     }
     for setting, answer in answering.items():
         short = msgspec.structs.replace(settings, max_tokens=WARM_UP_TOKENS)
-        turn = msgspec.structs.replace(questions[0], turns=questions[0].turns[:1])
-        _converse(answer, short, setting, turn, 0, 0)
+        first = msgspec.structs.replace(questions[0], turns=questions[0].turns[:1])
+        _converse(answer, short, setting, first, 0, 0)
     for asked in todo:
         on_record(_converse(answering[asked[0]], settings, *asked))
 

@@ -181,15 +181,8 @@ def compare(
 ) -> Report:
     """Give the same nodes to every solver, and return the results.
 
-    Args:
-        settings: Sizes of the nodes.
-        solvers: What to compare.
-        instances: Number of nodes of each size.
-        seed: Seed of distributions, drafts and uniforms.
-        time_limit: Seconds of processor time above which a node counts as not solved; nothing is
-            interrupted.
-        tolerance: Loss of acceptance above which a solver has failed.
-        on_row: Called with each row as soon as it is complete.
+    A node counts as not solved above ``time_limit`` seconds of processor time (nothing is
+    interrupted), or if its loss of acceptance is above ``tolerance``.
 
     Raises:
         InvalidArgument: ``instances`` or ``time_limit`` is not positive.

@@ -25,7 +25,7 @@ from eaglegbv.eval.plots import (
     CAPTION,
     COLOURS,
     check_matplotlib,
-    draw_line,
+    error_bars,
     picture_style,
     plain_axes,
     save_pictures,
@@ -56,10 +56,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         depth: Length of a path, and depth of fixed trees.
         sizes: Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
         beam: For fixed trees, the nodes of a level that get children, and the children of each.
-        draft_width: Number of candidates that a draft distribution keeps.
         places: Number of places of each text.
         judgements: How often each tree is judged.
-        max_tokens: Most tokens of a text.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -379,7 +377,7 @@ def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> No
     own = [_equal(group) for group in groups]
     heats, colour = [cell.temperature for cell in own], COLOURS["otbv"]
     tokens = [(cell.temperature, cell.tokens) for cell in own]
-    draw_line(axes, tokens, color=colour, label="sampled (otbv)")
+    axes.errorbar(**error_bars(tokens), color=colour, label="sampled (otbv)")
     tops = [best(group).tokens.value for group in groups]
     label = "sampled, best draft temperature"
     axes.plot(heats, tops, color=colour, linestyle=":", label=label)

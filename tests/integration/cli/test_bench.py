@@ -9,6 +9,7 @@ import torch
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
 from eaglegbv.eval.statistics import Summary
+from eaglegbv.utils import cache_folder
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -112,7 +113,7 @@ def test_bad_input_is_one_clear_line(
 def test_without_any_source_the_error_says_where_it_looked(cli, pair, tmp_path: Path) -> None:
     result = bench(cli, pair, "--out", str(tmp_path / "out"))
     assert result.status == 2
-    places = ("--questions-set builtin", "--data FILE", "EAGLEGBV_DATA", "cache/eaglegbv")
+    places = ("--questions-set builtin", "--data FILE", "EAGLEGBV_DATA", str(cache_folder()))
     for place in (*places, "Hugging Face hub", "(the hub could not be reached)"):
         assert place in result.err
 

@@ -10,7 +10,7 @@ from support.data import MT_BENCH, data_file
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.questions import DATA_VARIABLE, SUITES, load_questions, read_questions
-from eaglegbv.utils import read_json_lines
+from eaglegbv.utils import CACHE_FOLDER, read_json_lines
 
 CATEGORIES = {
     "writing",
@@ -26,7 +26,7 @@ CATEGORIES = {
 
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache/eaglegbv"))
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     return tmp_path
 
