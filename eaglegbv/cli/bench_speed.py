@@ -25,6 +25,7 @@ from eaglegbv.cli.options import (
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
+from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
 from eaglegbv.eval.questions import PromptSource, load_questions
@@ -92,9 +93,6 @@ def batch(
     ] = 8,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
-    assistant: Annotated[
-        str | None, opt("Folder of a small model, to add assisted generation with it.")
-    ] = None,
     seed: opts.Seed = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
@@ -133,8 +131,6 @@ def batch(
     check_verifier(verifier)
     check_out(out)
     names = entries("ways", ways, str)
-    if assistant is not None:
-        names.append(f"assistant:{assistant}")
     most = max(count * grid.calls(count) for count in grid.batches)
     models = Models(
         model=model,
@@ -279,7 +275,7 @@ class _MadeEngines:
     @cached_property
     def plain(self) -> PairEngine:
         """The engine of plain decoding."""
-        return PairEngine(self._target, None, self._config)
+        return PairEngine(Engine(self._target, None, self._config))
 
     @cached_property
     def drafting(self) -> PairEngine:
@@ -289,11 +285,13 @@ class _MadeEngines:
             pair = Pair(self._target, self._drafter)
             costs = calibrate(pair, AUTO, self._config, compile_backend=self._compile)
         return PairEngine(
-            self._target,
-            self._drafter,
-            self._config,
-            costs=costs,
-            compile_backend=self._compile,
+            Engine(
+                self._target,
+                self._drafter,
+                self._config,
+                costs=costs,
+                compile_backend=self._compile,
+            )
         )
 
 
