@@ -120,7 +120,7 @@ def audit(
         jobs = [
             _job(subject, one, sizes, clip=True)
             for subject in subjects.values()
-            for one in sorted(subject.draft_samplings)
+            for one in sorted(subject.rule.draft_samplings)
         ]
     else:
         chosen = draft_sampling_named(draft_sampling)
@@ -170,7 +170,7 @@ def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> list[Result
         job.subject.check(job.draft_sampling, job.sizes.shape)
     results: list[Result] = []
     for job in jobs:
-        what = f"{job.subject.name} on {job.draft_sampling}"
+        what = f"{job.subject.rule.name} on {job.draft_sampling}"
         with progress(job.sizes.instances, "problem", what, leave=False) as bar:
             result = job.subject.audit(
                 job.draft_sampling, job.sizes, lambda figure: bar.update(note=f"{figure:.1e}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import torch
 import typer
 
 from eaglegbv.calibration import calibrate
@@ -25,6 +24,7 @@ from eaglegbv.cli.options import (
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
+from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
 from eaglegbv.eval.questions import PromptSource, load_questions
@@ -92,9 +92,6 @@ def batch(
     ] = 8,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
-    assistant: Annotated[
-        str | None, opt("Folder of a small model, to add assisted generation with it.")
-    ] = None,
     seed: opts.Seed = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
@@ -132,9 +129,8 @@ def batch(
     # Check before loading models, which may take minutes.
     check_verifier(verifier)
     check_out(out)
+    where, precision = place_of(device, dtype)
     names = entries("ways", ways, str)
-    if assistant is not None:
-        names.append(f"assistant:{assistant}")
     most = max(count * grid.calls(count) for count in grid.batches)
     models = Models(
         model=model,
@@ -174,13 +170,13 @@ def batch(
     if out is not None:
         results = BatchResults(
             timings=tuple(timings),
-            environment=describe_environment(str(engines.device)),
+            environment=describe_environment(str(where)),
             model=engines.names[0],
             drafter=engines.names[1],
             verifier=verifier,
             suite=questions_set if shape is None else "random tokens",
             compile_backend=compile_backend or "",
-            dtype=dtype_name(engines.dtype),
+            dtype=dtype_name(precision),
             draft_quantization=engines.draft_quantization,
         )
         write_json(out, results)
@@ -192,16 +188,6 @@ class _Engines:
     def __init__(self, models: Models) -> None:
         self._models = models
         self.names = models.named.name, models.named.drafter_name or ""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target runs."""
-        return self.plain.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return self.plain.dtype
 
     @cached_property
     def plain(self) -> LLM:
@@ -254,15 +240,15 @@ class _MadeEngines:
             expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
             raise InvalidArgument("ways", ",".join(ways), expected)
         temperature = grid.temperatures[0]
-        self.device, self.dtype = place_of(models.device, models.dtype)
+        device, dtype = place_of(models.device, models.dtype)
         length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
         self._compile = models.compile_backend
         self._target, self._drafter = random_pair(
             self.shape,
             slots=max(*grid.batches, 16) * (length + 256),
             max_context=length,
-            dtype=self.dtype,
-            device=self.device,
+            dtype=dtype,
+            device=device,
             compile_backend=self._compile,
             graphs=GraphMode.AUTO,
             memoryless=True,
@@ -279,7 +265,7 @@ class _MadeEngines:
     @cached_property
     def plain(self) -> PairEngine:
         """The engine of plain decoding."""
-        return PairEngine(self._target, None, self._config)
+        return PairEngine(Engine(self._target, None, self._config))
 
     @cached_property
     def drafting(self) -> PairEngine:
@@ -289,11 +275,13 @@ class _MadeEngines:
             pair = Pair(self._target, self._drafter)
             costs = calibrate(pair, AUTO, self._config, compile_backend=self._compile)
         return PairEngine(
-            self._target,
-            self._drafter,
-            self._config,
-            costs=costs,
-            compile_backend=self._compile,
+            Engine(
+                self._target,
+                self._drafter,
+                self._config,
+                costs=costs,
+                compile_backend=self._compile,
+            )
         )
 
 

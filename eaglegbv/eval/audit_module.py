@@ -83,16 +83,7 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
         verify = stateless(verifier.decide)
     else:
         verify = verifier.decide
-    draft_sampling = verifier.default_sampling
-    return ExactSubject(
-        name=verifier.name,
-        draft_samplings=verifier.draft_samplings,
-        default_sampling=draft_sampling
-        if draft_sampling in verifier.draft_samplings
-        else min(verifier.draft_samplings),
-        max_paths=verifier.max_paths,
-        verify=verify,
-    )
+    return ExactSubject(rule=verifier, verify=verify)
 
 
 def _load(path: Path) -> ModuleType:

@@ -12,8 +12,7 @@ made so that they are right as often as one wants, at full size and without publ
 Values of attention must hold an embedding, so only as many of its entries as they have are not 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import log, sqrt
 
 import msgspec
@@ -35,11 +34,9 @@ from eaglegbv.drafters.eagle_model import (
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import feature_spec, head_drafter
-from eaglegbv.metrics import EngineMetrics
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import KnownCosts
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,10 +139,35 @@ def random_pair(
     """
     if compile_backend is not None:  # fail before anything is made
         check_backend(compile_backend)
-    head_config = _head_config(shape)
-    with _seeded(device):
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=False,
+        initializer_range=_GAIN / sqrt(shape.hidden),
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    head_config = EagleHeadConfig(
+        arch=Arch.EAGLE3,
+        hidden_size=shape.hidden,
+        target_hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        draft_vocab_size=shape.draft_vocab,
+        feature_layers=default_feature_layers(shape.layers),
+    )
+    # Draws from seed 0; afterwards the generators continue as before.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
         with device:
-            config = _target_config(shape, max_context)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if memoryless:
             _forget(model, shape)
@@ -188,7 +210,7 @@ def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
 def _forget(model: LlamaForCausalLM, shape: Shape) -> None:
     """Make the next token depend nearly only on the last one."""
     embedding = model.model.embed_tokens.weight
-    embedding[:, _value_width(shape) :] = 0
+    embedding[:, shape.kv_heads * shape.hidden // shape.heads :] = 0
     embedding.mul_(sqrt(shape.hidden) / embedding.float().norm(dim=1, keepdim=True))
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(_BRANCH)
@@ -222,28 +244,11 @@ def _follow(head: EagleHead, output_embeddings: Tensor) -> None:
 
 
 class PairEngine:
-    """Answers prompts of token ids by a pair that has no tokenizer.
+    """An engine over a pair without a tokenizer, which answers prompts of token ids."""
 
-    Attributes:
-        metrics: Counters and gauges of its engine.
-    """
-
-    def __init__(
-        self,
-        target: HFTarget,
-        drafter: EagleDrafter | None,
-        config: EngineConfig,
-        *,
-        costs: KnownCosts | None = None,
-        compile_backend: str | None = None,
-    ) -> None:
-        """Make an engine; see :class:`Engine`."""
-        self._engine = Engine(target, drafter, config, costs=costs, compile_backend=compile_backend)
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """See :class:`PairEngine`."""
-        return self._engine.metrics
+    def __init__(self, engine: Engine) -> None:
+        """Take an engine that nobody else uses."""
+        self._engine, self.metrics = engine, engine.metrics
 
     def generate(
         self,
@@ -302,7 +307,7 @@ def block_efficiency(
     drawn = torch.randn(shape, generator=generator, device=embedding.device, dtype=own.dtype)
     own.copy_(embedding)
     own[:, :width].add_(drawn, alpha=scale)
-    engine = PairEngine(target, drafter, EngineConfig(prefix_cache=False))
+    engine = PairEngine(Engine(target, drafter, EngineConfig(prefix_cache=False)))
     prompts = random_prompts(config.draft_vocab_size, _TUNED_REQUESTS, _TUNED_PROMPT)
     params = [
         SamplingParams(
@@ -328,47 +333,3 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
 def barrier_of(device: torch.device) -> Callable[[], None] | None:
     """Return a function that waits for ``device`` to finish its work; None if none is needed."""
     return torch.cuda.synchronize if device.type == "cuda" else None
-
-
-@contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """Draw from seed 0 in this context; afterwards the generators continue as before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
-
-
-def _value_width(shape: Shape) -> int:
-    """Return the entries of attention's values for a token."""
-    return shape.kv_heads * shape.hidden // shape.heads
-
-
-def _target_config(shape: Shape, max_context: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        max_position_embeddings=max_context,
-        tie_word_embeddings=False,
-        initializer_range=_GAIN / sqrt(shape.hidden),
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _head_config(shape: Shape) -> EagleHeadConfig:
-    return EagleHeadConfig(
-        arch=Arch.EAGLE3,
-        hidden_size=shape.hidden,
-        target_hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        vocab_size=shape.vocab,
-        draft_vocab_size=shape.draft_vocab,
-        feature_layers=default_feature_layers(shape.layers),
-    )

@@ -252,7 +252,7 @@ def time_steps(
     config = EngineConfig(
         max_batch=setting.batch,
         prefix_cache=False,
-        prefill_tokens=max(1024, setting.context),
+        prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
     )
     make = partial(Engine, pair.target, pair.drafter, config, compile_backend=compile_backend)
     barrier = barrier_of(pair.target.device)

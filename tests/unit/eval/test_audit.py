@@ -38,6 +38,7 @@ from eaglegbv.llm import LLM
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
@@ -49,7 +50,7 @@ from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 PAIRS = [
     (name, draft_sampling)
     for name, subject in package_subjects().items()
-    for draft_sampling in sorted(subject.draft_samplings)
+    for draft_sampling in sorted(subject.rule.draft_samplings)
 ]
 QUICK = Sizes(vocab=2, instances=7, seed=3)
 
@@ -100,21 +101,20 @@ def block_without_weight(tree, chooser) -> Outcome:
     raise AssertionError("the root accepts")
 
 
-def exact(verify, **facts) -> ExactSubject:
-    draft_samplings = facts.pop("draft_samplings", frozenset({DraftSampling.IID}))
-    return ExactSubject(
-        name="mine",
-        draft_samplings=draft_samplings,
-        default_sampling=DraftSampling.IID,
-        verify=stateless(verify),
-        **facts,
-    )
+class Mine(Rule):
+    name = "mine"
+    draft_samplings = frozenset({DraftSampling.IID})
+    max_paths = 1
+
+
+def exact(verify) -> ExactSubject:
+    return ExactSubject(rule=Mine(), verify=stateless(verify))
 
 
 def test_a_wrong_rule_fails() -> None:
     sizes = Sizes(vocab=3, instances=7, paths=1)
-    assert exact(block, max_paths=1).audit(DraftSampling.IID, sizes).passed(1e-12)
-    wrong = exact(block_without_weight, max_paths=1).audit(DraftSampling.IID, sizes)
+    assert exact(block).audit(DraftSampling.IID, sizes).passed(1e-12)
+    wrong = exact(block_without_weight).audit(DraftSampling.IID, sizes)
     assert not wrong.passed(1e-3)
 
 
