@@ -366,7 +366,7 @@ class ExactSubject(Subject):
         """Enumerate the distribution of the texts that the verifier writes on random problems.
 
         The (modified) target completes the steps' texts. The distribution of the first ``depth +
-        1`` tokens, within which every debt of a first step falls due, is compared with the
+        1`` tokens, within which every layer of a first step ends, is compared with the
         target's. ``on_instance`` is called with each problem's error.
         """
         self.check(draft_sampling, sizes.shape)

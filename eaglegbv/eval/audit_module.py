@@ -34,7 +34,7 @@ class StatefulReferenceVerifier(Rule, ABC):
 
     @abstractmethod
     def decide(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-        """Judge one tree, given the debts of earlier steps."""
+        """Judge one tree, given the target that earlier steps modified."""
 
 
 DEFAULT_SAMPLES = 20_000

@@ -208,9 +208,9 @@ Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
 
 # Texts written by a batched stateful verifier, step after step, on tiny problems.
 #
-# A debt of an earlier step changes what later ones commit, so only whole runs can be judged. Many
-# requests run side by side. Each has its own debts, and every debt keeps the draft distribution of
-# its step.
+# An earlier step modifies the target of later ones, so only whole runs can be judged. Many requests
+# run side by side. Each has its own layers of the modified target, and every layer keeps the draft
+# distribution of its step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class RunTexts:
     Attributes:
         codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
         lengths: ``[batch]`` int64, number of tokens of each text.
-        layers: Debts of the texts; column k is that of step k.
+        layers: Layers of the texts' modified targets; column k is that of step k.
         draft_probs_at: The draft distribution of each step.
     """
 
@@ -254,7 +254,7 @@ def write_runs(
 ) -> Written:
     """Take one step for each of ``problems``, then steps without drafts.
 
-    Texts end after L + 1 tokens, within which every debt of a first step falls due. A step without
+    Texts end after L + 1 tokens, within which every layer of a first step ends. A step without
     drafts commits a token of the modified target.
     """
     vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
@@ -350,7 +350,7 @@ def _probs_after(probs_at: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _OwnProbs:
-    """The draft distributions of all steps so far, which the debts need."""
+    """The draft distributions of all steps so far, which the layers need."""
 
     texts: RunTexts
     vocab: int

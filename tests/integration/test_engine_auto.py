@@ -85,7 +85,7 @@ class PeekingPlanner(Planner):
 
     def assign(self, requests: list[Request], **_: object) -> None:
         for request in requests:
-            [number] = request.stream.draw(request.step, Purpose.CORRECTION, 1)
+            [number] = request.rng.draw(request.step, Purpose.CORRECTION, 1)
             request.plan = PLAIN if number < 0.4 else Plan(paths=3, depth=2)
 
 
@@ -210,7 +210,7 @@ def test_requests_of_one_seed_draw_numbers_of_their_own(engine: Engine) -> None:
     params, plan = SamplingParams(max_tokens=12, seed=5), Plan(paths=2, depth=2)
     auto = [engine.add(PROMPT, params, AUTO) for _ in range(2)]
     fixed = [engine.add(PROMPT, params, plan) for _ in range(2)]
-    numbers = [r.stream.draw(0, Purpose.DRAFT, 4).tolist() for r in auto + fixed]
+    numbers = [r.rng.draw(0, Purpose.DRAFT, 4).tolist() for r in auto + fixed]
     assert numbers[0] != numbers[1]
     assert numbers[2] == numbers[3]
     assert numbers[2] not in numbers[:2]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_probs
+from support.tabular_target import TabularTarget
 from support.tiny_engine import cells_of
 from support.token_drafting import random_llama, random_table
 
@@ -24,7 +25,6 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 

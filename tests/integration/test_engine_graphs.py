@@ -19,6 +19,7 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.cuda_graphs import GraphMode, NotRecordable, Work
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
 from eaglegbv.sampling import SamplingParams
@@ -53,7 +54,7 @@ SETTINGS = {
         sampling(),
     ),
     "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
-    "debts": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
+    "modified target": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
 }
 
 
@@ -143,7 +144,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("any_pool", "ranked_on_device")
 @pytest.mark.parametrize(
     "name",
-    ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "debts"],
+    ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"],
 )
 def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
@@ -320,32 +321,33 @@ def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
 def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
-    from eaglegbv.eval.random_models import Shape, StepSetting, build_rig
+    from eaglegbv.eval.random_models import Shape, random_pair
 
     plan, params = SETTINGS[name]
     shape = Shape(
         hidden=128, layers=4, heads=2, kv_heads=1, intermediate=256, vocab=512, draft_vocab=256
     )
-    setting = StepSetting(plan=plan, batch=3, context=16, steps=8)
     texts = []
     for mode in (GraphMode.ON, GraphMode.EAGER):
-        where = torch.device("cuda")
-        rig = build_rig(
+        target, drafter = random_pair(
             shape,
-            setting,
+            slots=1024,
+            max_context=256,
             dtype=torch.float16,
-            device=where,
+            device=torch.device("cuda"),
             graphs=mode,
             compile_backend=backend,
         )
-        requests = [rig.engine.add(prompt, params, plan) for prompt in PROMPTS]
-        while rig.engine.has_work:
-            rig.engine.step()
+        engine = Engine(target, drafter, EngineConfig(max_batch=3), compile_backend=backend)
+        engine.record(plan, params)
+        requests = [engine.add(prompt, params, plan) for prompt in PROMPTS]
+        while engine.has_work:
+            engine.step()
         texts.append([request.token_ids for request in requests])
         assert [request.error for request in requests] == [None] * len(PROMPTS)
-        assert rig.target.graph_counts["replayed"] > 0
-        drafts = {"replayed": rig.target.graph_counts["replayed"]} if plan.speculative else {}
-        assert rig.drafter.graph_counts == drafts
+        assert target.graph_counts["replayed"] > 0
+        drafts = {"replayed": target.graph_counts["replayed"]} if plan.speculative else {}
+        assert drafter.graph_counts == drafts
     assert texts[0] == texts[1]
 
 

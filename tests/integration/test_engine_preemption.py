@@ -129,7 +129,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
             tiny.engine.step()
         if preempted:
             tiny.engine.preempt(request)
-            while request.unread:
+            while request.to_prefill:
                 tiny.engine.step()
         drafter.catch_up([request])
         hidden = drafter.snapshot(request).hidden
@@ -145,7 +145,7 @@ def read(tiny: TinyEngine, text: list[int], params: SamplingParams, plan: Plan) 
     """Return a request that has read its prompt, and nothing more."""
     request = tiny.engine.add(text, params, plan)
     tiny.engine.step()
-    assert request.unread == 0
+    assert request.to_prefill == 0
     return request
 
 

@@ -11,7 +11,7 @@ from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.eval.paired_comparison import Text
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
+from support.tabular_target import TabularTarget
 
 PROMPT = (0, 1)
 

@@ -33,13 +33,6 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         named_device("cuda:2")
 
 
-def test_the_first_processor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: A 64: fast\n\nmodel name\t: B\n")
-    monkeypatch.setattr(devices, "CPU_INFO", info)
-    assert processor_name() == "A 64: fast"
-
-
 @pytest.mark.parametrize("named", ["arm", ""])
 def test_without_a_name_the_architecture_stands_for_it(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,23 +49,6 @@ def test_counts_of_forwards_that_offer_trees_of_different_depth():
     assert metrics.block_efficiency == metrics.acceptance_length + 1
 
 
-def test_plain_decoding_has_block_efficiency_one():
-    metrics = RequestMetrics()
-    for _ in range(3):
-        metrics.count_forward(offered=0, accepted=0, committed=1, nodes=0, plan="none")
-    assert metrics.block_efficiency == 1
-    assert metrics.acceptance_length == 0
-    assert metrics.offered_by_depth == []
-
-
-def test_requests_do_not_share_their_counts():
-    first, second = RequestMetrics(), RequestMetrics()
-    first.count_forward(offered=1, accepted=1, committed=2, nodes=1, plan="none")
-    first.add_seconds(Phase.DRAFT, 1.0)
-    assert second.offered_by_depth == []
-    assert second.seconds == {}
-
-
 def test_seconds_add_up_by_phase_and_prefill_is_not_decoding():
     metrics = RequestMetrics()
     for phase, seconds in [(Phase.PREFILL, 8.0), (Phase.DRAFT, 1.0), (Phase.FORWARD, 2.0)]:
@@ -107,17 +90,6 @@ def test_a_stopwatch_counts_a_phase_that_fails(monkeypatch):
     assert watch.seconds == {Phase.COMMIT: 2.0}
 
 
-def test_spans_stand_in_order_with_their_starts(monkeypatch):
-    ticks = iter([5.0, 6.0, 8.0, 9.0, 9.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    watch = Stopwatch()
-    with watch.phase(Phase.DRAFT):
-        pass
-    with watch.phase(Phase.VERIFY):
-        pass
-    assert watch.spans == [Span(Phase.DRAFT, 1.0, 2.0), Span(Phase.VERIFY, 4.0, 0.5)]
-
-
 # Counters and gauges of an engine, and how Prometheus reads them.
 
 
@@ -155,16 +127,6 @@ def test_counters_add_up_over_steps_and_gauges_show_the_latest():
     assert metrics.value(FORWARDS, "unheard of") == 0
 
 
-def test_values_are_found_by_name_too():
-    metrics = EngineMetrics()
-    assert metrics.value("eaglegbv_steps_total") == 0
-    metrics.on_step(record())
-    assert metrics.value("eaglegbv_steps_total") == 1
-    assert metrics.value("eaglegbv_phase_seconds_total", "forward") == 0.25
-    with pytest.raises(InvalidArgument, match="metric='steps': expected one of eaglegbv_acc"):
-        metrics.value("steps")
-
-
 def test_exposition_is_prometheus_text():
     metrics = EngineMetrics()
     metrics.on_step(record(plans={'a "quoted\\ plan': 1}))
@@ -176,3 +138,13 @@ def test_exposition_is_prometheus_text():
     assert "# TYPE eaglegbv_kv_slots_used gauge" in lines
     assert "eaglegbv_kv_slots_used 40" in lines
     assert 'eaglegbv_phase_seconds_total{phase="draft"} 0.125' in lines
+
+
+def test_values_are_found_by_name_too():
+    metrics = EngineMetrics()
+    assert metrics.value("eaglegbv_steps_total") == 0
+    metrics.on_step(record())
+    assert metrics.value("eaglegbv_steps_total") == 1
+    assert metrics.value("eaglegbv_phase_seconds_total", "forward") == 0.25
+    with pytest.raises(InvalidArgument, match="metric='steps': expected one of eaglegbv_acc"):
+        metrics.value("steps")

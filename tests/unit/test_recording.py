@@ -22,8 +22,8 @@ from eaglegbv.verifiers.transport import exact_transport
 
 PROMPT = (3, 1, 4, 1, 5)
 ALL_PLANS = [
-    *PLANS,
-    Plan(verifier="otbv", draft_sampling=DraftSampling.GREEDY, paths=3, depth=3),
+    *PLANS[2:5],
+    *PLANS[7:],
     Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3),
     Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
     Plan(verifier="traversal", paths=3, depth=3),
@@ -109,20 +109,6 @@ def test_records_tell_the_whole_text(run: Watched) -> None:
     assert [tree.finish_reason for tree in run.trees[-2:]] == [None, "length"]
 
 
-def test_accepted_nodes_are_a_path_from_the_root(run: Watched) -> None:
-    accepted = 0
-    for tree in run.trees:
-        above = 0
-        for node in tree.accepted:
-            assert tree.parents[node] == above
-            above = node
-        accepted += len(tree.accepted)
-        assert sum(tree.multiplicity[1:]) >= len(tree.token_ids) - 1
-    assert accepted >= run.request.metrics.accepted_tokens
-    if run.request.plan.speculative:
-        assert accepted > 0
-
-
 def test_p_and_q_are_those_of_the_tables(run: Watched) -> None:
     for tree in run.trees:
         assert tree.target_probs[0] is tree.draft_probs[0] is None
@@ -151,7 +137,7 @@ def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
             assert not tree.node_stats
             continue
         chances = selected(tree, "h")
-        numbers = run.request.stream.draw(step, Purpose.ACCEPTANCE, len(chances))
+        numbers = run.request.rng.draw(step, Purpose.ACCEPTANCE, len(chances))
         passed = [d + 1 for d, h in enumerate(chances) if numbers[d] < h]
         assert len(tree.accepted) == max(passed, default=0)
         judged += 1
@@ -195,35 +181,8 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
     assert several > 10
 
 
-def test_w_and_h_of_block_are_those_of_the_paper() -> None:
-    run = watched(Plan(verifier="block", paths=1, depth=4))
-    for tree in run.trees[1:]:
-        assert tree.node_stats["b"] == tree.draft_probs
-        weight = 1.0
-        for node in range(1, 5):
-            p, q = (float(x) for x in (tree.target_probs[node], tree.draft_probs[node]))
-            weight = min(1.0, weight * p / q)
-            here = run.prefix(tree, node)
-            left = (weight * run.p(here) - run.q(here)).clamp(min=0).sum().item()
-            h = weight if node == 4 or weight == 1 else left / (left + 1 - weight)
-            assert tree.node_stats["w"][node] == pytest.approx(weight, rel=1e-3)
-            assert tree.node_stats["h"][node] == pytest.approx(h, rel=1e-3, abs=1e-6)
-
-
-def test_w_of_traversal_decides_at_the_node_it_stops_at() -> None:
-    run = watched(Plan(verifier="traversal", paths=3, depth=3))
-    stops = 0
-    for step, tree in enumerate(run.trees):
-        if tree.accepted:
-            stop = tree.accepted[-1]
-            number = run.request.stream.draw(step, Purpose.ACCEPTANCE, 9)[stop - 1]
-            assert number < tree.node_stats["w"][stop]
-            stops += 1
-    assert stops > 5
-
-
 def test_modified_targets_of_greedy_rules_are_shown() -> None:
-    """Without a debt M is p; behind one it is another distribution."""
+    """Unmodified, M is p; behind an accepted step it is another distribution."""
     run = watched(Plan(verifier="greedy_block", paths=1, depth=4))
     differ = 0
     for tree in run.trees[1:]:
@@ -268,35 +227,6 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
     assert len(evidence) == len(notes.steps)
     assert set(evidence) == {None}
     assert all(step.trees == [] for step in notes.steps)
-
-
-def test_requests_of_one_step_have_a_record_each() -> None:
-    exact, notes = exact_engine(slots=512), Notes()
-    exact.engine.observe(notes, trees=True)
-    requests = [
-        exact.add(Spec(PROMPT, SamplingParams(max_tokens=12, seed=seed), plan))
-        for seed, plan in enumerate([PLANS[0], PLANS[4], PLANS[4], PLANS[7], PLANS[8]])
-    ]
-    exact.run()
-    assert max(len(step.trees) for step in notes.steps) == 5
-    for request in requests:
-        tokens = [token for tree in notes.trees(request) for token in tree.committed]
-        assert tokens == request.token_ids
-
-
-def test_a_token_that_ends_the_text_is_the_last_kept() -> None:
-    plan = Plan(verifier="otbv", paths=3, depth=4)
-    free = watched(plan).request.token_ids
-    exact, notes = exact_engine(slots=256), Notes()
-    exact.engine.observe(notes, trees=True)
-    ends = max(set(free), key=free.index)
-    params = SamplingParams(max_tokens=30, seed=5, temperature=0.8, stop_token_ids=(ends,))
-    request = exact.add(Spec(PROMPT, params, plan))
-    exact.run()
-    last = notes.trees(request)[-1]
-    assert last.committed[-1] == ends
-    assert last.finish_reason == "stop"
-    assert request.token_ids == free[: free.index(ends) + 1]
 
 
 def spoilt(rows: Iterator[int], output: TargetOutput) -> TargetOutput:

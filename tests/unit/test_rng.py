@@ -45,11 +45,6 @@ def test_no_number_is_shared_between_seeds_steps_and_purposes():
     assert len(np.unique(np.concatenate(numbers))) == len(numbers) * count
 
 
-def test_long_draws_of_neighbouring_steps_do_not_overlap():
-    draws = [RequestRng(0).draw(step, Purpose.DRAFT, 10_000) for step in range(5)]
-    assert len(np.unique(np.concatenate(draws))) == 50_000
-
-
 def test_numbers_are_the_documented_ones():
     # A change of the generator would change every seeded text: it must be deliberate.
     philox = np.random.Philox(
@@ -59,14 +54,6 @@ def test_numbers_are_the_documented_ones():
     expected = (philox.random_raw(8) >> np.uint64(11)) * 2.0**-53
     assert np.array_equal(RequestRng(2**63 + 5).draw(9, Purpose.ACCEPTANCE, 8), expected)
     assert [int(purpose) for purpose in Purpose] == [0, 1, 2, 3]
-
-
-def test_numbers_are_in_the_half_open_unit_interval():
-    numbers = RequestRng(11).draw(0, Purpose.DRAFT, 200_000)
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    # The largest there can be is the last 53-bit number below 1, in float64, as verifiers get it.
-    assert (2.0**53 - 1) * 2.0**-53 < 1
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -80,7 +67,7 @@ def test_numbers_within_a_draw_are_uniform(purpose):
 def test_first_numbers_of_successive_steps_are_uniform_and_independent():
     # A request takes a few numbers at each step: these, not a long draw, decide its text.
     firsts = {
-        purpose: np.array([RequestRng(5).draw(step, purpose, 1)[0] for step in range(10_000)])
+        purpose: np.array([RequestRng(5).draw(step, purpose, 1)[0] for step in range(4000)])
         for purpose in Purpose
     }
     for numbers in firsts.values():
@@ -93,7 +80,7 @@ def test_first_numbers_of_successive_steps_are_uniform_and_independent():
 
 @pytest.mark.parametrize("first_seed", [0, 2**63])
 def test_first_numbers_of_successive_seeds_are_uniform_and_independent(first_seed):
-    seeds = range(first_seed, first_seed + 10_000)
+    seeds = range(first_seed, first_seed + 4000)
     numbers = np.array([RequestRng(seed).draw(0, Purpose.DRAFT, 2) for seed in seeds])
     assert stats.kstest(numbers[:, 0], "uniform").pvalue > 1e-4
     assert stats.pearsonr(numbers[:-1, 0], numbers[1:, 0]).pvalue > 1e-4

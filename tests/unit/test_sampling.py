@@ -1,6 +1,5 @@
 """Sampling settings, and the probabilities they make of logits."""
 
-import dataclasses
 import math
 import pickle
 
@@ -27,39 +26,23 @@ from eaglegbv.tree import TargetProbs
 
 BAD = [
     ("temperature", -0.1, "a number in [0, 100]"),
-    ("temperature", 100.5, "a number in [0, 100]"),
     ("temperature", math.nan, "a number in [0, 100]"),
-    ("temperature", math.inf, "a number in [0, 100]"),
     ("temperature", "hot", "a number in [0, 100]"),
-    ("temperature", None, "a number in [0, 100]"),
     ("temperature", True, "a number in [0, 100]"),
     ("top_p", 0.0, "a number in (0, 1]"),
-    ("top_p", 1.01, "a number in (0, 1]"),
-    ("top_p", math.nan, "a number in (0, 1]"),
-    ("min_p", -0.01, "a number in [0, 1]"),
     ("min_p", 1.5, "a number in [0, 1]"),
     ("repetition_penalty", 0.0, "a number in [0.001, 100]"),
-    ("repetition_penalty", -1.0, "a number in [0.001, 100]"),
     ("presence_penalty", 101, "a number in [-100, 100]"),
     ("frequency_penalty", -101, "a number in [-100, 100]"),
-    ("frequency_penalty", math.inf, "a number in [-100, 100]"),
     ("top_k", -2, "an integer of at least 1"),
-    ("top_k", False, "an integer of at least 1"),
-    ("top_k", 2.0, "an integer of at least 1"),
     ("top_k", True, "an integer of at least 1"),
     ("max_tokens", 0, "an integer of at least 1"),
-    ("max_tokens", 1.5, "an integer of at least 1"),
-    ("seed", -1, "an integer in [0, 18446744073709551615]"),
     ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
-    ("seed", 0.5, "an integer in [0, 18446744073709551615]"),
     ("temperature", 5e-324, "0, or a number in [1e-37, 100]"),
     ("ignore_eos", "no", "true or false"),
     ("stop", ("",), "non-empty strings"),
     ("stop", "", "non-empty strings"),
-    ("stop", ("ok", 3), "non-empty strings"),
-    ("stop", 3, "non-empty strings"),
     ("stop_token_ids", (-1,), "an integer of at least 0"),
-    ("stop_token_ids", ("a",), "an integer of at least 0"),
     ("stop_token_ids", 3, "a sequence of token ids"),
 ]
 
@@ -74,53 +57,19 @@ def test_a_bad_value_is_named_with_what_was_expected(name, value, expected):
     assert message.endswith(f": expected {expected}")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0},
-        {"temperature": 100},
-        {"top_p": 1e-9},
-        {"top_p": 1},
-        {"min_p": 1.0},
-        {"top_k": 1},
-        {"seed": 0},
-        {"seed": 2**64 - 1},
-        {"presence_penalty": -100, "frequency_penalty": 100},
-        {"repetition_penalty": 0.5},
-        {"max_tokens": 1},
-    ],
-)
-def test_the_ends_of_the_ranges_are_accepted(settings):
-    params = SamplingParams(**settings)
-    assert {name: getattr(params, name) for name in settings} == settings
+def test_the_ends_of_the_ranges_are_accepted():
+    SamplingParams(temperature=0, top_p=1e-9, min_p=1.0, top_k=1, seed=0, max_tokens=1)
+    SamplingParams(temperature=100, top_p=1, repetition_penalty=0.5, seed=2**64 - 1)
+    SamplingParams(presence_penalty=-100, frequency_penalty=100)
 
 
-@pytest.mark.parametrize("everything", [0, -1])
-def test_all_tokens_may_be_asked_for_as_other_engines_do(everything):
-    assert SamplingParams(top_k=everything) == SamplingParams()
-
-
-def test_one_stop_string_is_a_tuple_of_one():
+def test_settings_may_be_spelled_as_other_engines_do():
+    for everything in (0, -1):
+        assert SamplingParams(top_k=everything) == SamplingParams()
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
-
-
-def test_no_stop_may_be_said_with_none():
-    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
-
-
-def test_greedy_means_temperature_zero():
-    assert SamplingParams(temperature=0).greedy
-    assert SamplingParams(temperature=0.0).greedy
-    assert not SamplingParams(temperature=1e-6).greedy
-
-
-@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_any_penalty_counts_as_penalised(name):
-    assert not SamplingParams().penalised
-    assert SamplingParams(**{name: 1.25}).penalised
-    assert SamplingParams(**{name: 0.75}).penalised
 
 
 def test_settings_are_frozen_hashable_and_survive_a_round_trip():
@@ -151,20 +100,13 @@ ATOL = 1e-6
 SETTINGS = [
     SamplingParams(),
     SamplingParams(temperature=0.3),
-    SamplingParams(temperature=2.5),
     SamplingParams(top_k=1),
-    SamplingParams(top_k=5),
     SamplingParams(top_k=1000),
-    SamplingParams(top_p=0.1),
     SamplingParams(top_p=0.7),
-    SamplingParams(top_p=0.999),
     SamplingParams(top_p=1e-6),
-    SamplingParams(min_p=0.02),
     SamplingParams(min_p=0.5),
     SamplingParams(min_p=1.0),
     SamplingParams(temperature=0.6, top_k=7),
-    SamplingParams(temperature=1.7, top_p=0.8),
-    SamplingParams(temperature=1.7, top_k=12, top_p=0.8),
     SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1),
@@ -205,7 +147,7 @@ def dist(logits, params):
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=name_of)
-@pytest.mark.parametrize("vocab", [1, 2, 6, 200])
+@pytest.mark.parametrize("vocab", [1, 6, 200])
 def test_every_setting_gives_the_distribution_transformers_gives(params, vocab):
     logits = random_logits(40, vocab, seed=vocab)
     expected = transformers_probs(logits, params)
@@ -214,9 +156,8 @@ def test_every_setting_gives_the_distribution_transformers_gives(params, vocab):
     torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("order", [SETTINGS, SETTINGS[::-1], SETTINGS[::3]])
-def test_mixed_settings_give_every_row_what_it_gets_alone(order):
-    rows_each = [1 + i % 3 for i in range(len(order))]
+def test_mixed_settings_give_every_row_what_it_gets_alone():
+    order, rows_each = SETTINGS, [1 + i % 3 for i in range(len(SETTINGS))]
     logits = random_logits(sum(rows_each), 50)
     together = warp(logits, WarpSettings.of(order, rows_each))
     alone = [
@@ -226,51 +167,7 @@ def test_mixed_settings_give_every_row_what_it_gets_alone(order):
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_passes_nobody_asked_for_are_skipped():
-    settings = WarpSettings.of([SamplingParams(), SamplingParams(temperature=0.0)], [2, 1])
-    assert settings.top_k is None
-    assert settings.top_p is None
-    assert settings.min_p is None
-    assert settings.temperature.tolist() == [1, 1, 0]
-    settings = WarpSettings.of([SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], [1, 2])
-    assert settings.top_k.tolist()[1:] == [3, 3]
-    assert settings.top_k[0] > 2**30
-    assert settings.top_p.tolist() == [1, 0.5, 0.5]
-    assert settings.min_p is None
-
-
 # p = (0.5, 0.25, 0.125, 0.125), the last two a tie.
-HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (SamplingParams(), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),
-        (SamplingParams(temperature=0.5), (16 / 22, 4 / 22, 1 / 22, 1 / 22)),
-        (SamplingParams(top_k=2), (2 / 3, 1 / 3, 0, 0)),
-        (SamplingParams(top_k=3), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),  # ties at the edge all stay
-        (SamplingParams(top_p=0.4), (1, 0, 0, 0)),
-        (SamplingParams(top_p=0.6), (2 / 3, 1 / 3, 0, 0)),
-        (SamplingParams(top_p=0.8), (4 / 7, 2 / 7, 1 / 7, 0)),  # of a tie, the first
-        (SamplingParams(min_p=0.3), (2 / 3, 1 / 3, 0, 0)),
-        (SamplingParams(min_p=0.2), (1 / 2, 1 / 4, 1 / 8, 1 / 8)),
-        # top-p looks at what top-k left, renormalised: 2/3 < 0.7, so two tokens stay; of the whole
-        # distribution 0.5 + 0.25 would reach 0.7 as well, but 0.65 is reached by 2/3 alone.
-        (SamplingParams(top_k=2, top_p=0.65), (1, 0, 0, 0)),
-        (SamplingParams(top_k=2, top_p=0.7), (2 / 3, 1 / 3, 0, 0)),
-        # Temperature comes first: at 1/2 the most likely token has 16/22 = 0.727.
-        (SamplingParams(temperature=0.5, top_p=0.7), (1, 0, 0, 0)),
-        (SamplingParams(temperature=0.5, top_p=0.75), (16 / 20, 4 / 20, 0, 0)),
-        (SamplingParams(temperature=0.5, min_p=0.2), (16 / 20, 4 / 20, 0, 0)),
-        (SamplingParams(temperature=0.5, min_p=0.26), (1, 0, 0, 0)),
-    ],
-    ids=lambda value: name_of(value) if isinstance(value, SamplingParams) else "",
-)
-def test_cases_worked_by_hand(params, expected):
-    torch.testing.assert_close(
-        dist(HALVES, params), torch.tensor([expected], dtype=torch.float64), atol=ATOL, rtol=0
-    )
 
 
 def test_ties_are_broken_as_documented():
@@ -287,21 +184,7 @@ def test_ties_are_broken_as_documented():
     assert dist(swapped, SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0]]
 
 
-def test_top_p_always_keeps_the_most_likely_token():
-    logits = torch.tensor([[0.0, 1.0, 0.5]])
-    assert dist(logits, SamplingParams(top_p=1e-12)).tolist() == [[0, 1, 0]]
-
-
-def test_temperature_zero_ignores_the_other_settings_and_has_logit_zero():
-    logits = random_logits(6, 30)
-    params = SamplingParams(temperature=0.0, top_k=2, top_p=0.3, min_p=0.9)
-    warped = warp(logits, WarpSettings.of([params], [6]))
-    assert (warped > -torch.inf).sum(1).tolist() == [1] * 6
-    assert warped.max(1).values.tolist() == [0.0] * 6
-    assert torch.equal(warped.argmax(1), logits.argmax(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_result_is_float32_whatever_comes_in(dtype):
     logits = random_logits(3, 20).to(dtype)
     before = logits.clone()
@@ -339,7 +222,7 @@ def test_tokens_a_model_rules_out_stay_ruled_out(params):
     torch.testing.assert_close(got, transformers_probs(logits, params), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-3, 1e-5, 1e-20, 1e-37])
+@pytest.mark.parametrize("temperature", [1.0, 1e-3, 1e-37])
 @pytest.mark.parametrize("level", [0.0, 100.0, -1000.0])
 def test_distributions_are_exact_at_low_temperature_and_at_any_level_of_the_logits(
     temperature, level
@@ -378,16 +261,6 @@ def test_repetition_penalty_is_that_of_transformers():
         assert torch.equal(got, expected)
 
 
-def test_presence_and_frequency_penalties_count_the_generated_text_alone():
-    logits = torch.tensor([[1.0, 2.0, -3.0, 0.5]])
-    in_prompt = torch.tensor([[True, False, True, True]])
-    generated = torch.tensor([[0, 1, 3, 0]])
-    params = SamplingParams(presence_penalty=0.25, frequency_penalty=0.5)
-    got = penalise(logits, in_prompt, generated, PenaltySettings.of([params], [1]))
-    # token 1 once: - 0.5 - 0.25; token 2 thrice: - 1.5 - 0.25; tokens 0 and 3 are prompt only
-    assert got.tolist() == [[1.0, 1.25, -4.75, 0.5]]
-
-
 def test_all_penalties_together_by_hand():
     logits = torch.tensor([[4.0, -4.0, 4.0, -4.0, 4.0]])
     in_prompt = torch.tensor([[True, True, False, False, False]])
@@ -420,33 +293,6 @@ def test_penalties_are_each_rows_own():
         row += count
     assert torch.equal(together[:2], logits[:2])  # no penalty changes nothing
     assert not torch.equal(together[2:], logits[2:])
-
-
-def test_penalties_keep_broken_logits_visible():
-    logits = torch.tensor([[1.0, torch.nan, 2.0]])
-    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.1)
-    got = penalise(
-        logits,
-        torch.tensor([[True, True, False]]),
-        torch.tensor([[0, 1, 0]]),
-        PenaltySettings.of([params], [1]),
-    )
-    assert got[0].isnan().tolist() == [False, True, False]
-
-
-def test_rows_of_temperature_one_are_not_divided_and_stay_what_they_were() -> None:
-    logits = torch.randn((2, 50), generator=torch.Generator().manual_seed(3))
-    plain = WarpSettings.of([SamplingParams()], [2])
-    assert not plain.tempered
-    assert WarpSettings.of([SamplingParams(), SamplingParams(temperature=0.5)], [1, 1]).tempered
-    divided = warp(logits, dataclasses.replace(plain, tempered=True))
-    assert torch.equal(warp(logits, plain), divided)
-
-
-def test_settings_of_the_same_requests_are_made_once() -> None:
-    params = SamplingParams(temperature=0.7, top_k=5)
-    assert WarpSettings.of([params], [3]) is WarpSettings.of([params], [3])
-    assert WarpSettings.of([params], [4]).temperature.shape == (4,)
 
 
 def sorted_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -91,13 +91,6 @@ def test_a_thread_may_take_its_turn_again() -> None:
     turns.leave()
 
 
-def test_trying_takes_a_turn_from_nobody() -> None:
-    turns, seen = FairLock(), list[bool]()
-    with turns:
-        started(lambda: seen.append(turns.try_enter())).join()
-    assert seen == [False]
-
-
 def test_whoever_gives_up_waiting_is_passed_over() -> None:
     turns, order = FairLock(), list[str]()
 

@@ -81,16 +81,6 @@ def test_heads_may_come_in_another_order_in_memory() -> None:
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_only_trees_have_masks(name: str) -> None:
-    kernels = StandKernels()
-    batch = pack(BATCHES[name])
-    attention = FlashInferPagedAttention(pools()[0], kernels)
-    attention.attend(CALL, *new_rows(batch.rows), batch)
-    [stand] = kernels.made
-    assert stand.named["causal"] == all(s.visible is None for s in batch.segments)
-
-
 def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window() -> None:
     kernels = StandKernels()
     attention = FlashInferPagedAttention(pools()[0], kernels)
@@ -338,10 +328,6 @@ def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
     for _ in range(3):
         found[1].attend(CALL, q, q, q, pack([segment]))
     assert [attention.fallbacks for attention in found] == [{}, {"attention": 3}]
-
-
-def test_a_pool_on_the_cpu_has_pytorchs_attention() -> None:
-    assert isinstance(paged_attention(pools()[0]), TorchPagedAttention)
 
 
 def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.drafting import VOCAB, Pair, Session, random_pair
 from support.token_drafting import advance, full_probs, inner_nodes, prefix_of, text_of
+from support.tree_check import check_tree
 from torch import Tensor
 
 from eaglegbv.config import Plan
@@ -20,7 +21,7 @@ from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
 
 ATOL = 2e-5  # float32 through two layers, rows added up in another order
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)
@@ -55,7 +56,7 @@ def check_samplings(pair: Pair, tree: DraftTree, b: int, text, **settings) -> No
 def check_drawn(tree: DraftTree, b: int, request: Request) -> None:
     """The paths are what the request's numbers select from the very probs the tree carries."""
     plan = request.plan
-    numbers = request.stream.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
+    numbers = request.rng.draw(request.step, Purpose.DRAFT, plan.paths * plan.depth)
     for nodes, uniforms in zip(
         tree.path_nodes[b].tolist(), numbers.reshape(plan.paths, plan.depth), strict=True
     ):

@@ -33,7 +33,7 @@ from eaglegbv.eval.papers.cells import (
     measure_cells,
     measured_so_far,
 )
-from eaglegbv.eval.papers.gbv import GBV
+from eaglegbv.eval.papers.grids import GBV
 from eaglegbv.eval.papers.registry import PAPERS, paper_named
 from eaglegbv.eval.papers.sheets import (
     NOT_AT_HAND,

@@ -2,6 +2,7 @@ import threading
 from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
 import pytest
 from support.fake_llm import FakeLLM
 from support.runs import NONE, OTBV, QUESTIONS, run_settings
@@ -161,7 +162,8 @@ def hold_served(
 ) -> tuple[Together, list[Record]]:
     records: list[Record] = []
     generate = Together()
-    hold_at_once(generate, ASKED, SERVED, own=[own], at_once=2, done=done, on_record=records.append)
+    settings = msgspec.structs.replace(SERVED, settings=(own,))
+    hold_at_once(generate, ASKED, settings, at_once=2, done=done, on_record=records.append)
     return generate, records
 
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from support.grown_trees import Candidates, Prefix, grown
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
+from support.tabular_target import TabularTarget
+from support.tree_check import check_tree
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import TabularDrafter
@@ -36,9 +38,8 @@ from eaglegbv.eval.study import (
 )
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier

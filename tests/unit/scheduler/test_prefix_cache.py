@@ -1,7 +1,6 @@
 """Texts that begin alike share slots; every block has its users, and idle ones are free memory."""
 
 import pytest
-import torch
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import PLAIN
@@ -33,7 +32,7 @@ class Shop:
             prompt_ids=prompt,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(0),
+            rng=RequestRng(0),
             max_tokens=50,
             drafted=drafted,
             skips=skips,
@@ -45,8 +44,8 @@ class Shop:
 
     def admit(self, r: Request) -> None:
         self.cache.lend(r, self.cache.match(r))
-        self.kv.allocate(r, r.unread)
-        self.kv.commit(r, list(range(r.unread)))
+        self.kv.allocate(r, r.to_prefill)
+        self.kv.commit(r, list(range(r.to_prefill)))
         self.check()
 
     def share(self, r: Request, positions: int | None = None) -> None:
@@ -77,20 +76,6 @@ def test_whole_blocks_are_shared_with_texts_that_go_on_alike_by_one_token():
     assert shop.read(TEXT[1:40]).shared == 0
 
 
-def test_the_answer_is_shared_too_but_not_beyond_final_rows():
-    shop = Shop()
-    r = shop.read(TEXT[:20])
-    r.token_ids = [*TEXT[20:60]]
-    shop.kv.allocate(r, 39)
-    shop.kv.commit(r, list(range(39)))
-    assert r.context == r.length - 1 == 59
-    shop.share(r, positions=47)
-    assert r.shared == 32
-    shop.share(r)
-    assert r.shared == 48
-    assert shop.read(TEXT[:70]).shared == 48
-
-
 def test_of_two_that_read_the_same_text_at_once_one_takes_the_others_slots():
     shop = Shop()
     first, second = shop.read(TEXT[:40]), shop.read(TEXT[:40])
@@ -115,22 +100,6 @@ def test_drafted_and_plain_requests_share_nothing_with_each_other():
         shop.share(shop.open[-1])
     assert shop.read(TEXT[:40], drafted=True).slots[0] == shop.open[1].slots[0]
     assert shop.read(TEXT[:40], drafted=False).slots[0] == shop.open[0].slots[0]
-
-
-def test_a_pre_empted_request_finds_its_own_text_again():
-    shop = Shop()
-    r = shop.read(TEXT[:40])
-    r.token_ids += [8, 9]
-    shop.kv.allocate(r, 2)
-    shop.kv.commit(r, [0, 1])
-    slots = r.slots.tolist()
-    shop.share(r)
-    shop.close(r)
-    assert (r.context, r.shared, shop.allocator.num_free) == (0, 0, 256)
-    shop.admit(r)
-    assert r.context == r.length_to_read == 42
-    assert r.slots.tolist()[:32] == slots[:32]
-    assert shop.cache.counts.shared == 32
 
 
 def test_idle_blocks_are_free_and_forgotten_last_used_first_when_slots_run_out():
@@ -171,36 +140,6 @@ def test_what_nobody_uses_can_be_forgotten_at_once():
     assert shop.allocator.num_kept == 0
 
 
-def test_later_blocks_of_a_text_are_forgotten_before_earlier_ones():
-    shop = Shop(slots=128)
-    r = shop.read(TEXT[:80])
-    shop.share(r)
-    shop.close(r)
-    r.token_ids = []
-    shop.allocator.allocate(128 - 80 + BLOCK)
-    assert [block.key[2][0] for block in shop.cache.match(r)] == [0, 16, 32, 48]
-
-
-def test_slots_in_use_are_never_forgotten():
-    shop = Shop(slots=64)
-    r = shop.read(TEXT[:40])
-    shop.share(r)
-    shop.allocator.allocate(24)
-    with pytest.raises(Exception, match="1 slots wanted, 0 free of 64"):
-        shop.allocator.allocate(1)
-    assert len(shop.cache.match(r)) == 2
-
-
-def test_without_sharing_nothing_is_stored():
-    shop = Shop(enabled=False)
-    first = shop.read(TEXT[:40])
-    shop.share(first)
-    assert first.shared == 0
-    assert shop.read(TEXT[:40]).shared == 0
-    shop.close(first)
-    assert shop.allocator.num_kept == 0
-
-
 @pytest.mark.parametrize("fault", ["users", "shared", "slots", "idle"])
 def test_the_check_sees_what_is_wrong(fault: str):
     shop = Shop()
@@ -220,17 +159,6 @@ def test_the_check_sees_what_is_wrong(fault: str):
             shop.cache._idle.clear()
     with pytest.raises(InvalidArgument):
         shop.check()
-
-
-def test_counts():
-    shop = Shop()
-    for _ in range(3):
-        r = shop.read(TEXT[:40])
-        shop.share(r)
-        shop.close(r)
-    counts = shop.cache.counts
-    assert (counts.asked, counts.shared, counts.stored, counts.forgotten) == (120, 64, 2, 0)
-    assert torch.equal(shop.allocator.allocate(1), torch.tensor([32]))
 
 
 def test_a_drafter_that_skips_begins_behind_what_it_finds_of_the_target_alone():

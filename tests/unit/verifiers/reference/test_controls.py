@@ -89,7 +89,7 @@ def two_steps(verify: VerifyWithState, shape: Shape, seed: int = 1) -> float:
     return max_error(verify, [case, replace(case, draft_probs=second.q)], 4)
 
 
-def test_a_debt_with_the_current_draft_distribution_is_rejected() -> None:
+def test_a_layer_with_the_current_draft_distribution_is_rejected() -> None:
     """A layer needs the draft distribution of the step that pushed it."""
 
     def current_probs(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -104,7 +104,7 @@ def test_a_debt_with_the_current_draft_distribution_is_rejected() -> None:
     assert two_steps(current_probs, Shape(2, 3, 1)) > CAUGHT
 
 
-def test_a_debt_that_keeps_its_number_of_drafts_is_rejected() -> None:
+def test_a_layer_that_keeps_its_number_of_drafts_is_rejected() -> None:
     """The drafts on the emitted token must be drawn anew, not kept."""
 
     def all_drafts(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
@@ -116,8 +116,8 @@ def test_a_debt_that_keeps_its_number_of_drafts_is_rejected() -> None:
     assert two_steps(all_drafts, Shape(2, 2, 2)) > CAUGHT
 
 
-def test_selecting_for_the_plain_target_under_a_debt_is_rejected() -> None:
-    """Where a debt is open, paths are selected for M, not for p, and b must say so."""
+def test_selecting_for_the_plain_target_where_it_is_modified_is_rejected() -> None:
+    """Where the target is modified, paths are selected for M, not for p, and b must say so."""
 
     assert two_steps(spectr_gbv, Shape(2, 2, 2), seed=10) < 1e-12
     assert two_steps(spectr_gbv_selecting_by_p, Shape(2, 2, 2), seed=10) > CAUGHT
@@ -173,7 +173,7 @@ def test_verifying_every_path_alone_is_rejected() -> None:
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_the_published_rule_of_spectr_gbv_is_rejected_at_two_paths(length: int) -> None:
-    """On one level no debt is open, so the fault is the acceptance rule's alone."""
+    """On one level the target is not modified, so the fault is the acceptance rule's alone."""
     shape = Shape(3, length, 2)
     published = stateless(published_spectr_gbv)
     assert worst(published, "random", Shape(3, 1, 1)) < 1e-12  # one path on one level is token

@@ -1,6 +1,7 @@
 import torch
+from support.tree_check import check_tree
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.proof.tree import from_draft_tree
 
 
