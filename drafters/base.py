@@ -44,6 +44,8 @@ class Drafter(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
+    max_context: int | None = None
+    """Most positions of a sequence that it reads; longer ones are decoded plainly."""
 
     @property
     def quantization(self) -> Quantization:

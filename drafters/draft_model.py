@@ -54,6 +54,7 @@ class LanguageModel(Protocol):
     """A model that scores packed segments over its own paged KV pool, as targets do."""
 
     vocab_size: int
+    max_context: int
     device: torch.device
 
     def forward(self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> Scores:
@@ -102,6 +103,7 @@ class StandaloneDrafter(ReplayingDrafter):
                 last one.
         """
         self.model = model
+        self.max_context = model.max_context
         self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
 
     def forget(self, request: Request) -> None:

@@ -40,6 +40,11 @@ class Drafting:
         """Whether the engine's drafter may begin after positions that it has not run."""
         return self.drafter is not None and self.drafter.skips
 
+    def max_context(self, plan: Plan, target: int) -> int:
+        """Return the most positions of a sequence for which ``plan`` drafts; ``target`` at most."""
+        own = self.by(plan).max_context if plan.speculative else None
+        return target if own is None else min(target, own)
+
     @property
     def graph_counts(self) -> Mapping[str, int]:
         """Number of drafts that replayed a recording, or by why not."""
@@ -125,8 +130,10 @@ class Drafting:
         """Run the drafter over the positions it has not run yet, and return their number."""
         if self.drafter is None:
             return 0
-        missed = sum(map(self.behind, requests))
-        self.drafter.catch_up(requests)
+        most = self.drafter.max_context
+        readable = [r for r in requests if most is None or r.length <= most]
+        missed = sum(map(self.behind, readable))
+        self.drafter.catch_up(readable)
         return missed
 
     def behind(self, request: Request) -> int:

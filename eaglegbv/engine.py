@@ -133,8 +133,11 @@ class Engine:
         self.check_plan(plan)
         check_priority(priority)
         plans = plans_of(plan, greedy=params.greedy)
-        step_slots = max(p.tree_slots + self._verification.replay_slots(p, params) for p in plans)
-        max_tokens = self._token_limit(prompt_ids, params, plans, step_slots)
+        replay_slots = max(self._verification.replay_slots(p, params) for p in plans)
+        step_slots = max(plan.tree_slots for plan in plans) + replay_slots
+        # What earlier steps left needs its slots to the end; a tree may be smaller, down to a root.
+        least_slots = step_slots if replay_slots else 1
+        max_tokens = self._token_limit(prompt_ids, params, least_slots)
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
@@ -151,6 +154,7 @@ class Engine:
             stream=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
+            least_slots=least_slots,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
             priority=priority,
@@ -327,7 +331,23 @@ class Engine:
             others=len(batch.reading),
             behind=self._drafting.behind,
             matched=self._drafting.matched,
+            fitted=self._fitted,
         )
+        for request in batch.decoding:
+            request.plan = self._fitted(request, request.plan)
+
+    def _fitted(self, request: Request, plan: Plan) -> Plan:
+        """Return ``plan`` with as deep trees as context and pool have room for, down to none.
+
+        That follows from the sequence's length alone. Layers of earlier steps end before the last
+        token of the context, the only one for which nothing is drafted.
+        """
+        context = self._drafting.max_context(plan, self._target.max_context)
+        depth = min(plan.depth, max(0, context - request.length - 1))
+        slots = self._target.allocator.num_slots - request.context
+        while plan.speculative and depth and plan.up_to(depth).tree_slots > slots:
+            depth -= 1
+        return plan if depth == plan.depth or not plan.speculative else plan.up_to(depth)
 
     def _draft(self, requests: list[Request]) -> list[Group]:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""
@@ -535,11 +555,7 @@ class Engine:
                 self.metrics.set(metric, count, label=label)
 
     def _token_limit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        plans: Sequence[Plan],
-        step_slots: int,
+        self, prompt_ids: Sequence[int], params: SamplingParams, least_slots: int
     ) -> int:
         if not prompt_ids:
             raise InvalidArgument("prompt", list(prompt_ids), "at least one token")
@@ -547,20 +563,18 @@ class Engine:
         for token in prompt_ids:
             if not 0 <= token < vocab:
                 raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
-        # A tree reaches beyond the last token kept, and its positions must exist too.
-        reach = max(plan.depth if plan.speculative else 0 for plan in plans)
-        room = self._target.max_context - len(prompt_ids) - reach
+        room = self._target.max_context - len(prompt_ids)
         if room < 1:
             raise InvalidArgument(
                 "prompt",
                 f"{len(prompt_ids)} tokens",
-                f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
+                f"at most {self._target.max_context - 1} tokens, by the model's context",
             )
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
         # At least 1: a prompt that the pool has no room for is refused by the scheduler.
         slots = self._target.allocator.num_slots
-        return min(room, max(1, slots - len(prompt_ids) - step_slots))
+        return min(room, max(1, slots - len(prompt_ids) - least_slots))
 
 
 def check_priority(priority: int) -> None:

@@ -114,9 +114,11 @@ def batch(
         compile_backend=compile_backend,
         draft_quantization=member("draft-quantization", draft_quantization, Quantization),
     )
+    named = entries("ways", ways, str) + ([] if assistant is None else [f"assistant:{assistant}"])
+    if any(name == "auto" or _FIXED.fullmatch(name) for name in named):
+        models = models.or_lookup(AUTO)
     engines = _Engines(models)
-    added = [] if assistant is None else [f"assistant:{assistant}"]
-    chosen = [_way(engines, name, verifier) for name in [*entries("ways", ways, str), *added]]
+    chosen = [_way(engines, name, verifier) for name in named]
     source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
     watched = [way for way in chosen if isinstance(way, WatchedWay)]
     timings = []
@@ -134,12 +136,12 @@ def batch(
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
     if out is not None:
-        named = models.named
+        pair = models.named
         results = BatchResults(
             timings=tuple(timings),
             environment=describe_environment(str(engines.plain.device)),
-            model=named.name,
-            drafter=named.drafter_name or "",
+            model=pair.name,
+            drafter=pair.drafter_name or "",
             verifier=verifier,
             suite=questions_set,
             compile_backend=compile_backend or "",
@@ -182,13 +184,17 @@ class _Engines:
         return self._models.load(plan, engine)
 
 
+_FIXED = re.compile(r"(\d+)x(\d+)")
+"""A fixed plan by its paths and depth."""
+
+
 def _way(engines: _Engines, name: str, verifier: str) -> Way:
     """Return the way with a name; a fixed plan has this verifier."""
     if name == "none":
         return EngineWay(name, engines.plain, PLAIN)
     if name == "auto":
         return WatchedWay(EngineWay(name, engines.drafting, AUTO))
-    if found := re.fullmatch(r"(\d+)x(\d+)", name):
+    if found := _FIXED.fullmatch(name):
         plan = Plan(verifier=verifier, paths=int(found[1]), depth=int(found[2]))
         return EngineWay(name, engines.drafting, plan)
     try:

@@ -88,6 +88,7 @@ def generate(
     compile_backend: opts.CompileBackend = None,
     cuda_graphs: opts.CudaGraphs = "auto",
     draft_quantization: opts.DraftQuantization = "auto",
+    trust_remote_code: opts.TrustRemoteCode = False,
 ) -> None:
     """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.
 
@@ -137,6 +138,7 @@ def generate(
         dtype=dtype,
         compile_backend=compile_backend,
         draft_quantization=draft_quantization,
+        trust_remote_code=trust_remote_code,
     ).load(plan, config)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import cast
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.g_test import (
@@ -19,6 +18,7 @@ from eaglegbv.eval.g_test import (
     joint_probs,
 )
 from eaglegbv.llm import LLM
+from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.text import Prompt
@@ -127,7 +127,7 @@ def audit_pair(
     params = msgspec.structs.replace(params, ignore_eos=True)
     first = params.seed or 0
     one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
-    model = _plain_model(llm)
+    model = load_model(llm.model_name, device=llm.device)
     probs = joint_probs(
         lambda texts: _next_probs(model, texts, params),
         one.prompt_token_ids,
@@ -167,12 +167,6 @@ def _foretold(llm: LLM, prompt: Sequence[int], seeded: Sequence[SamplingParams])
     start = perf_counter()
     llm.generate([list(prompt)] * len(few), few)
     return (perf_counter() - start) * len(seeded) / len(few)
-
-
-def _plain_model(llm: LLM) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(llm.model_name, dtype=torch.float32)
-    torch.nn.Module.to(model, llm.device).eval()
-    return cast("PreTrainedModel", model)
 
 
 @torch.inference_mode()

@@ -194,7 +194,7 @@ def test_a_request_longer_than_the_pool_is_refused_and_the_engine_goes_on() -> N
     with pytest.raises(InvalidArgument, match=r"prompt='40 tokens \+ 20 to generate'.*KV pool"):
         exact.engine.add([1] * 40, spec.params, spec.plan)
     # To the last slot.
-    room = 64 - 20 - PLANS[4].tree_slots
+    room = 64 - 20 - 1
     full = Spec((1,) * room, spec.params, spec.plan)
     requests = [exact.add(full), exact.add(spec)]
     exact.run()

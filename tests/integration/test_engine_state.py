@@ -21,11 +21,13 @@ from eaglegbv import LLM, verification
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.request import DraftSnapshot, FinishReason, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers.stateful import SparseProbs
 
 VOCAB, TOKENS, SAMPLES = 6, 5, 20_000
 PROMPT = [4]
@@ -127,6 +129,36 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine, plan: Plan
     ]
     tiny.run([ours, *crowd])
     assert ours.token_ids == alone
+
+
+def test_in_half_precision_what_was_drawn_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found again in another batch, it would be rounded otherwise."""
+    half = tiny_engine(vocab=VOCAB, sharpness=2.5, dtype=torch.bfloat16)
+    after, probs_at = verification._ReplayedProbs.after, EagleDrafter.probs_at
+    kept, replayed = [], []
+
+    def watched_probs(drafter: EagleDrafter, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        replayed.append(probs_at(drafter, snapshots))
+        return replayed[-1]
+
+    def watched(self: verification._ReplayedProbs, tokens: Tensor) -> SparseProbs:
+        found = after(self, tokens)
+        trails = [t for t in self._trails if t.layer.remaining > tokens.shape[1]]
+        for n, trail in enumerate(trails):
+            drawn = trail.layer.drawn
+            if trail.node in drawn.known:
+                own = found.probs[trail.row, trail.column]
+                assert torch.equal(own, drawn.probs[trail.node])
+                assert torch.equal(found.ids[trail.row, trail.column], drawn.ids[trail.node])
+                kept.append(float((own - replayed[-1].probs[n]).abs().sum() / 2))
+        return found
+
+    monkeypatch.setattr(EagleDrafter, "probs_at", watched_probs)
+    monkeypatch.setattr(verification._ReplayedProbs, "after", watched)
+    plan = Plan(verifier="spectr_gbv", paths=4, depth=4)
+    params = [SamplingParams(max_tokens=30, seed=seed) for seed in range(8)]
+    half.run([half.engine.add(PROMPT, own, plan) for own in params])
+    assert max(kept) > 1e-4
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)

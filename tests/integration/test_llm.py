@@ -107,8 +107,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
 def test_a_text_ends_at_the_context(llm: LLM) -> None:
     answer = llm.generate([1] * (CONTEXT - 20), SamplingParams(max_tokens=500, ignore_eos=True))
     assert answer.finish_reason is FinishReason.LENGTH
-    # The longest draft must have positions too.
-    assert len(answer.token_ids) == 20 - 3
+    assert len(answer.token_ids) == 20
 
 
 def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
@@ -209,6 +208,13 @@ def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
     assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
     with pytest.raises(EagleGBVError, match="drafter=None"):
         llm.generate("a", PARAMS, plan=Plan())
+
+
+def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert LLM(pair[0], verifier="otbv").drafter_name == "ngram"
+    assert "no drafter is given: drafts are looked up in the text itself" in caplog.text
 
 
 def test_a_dtype_may_be_named(pair: tuple[Path, Path]) -> None:
@@ -327,8 +333,6 @@ def test_what_would_be_missed_after_loading_is_missed_before(
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("eaglegbv.llm.load_pair", load)
-    with pytest.raises(InvalidArgument, match=r"drafter=None: expected a drafter for .*'ngram'"):
-        LLM(pair[0])
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((pair[0] / "config.json").read_text())
@@ -426,8 +430,7 @@ def test_models_are_freed_without_the_garbage_collector(
 def test_without_a_limit_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
     free = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
     answer = llm.generate([1, 2, 3], free)
-    context = llm.pair.target.max_context
-    assert len(answer.prompt_token_ids) + len(answer.token_ids) == context - llm.plan.depth
+    assert len(answer.prompt_token_ids) + len(answer.token_ids) == llm.pair.target.max_context
     assert answer.finish_reason is FinishReason.LENGTH
     small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
     answer = small.generate([1, 2, 3], free)

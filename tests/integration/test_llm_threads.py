@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
-from eaglegbv.metrics import STEPS
+from eaglegbv.metrics import STEPS, StepObserver, StepRecord
 from eaglegbv.request import FinishReason
 
 THREADS = 4
@@ -18,7 +18,7 @@ THREADS = 4
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(plan=Plan(paths=2, depth=3), engine=EngineConfig(max_batch=8, check_slots=True))
+    return LLM(plan=Plan(paths=2, depth=3), engine=EngineConfig(max_batch=16, check_slots=True))
 
 
 @pytest.fixture
@@ -82,12 +82,29 @@ def test_a_call_is_served_while_another_goes_on(llm: LLM) -> None:
     assert order == ["short", "long"]
 
 
-def test_asyncio_serves_calls_by_threads(llm: LLM) -> None:
+class Widest(StepObserver):
+    """Counts the requests of the widest step."""
+
+    requests = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.requests = max(self.requests, record.requests)
+
+
+def test_asyncio_serves_calls_by_threads_in_the_same_steps(llm: LLM) -> None:
     async def ask() -> list[str]:
-        calls = [asyncio.to_thread(llm.generate, "Once", params(n)) for n in range(THREADS)]
+        # Of its own, asyncio has four threads more than the machine has cores.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))
+        calls = [asyncio.to_thread(llm.generate, "Once", params(n)) for n in range(16)]
         return [answer.text for answer in await asyncio.gather(*calls)]
 
-    assert len(set(asyncio.run(ask()))) == 1
+    widest = Widest()
+    llm.observe(widest)
+    try:
+        assert len(set(asyncio.run(ask()))) == 1
+    finally:
+        llm.unobserve(widest)
+    assert widest.requests == 16
 
 
 def test_asyncio_serves_all_tasks_in_the_same_steps(llm: LLM) -> None:
@@ -112,10 +129,14 @@ def test_a_task_that_is_cancelled_ends_its_requests(llm: LLM, pause: float) -> N
         task = asyncio.ensure_future(llm.generate_async(["A long story", "Another"], long))
         await asyncio.sleep(pause)
         task.cancel()
+        steps = llm.metrics.value(STEPS)
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert llm.metrics.value(STEPS) - steps <= 1
 
     asyncio.run(ask())
+    assert not llm._engine.has_work
     llm.generate("Once", params(1))
     assert idle(llm)
 

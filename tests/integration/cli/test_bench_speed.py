@@ -87,7 +87,7 @@ def test_the_shape_of_an_8b_model_scaled_down(cli, tmp_path: Path) -> None:
     assert cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "fast").status == 2
     refused = cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "on")
     assert refused.status == 2
-    assert "cuda_graphs='on'" in refused.err
+    assert "--cuda-graphs='on'" in refused.err
 
 
 def test_an_unknown_shape_is_named(cli) -> None:
