@@ -120,6 +120,7 @@ class EagleDrafter(ReplayingDrafter):
         """
         kind = head.embedding
         self._quantization = settled(quantization, dtype=kind.dtype, device=kind.device)
+        self._rounds = kind.dtype.itemsize < torch.float32.itemsize
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
@@ -218,6 +219,8 @@ class EagleDrafter(ReplayingDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
+        if self._rounds and requests[0].replayed:
+            return self._draft_as_replayed(requests, plan, draft_sampling, tree_slots)
         roots = Roots(
             contexts=[self._state(request).rows(request) for request in requests],
             hidden=torch.stack([self._root_hidden(request) for request in requests]),
@@ -241,6 +244,33 @@ class EagleDrafter(ReplayingDrafter):
         return draft_trees(
             requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
         )
+
+    def _draft_as_replayed(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree:
+        """Draft a row at a time, as :meth:`advance` will find it again, to the last bit."""
+        owners = range(len(requests))
+        free = [iter(slots.split(1)) for slots in tree_slots]
+        known = [(b, self.snapshot(requests[b])) for b in owners]
+
+        def logits_of(snapshots: Sequence[tuple[int, EagleSnapshot]]) -> Tensor:
+            return torch.cat([self.head.logits(s.hidden.unsqueeze(0)) for _, s in snapshots])
+
+        def follow(rows: NewRows) -> Tensor:
+            nonlocal known
+            above = [known[parent] for parent in rows.parents.tolist()]
+            known = [
+                (b, self._next(requests[b], snapshot, token, next(free[b])))
+                for (b, snapshot), token in zip(above, rows.token_ids.split(1), strict=True)
+            ]
+            return logits_of(known)
+
+        ids = self.head.draft_to_target
+        return draft_trees(requests, plan, draft_sampling, ids, logits_of(known), follow)
 
     def snapshot(self, request: Request) -> EagleSnapshot:
         """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.
@@ -269,6 +299,9 @@ class EagleDrafter(ReplayingDrafter):
     ) -> list[DraftSnapshot]:
         """Run one more row of the head for each; see :meth:`DraftReplay.advance`."""
         own = own_snapshots(snapshots, EagleSnapshot)
+        if self._rounds:
+            each = zip(requests, own, tokens.split(1), slots.split(1), strict=True)
+            return [self._next(*row) for row in each]
         segments = next_rows(requests, own, tokens, slots)
         hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
         return [
@@ -280,8 +313,17 @@ class EagleDrafter(ReplayingDrafter):
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
         """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, EagleSnapshot)
-        logits = self.head.logits(torch.stack([s.hidden for s in own]))
+        rows = torch.stack([s.hidden for s in own]).split(1 if self._rounds else len(own))
+        logits = torch.cat([self.head.logits(hidden) for hidden in rows])
         return replayed_probs(logits, [s.settings for s in own], self.head.draft_to_target)
+
+    def _next(
+        self, request: Request, snapshot: EagleSnapshot, token: Tensor, slot: Tensor
+    ) -> EagleSnapshot:
+        """Run one more row alone: in half precision its numbers depend on what runs beside it."""
+        segments = next_rows([request], [snapshot], token, slot)
+        hidden = self._forward.step(segments, snapshot.hidden.unsqueeze(0))
+        return replace(snapshot, rows=torch.cat((snapshot.rows, slot)), hidden=hidden[0])
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""

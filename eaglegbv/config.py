@@ -134,11 +134,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.speculative and self.source is Source.DRAFTER
 
     def up_to(self, depth: int) -> "Plan":
-        """Return the plan with paths of at most ``depth`` tokens; plain decoding for 0."""
-        if depth < 1:
-            return PLAIN
+        """Return the plan with paths of at most ``depth`` tokens, at least 1."""
+        if depth >= self.depth:
+            return self
         shape = tuple(ranks for ranks in self.shape if len(ranks) <= depth)
-        return msgspec.structs.replace(self, depth=min(depth, self.depth), shape=shape)
+        return msgspec.structs.replace(self, depth=depth, shape=shape)
 
     def list_width(self, vocab: int) -> int:
         """Return how many candidates are kept where ``vocab`` tokens can be drafted."""

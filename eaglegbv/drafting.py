@@ -42,7 +42,7 @@ class Drafting:
 
     def max_context(self, plan: Plan, target: int) -> int:
         """Return the most positions of a sequence for which ``plan`` drafts; ``target`` at most."""
-        own = self.by(plan).max_context if plan.speculative else None
+        own = self.by(plan).max_context
         return target if own is None else min(target, own)
 
     @property

@@ -135,9 +135,7 @@ class Engine:
         plans = plans_of(plan, greedy=params.greedy)
         replay_slots = max(self._verification.replay_slots(p, params) for p in plans)
         step_slots = max(plan.tree_slots for plan in plans) + replay_slots
-        # What earlier steps left needs its slots to the end; a tree may be smaller, down to a root.
-        least_slots = step_slots if replay_slots else 1
-        max_tokens = self._token_limit(prompt_ids, params, least_slots)
+        max_tokens = self._token_limit(prompt_ids, params, step_slots if replay_slots else 1)
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
@@ -154,7 +152,7 @@ class Engine:
             stream=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
-            least_slots=least_slots,
+            replayed=replay_slots > 0,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
             priority=priority,
@@ -342,12 +340,12 @@ class Engine:
         That follows from the sequence's length alone. Layers of earlier steps end before the last
         token of the context, the only one for which nothing is drafted.
         """
+        if not plan.speculative:
+            return plan
         context = self._drafting.max_context(plan, self._target.max_context)
-        depth = min(plan.depth, max(0, context - request.length - 1))
         slots = self._target.allocator.num_slots - request.context
-        while plan.speculative and depth and plan.up_to(depth).tree_slots > slots:
-            depth -= 1
-        return plan if depth == plan.depth or not plan.speculative else plan.up_to(depth)
+        depths = range(min(plan.depth, context - request.length - 1), 0, -1)
+        return next((own for own in map(plan.up_to, depths) if own.tree_slots <= slots), PLAIN)
 
     def _draft(self, requests: list[Request]) -> list[Group]:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""

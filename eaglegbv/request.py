@@ -1,6 +1,6 @@
 """A request on its way through the engine: the only mutable object."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -49,23 +49,6 @@ class DraftSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnProbs:
-    """The distributions that a step drew the nodes of its tree from.
-
-    Attributes:
-        nodes: The tree's nodes, by parent and token.
-        known: The nodes below which something was drawn.
-        ids: ``[nodes, width]`` int64, the tokens of each node's distribution.
-        probs: ``[nodes, width]`` float64, their probabilities.
-    """
-
-    nodes: Mapping[tuple[int, int], int]
-    known: frozenset[int]
-    ids: Tensor
-    probs: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class TargetLayer:
     """What one step of a stateful verifier changed about the target of the next tokens.
 
@@ -76,7 +59,6 @@ class TargetLayer:
         remaining: Number of tokens it still changes, at least 1.
         since: Number of tokens generated before the step, the last of which is its root.
         snapshot: Source of the draft distributions of the step.
-        drawn: Those distributions from which it drew.
     """
 
     rho: float
@@ -84,7 +66,6 @@ class TargetLayer:
     remaining: int
     since: int
     snapshot: DraftSnapshot
-    drawn: DrawnProbs
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +85,7 @@ class Request:
         plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
-        least_slots: Slots with which a step makes do where the pool ends.
+        replayed: Whether verifications of later steps replay its drafts.
         drafted: Whether the drafter follows the request; it need not draft in every step.
         skips: Whether the drafter may skip what it has missed, and begin after it.
         priority: Lower numbers are served first; equal ones in order of arrival.
@@ -133,7 +114,7 @@ class Request:
     plan_reason: PlanReason = PlanReason.FIXED
     plan_state: PlanState | None = None
     step_slots: int = 1
-    least_slots: int = 1
+    replayed: bool = False
     drafted: bool = False
     skips: bool = False
     priority: int = 0
@@ -187,6 +168,11 @@ class Request:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.finish_reason is not None
+
+    @property
+    def least_slots(self) -> int:
+        """Slots with which a step makes do where the pool ends; replays need theirs to the end."""
+        return self.step_slots if self.replayed else 1
 
     @property
     def slots_needed(self) -> int:

@@ -29,7 +29,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
-from eaglegbv.request import DraftSnapshot, DrawnProbs, Request, RequestOutput, TargetLayer
+from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
 from eaglegbv.scheduler.batch import Forward, Group, Layout
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
@@ -431,7 +431,7 @@ def verify_stateful(
         result = verifier.verify(tree, target, uniforms, columns, replayed)
     finally:
         allocator.release(borrowed)
-    return result, _layers_after(requests, result.layers, tree, drafter), replayed.faults
+    return result, _layers_after(requests, result.layers, drafter), replayed.faults
 
 
 @dataclass(slots=True)
@@ -444,7 +444,6 @@ class _Trail:
         request: The request.
         layer: What the step left.
         place: The step's snapshot, advanced by the tokens so far.
-        node: The node of the step's tree at that place; None off the tree.
     """
 
     row: int
@@ -452,7 +451,6 @@ class _Trail:
     request: Request
     layer: TargetLayer
     place: DraftSnapshot
-    node: int | None = 0
 
     @property
     def committed(self) -> list[int]:
@@ -517,13 +515,8 @@ class _ReplayedProbs:
         probs = self._blank()
         probs.ids[rows, columns, :width] = replayed.ids
         probs.probs[rows, columns, :width] = replayed.probs
-        for trail in trails:
-            drawn = trail.layer.drawn
-            if trail.node in drawn.known:  # replayed, it would be rounded otherwise
-                for own, kept in ((probs.ids, drawn.ids), (probs.probs, drawn.probs)):
-                    own[trail.row, trail.column, : kept.shape[1]] = kept[trail.node]
         # With this comparison, NaN is unsound too.
-        sound = (probs.probs[rows, columns].sum(dim=1) - 1).abs() <= TOLERANCE
+        sound = (replayed.probs.sum(dim=1) - 1).abs() <= TOLERANCE
         self._unsound[rows, columns] |= ~sound
         return probs
 
@@ -539,10 +532,8 @@ class _ReplayedProbs:
         slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
         requests = [trail.request for trail in trails]
         places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
-        for trail, place, token in zip(trails, places, tokens.tolist(), strict=True):
+        for trail, place in zip(trails, places, strict=True):
             trail.place = place
-            if trail.node is not None:
-                trail.node = trail.layer.drawn.nodes.get((trail.node, token))
 
 
 def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
@@ -563,12 +554,12 @@ def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
 
 
 def _layers_after(
-    requests: Sequence[Request], columns: Layers, tree: DraftTree, drafter: DraftReplay
+    requests: Sequence[Request], columns: Layers, drafter: DraftReplay
 ) -> list[tuple[TargetLayer, ...]]:
     """Return each request's layers by ``columns``, the last of which is the latest step."""
     found = []
     numbers = (columns.rho.tolist(), columns.drafts.tolist(), columns.remaining.tolist())
-    for b, (request, rho, drafts, remaining) in enumerate(zip(requests, *numbers, strict=True)):
+    for request, rho, drafts, remaining in zip(requests, *numbers, strict=True):
         layers = [
             replace(layer, rho=rho[k], drafts=drafts[k], remaining=remaining[k])
             for k, layer in enumerate(request.target_layers)
@@ -576,20 +567,9 @@ def _layers_after(
         ]
         if remaining[-1] > 0:
             since, snapshot = len(request.token_ids), drafter.snapshot(request)
-            drawn = _drawn(tree, b)
-            layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot, drawn))
+            layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
         found.append(tuple(layers))
     return found
-
-
-def _drawn(tree: DraftTree, b: int) -> DrawnProbs:
-    """Return what the nodes of a request's tree were drawn from."""
-    count = int(tree.num_nodes[b])
-    tokens, parents = (x[b, :count].tolist() for x in (tree.token_ids, tree.parents))
-    ids, probs = (x[b, :count].clone() for x in (tree.draft_ids, tree.draft_probs))
-    known = frozenset((probs > 0).any(dim=1).nonzero().flatten().tolist())
-    nodes = {(parents[node], tokens[node]): node for node in range(1, count)}
-    return DrawnProbs(nodes, known, ids, probs)
 
 
 # Records of trees, for observers that request them.

@@ -1,6 +1,7 @@
 """The ``eaglegbv`` command."""
 
 import re
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated
@@ -37,7 +38,7 @@ def _add(name: str, place: str, text: str) -> None:
         try:
             own(context.args, prog_name=f"eaglegbv {name}")
         except InvalidArgument as error:
-            raise EagleGBVError(_in_own_terms(error, own)) from error
+            raise EagleGBVError(_in_own_terms(error, own, context.args)) from error
 
 
 _add("demo", "bench:demo_app", "Answer a prompt, and compare verifiers on a few questions.")
@@ -63,11 +64,14 @@ def _options(
     """Handle the options that come before a command."""
 
 
-def _in_own_terms(error: InvalidArgument, own: typer.Typer) -> str:
-    """Return what ``error`` says with the names of options, where arguments are options' values."""
+def _in_own_terms(error: InvalidArgument, own: typer.Typer, given: Sequence[str]) -> str:
+    """Return what ``error`` says, with the names of the given command's options for arguments."""
     command = typer.main.get_command(own)
-    commands = [command, *(command.commands.values() if isinstance(command, TyperGroup) else ())]
-    options = {name for each in commands for param in each.params for name in param.opts}
+    if isinstance(command, TyperGroup):
+        command = next(
+            (command.commands[name] for name in given if name in command.commands), command
+        )
+    options = {name for param in command.params for name in param.opts}
 
     def option(found: re.Match[str]) -> str:
         name = "--" + found[0].replace("_", "-")
@@ -86,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except (EagleGBVError, OSError) as error:
-        told = _in_own_terms(error, app) if isinstance(error, InvalidArgument) else error
+        known = isinstance(error, InvalidArgument)
+        given = sys.argv[1:] if arguments is None else arguments
+        told = _in_own_terms(error, app, given) if known else error
         typer.echo(f"eaglegbv: {told}", err=True)
         raise SystemExit(USAGE_ERROR) from None

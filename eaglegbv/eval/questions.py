@@ -12,7 +12,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.llm import LLM
-from eaglegbv.utils import read_json_lines, write_whole
+from eaglegbv.utils import cache_folder, read_json_lines, write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
@@ -260,12 +260,6 @@ def _question(row: _Row, place: str, source: str) -> Question:
         turns=tuple(turns),
         source=row.source or source,
     )
-
-
-def cache_folder() -> Path:
-    """Return the folder for downloaded questions: ``$XDG_CACHE_HOME/eaglegbv`` or its default."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "eaglegbv"
 
 
 def _local_file(suite: Suite) -> Path | None:

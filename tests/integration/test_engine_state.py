@@ -21,13 +21,11 @@ from eaglegbv import LLM, verification
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.request import DraftSnapshot, FinishReason, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
-from eaglegbv.verifiers.stateful import SparseProbs
 
 VOCAB, TOKENS, SAMPLES = 6, 5, 20_000
 PROMPT = [4]
@@ -131,34 +129,42 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(tiny: TinyEngine, plan: Plan
     assert ours.token_ids == alone
 
 
-def test_in_half_precision_what_was_drawn_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found again in another batch, it would be rounded otherwise."""
+@pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)
+def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
     half = tiny_engine(vocab=VOCAB, sharpness=2.5, dtype=torch.bfloat16)
-    after, probs_at = verification._ReplayedProbs.after, EagleDrafter.probs_at
-    kept, replayed = [], []
+    draft, compared = EagleDrafter.draft, 0
 
-    def watched_probs(drafter: EagleDrafter, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        replayed.append(probs_at(drafter, snapshots))
-        return replayed[-1]
+    def watched(
+        self: EagleDrafter,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree:
+        """Replay the first path of every tree, all in one batch."""
+        nonlocal compared
+        tree = draft(self, requests, plan, draft_sampling, tree_slots)
+        places: list[DraftSnapshot] = [self.snapshot(request) for request in requests]
+        free = half.target.allocator.allocate(len(requests) * plan.depth).split(len(requests))
+        for nodes, slots in zip(tree.path_nodes[:, 0, : plan.depth - 1].T, free, strict=False):
+            tokens = tree.token_ids.gather(1, nodes[:, None])[:, 0]
+            places = self.advance(requests, places, tokens, slots)
+            replayed = self.probs_at(places)
+            for b, node in enumerate(nodes.tolist()):
+                assert torch.equal(replayed.probs[b], tree.draft_probs[b, node])
+                assert torch.equal(replayed.ids[b], tree.draft_ids[b, node])
+                compared += 1
+        half.target.allocator.release(torch.cat(free))
+        return tree
 
-    def watched(self: verification._ReplayedProbs, tokens: Tensor) -> SparseProbs:
-        found = after(self, tokens)
-        trails = [t for t in self._trails if t.layer.remaining > tokens.shape[1]]
-        for n, trail in enumerate(trails):
-            drawn = trail.layer.drawn
-            if trail.node in drawn.known:
-                own = found.probs[trail.row, trail.column]
-                assert torch.equal(own, drawn.probs[trail.node])
-                assert torch.equal(found.ids[trail.row, trail.column], drawn.ids[trail.node])
-                kept.append(float((own - replayed[-1].probs[n]).abs().sum() / 2))
-        return found
-
-    monkeypatch.setattr(EagleDrafter, "probs_at", watched_probs)
-    monkeypatch.setattr(verification._ReplayedProbs, "after", watched)
-    plan = Plan(verifier="spectr_gbv", paths=4, depth=4)
-    params = [SamplingParams(max_tokens=30, seed=seed) for seed in range(8)]
-    half.run([half.engine.add(PROMPT, own, plan) for own in params])
-    assert max(kept) > 1e-4
+    monkeypatch.setattr(EagleDrafter, "draft", watched)
+    for seed in range(6):
+        half.engine.add(PROMPT * (1 + seed), SamplingParams(max_tokens=12, seed=seed), plan)
+    while half.engine.has_work:
+        half.engine.step()
+    assert compared > 100
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)

@@ -9,7 +9,7 @@ from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 
 
-def request(prompt=(4, 5, 6), generated=(), least_slots=1):
+def request(prompt=(4, 5, 6), generated=(), step_slots=1, replayed=False):
     made = Request(
         number=0,
         prompt_ids=tuple(prompt),
@@ -17,7 +17,8 @@ def request(prompt=(4, 5, 6), generated=(), least_slots=1):
         plan=PLAIN,
         stream=RequestRng(0),
         max_tokens=20,
-        least_slots=least_slots,
+        step_slots=step_slots,
+        replayed=replayed,
     )
     made.token_ids = list(generated)
     return made
@@ -49,7 +50,8 @@ def test_a_request_goes_from_waiting_to_running_to_finished():
 
 def test_slots_needed_are_the_text_and_those_of_the_least_step():
     assert request().slots_needed == 3 + 20 + 1
-    assert request(least_slots=11).slots_needed == 3 + 20 + 11
+    assert request(step_slots=11).slots_needed == 3 + 20 + 1
+    assert request(step_slots=11, replayed=True).slots_needed == 3 + 20 + 11
 
 
 def test_requests_share_nothing_and_are_equal_to_themselves_alone():
