@@ -266,7 +266,8 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
 
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
 def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
-    result = generate(cli, pair, "--prompt", "Hello", "--trace", str(FULL))
+    fixed = ("--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
+    result = generate(cli, pair, *fixed, "--trace", str(FULL))
     assert result.status == 2
     assert result.out.strip()  # the answer is not lost
     footer, error = result.err.splitlines()
@@ -274,7 +275,7 @@ def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
     why = "([Errno 28] No space left on device)"
     assert error == f"eaglegbv: --trace='/dev/full': expected a file to write {why}"
     trace = tmp_path / "trace.json"
-    generate(cli, pair, "--prompt", "Hello", "--trace", str(trace))
+    generate(cli, pair, *fixed, "--trace", str(trace))
     page = cli("view", str(trace), "--out", str(FULL))
     assert page.status == 2
     assert page.err.startswith("eaglegbv: --out='/dev/full': expected a file to write")
