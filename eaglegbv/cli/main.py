@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     try:
         app(arguments)
+    except InvalidArgument as error:
+        told = _in_own_terms(error, app, sys.argv[1:] if arguments is None else arguments)
     except (EagleGBVError, OSError) as error:
-        known = isinstance(error, InvalidArgument)
-        given = sys.argv[1:] if arguments is None else arguments
-        told = _in_own_terms(error, app, given) if known else error
-        typer.echo(f"eaglegbv: {told}", err=True)
-        raise SystemExit(USAGE_ERROR) from None
+        told = str(error)
+    typer.echo(f"eaglegbv: {told}", err=True)
+    raise SystemExit(USAGE_ERROR)

@@ -394,7 +394,7 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
     [
         ([], {}, {}, InvalidArgument, r"prompt=\[\]: expected at least one token"),
         ([99], {}, {}, InvalidArgument, r"prompt=99: expected token ids in \[0, 8\)"),
-        ([1] * 256, {}, {}, InvalidArgument, r"prompt='256 tokens': expected at most 251 tokens"),
+        ([1] * 256, {}, {}, InvalidArgument, r"prompt='256 tokens': expected at most 255 tokens"),
         ([1], {}, {"verifier": "nope"}, InvalidArgument, r"verifier='nope': expected one of"),
         (
             [1],

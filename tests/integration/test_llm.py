@@ -173,8 +173,6 @@ def test_unknown_models_and_drafters_are_named(pair: tuple[Path, Path], tmp_path
         LLM(tmp_path / "nowhere", pair[1])
     with pytest.raises(InvalidArgument, match=r"drafter='.*nowhere': expected a folder"):
         LLM(pair[0], tmp_path / "nowhere")
-    with pytest.raises(InvalidArgument, match="drafter=None: expected a drafter"):
-        LLM(pair[0])
     with pytest.raises(InvalidArgument, match="paths=0: expected an integer in"):
         LLM(*pair, paths=0)
     with pytest.raises(InvalidArgument, match="depth=99: expected an integer in"):
