@@ -48,6 +48,8 @@ class Drafter(ABC):
     quantization: Quantization = Quantization.NONE  # how its weights are stored; never `auto`
     graph_counts: Mapping[str, int] = MappingProxyType({})
     """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
+    max_context: int | None = None
+    """Most positions of a sequence that it reads; longer ones are decoded plainly."""
 
     def observe(self, request: Request, features: Tensor) -> None:  # noqa: B027
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.

@@ -47,6 +47,7 @@ class LanguageModel(Protocol):
     """A model that scores packed segments over its own paged KV pool, as targets do."""
 
     vocab_size: int
+    max_context: int
     device: torch.device
 
     def forward(self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> Scores:
@@ -75,6 +76,7 @@ class StandaloneDrafter(RowDrafter):
                 last one.
         """
         self.model = model
+        self.max_context = model.max_context
         self._ids = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
 
     def forget(self, request: Request) -> None:

@@ -27,7 +27,7 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.devices import send
-from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_state
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting, Roots
 from eaglegbv.drafters.tree_growth import (
@@ -95,6 +95,7 @@ class EagleDrafter(RowDrafter):
         """
         kind = head.embedding
         self.quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
+        self._rounds = kind.dtype.itemsize < torch.float32.itemsize
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
@@ -180,6 +181,8 @@ class EagleDrafter(RowDrafter):
     ) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         self.catch_up(requests)
+        if self._rounds and requests[0].replayed:
+            return self._draft_as_replayed(requests, plan, draft_sampling, tree_slots)
         roots = Roots(
             contexts=[self._state(request).rows(request) for request in requests],
             hidden=torch.stack([self._root_hidden(request) for request in requests]),
@@ -204,6 +207,37 @@ class EagleDrafter(RowDrafter):
             requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
         )
 
+    def _draft_as_replayed(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree:
+        """Draft a row at a time, as :meth:`advance` will find it again, to the last bit."""
+        free = [iter(slots.split(1)) for slots in tree_slots]
+        owners = list(range(len(requests)))
+        known = [self.snapshot(request) for request in requests]
+
+        def logits() -> Tensor:
+            return self._logits(torch.stack([snapshot.last for snapshot in known]))
+
+        def follow(rows: NewRows) -> Tensor:
+            nonlocal owners, known
+            above = rows.parents.tolist()
+            owners = [owners[parent] for parent in above]
+            found = self.advance(
+                [requests[b] for b in owners],
+                [known[parent] for parent in above],
+                rows.token_ids,
+                torch.cat([next(free[b]) for b in owners]),
+            )
+            known = own_snapshots(found, RowSnapshot)
+            return logits()
+
+        ids = self.head.draft_to_target
+        return draft_trees(requests, plan, draft_sampling, ids, logits(), follow)
+
     def snapshot(self, request: Request) -> RowSnapshot:
         """Remember the last tree's root, behind the positions run on true features.
 
@@ -220,11 +254,19 @@ class EagleDrafter(RowDrafter):
 
     def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:
         """Run the head on its own features ``[rows, hidden]``."""
-        return self._forward.step(segments, last)
+        if not self._rounds:
+            return self._forward.step(segments, last)
+        # In half precision a row's numbers depend on what runs beside it.
+        alone = zip(segments, last.split(1), strict=True)
+        return torch.cat([self._forward.step([segment], row) for segment, row in alone])
 
     def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
         """See :meth:`RowDrafter.probs_after`."""
-        return replayed_probs(self.head.logits(last), settings, self.head.draft_to_target)
+        return replayed_probs(self._logits(last), settings, self.head.draft_to_target)
+
+    def _logits(self, last: Tensor) -> Tensor:
+        rows = last.split(1 if self._rounds else len(last))
+        return torch.cat([self.head.logits(row) for row in rows])
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""

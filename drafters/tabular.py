@@ -91,7 +91,8 @@ class Table:
         try:
             config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
             tensors = load_file(folder / _WEIGHTS)
-        except (OSError, ValueError, SafetensorError) as error:
+            config.keys()
+        except (OSError, ValueError, AttributeError, SafetensorError) as error:
             expected = f"config.json and {_WEIGHTS} of a table ({error})"
             raise DrafterMismatch("drafter", str(folder), expected) from error
         if config.get("vocab_size") != vocab_size:

@@ -5,6 +5,7 @@ Whatever is measured or kept is a guess, which the engine's first steps check
 """
 
 import hashlib
+import json
 import logging
 import os
 import time
@@ -72,9 +73,10 @@ def shape_of(model: str | None) -> str | None:
     """Return what decides a model's costs: its configuration, or its name if it has none here."""
     if model is None or not (Path(model) / "config.json").is_file():
         return model
-    config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    # Python's JSON has Infinity, which configurations have too.
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8-sig"))
     facts = {key: value for key, value in config.items() if key not in _NAMES}
-    return str(msgspec.json.encode(facts, order="sorted"))
+    return json.dumps(facts, sort_keys=True)
 
 
 SECONDS = 12.0  # Time limit: what informs most comes first, and nobody waits for longer.

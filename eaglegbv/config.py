@@ -129,6 +129,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the engine's drafter drafts."""
         return self.speculative and self.source is Source.DRAFTER
 
+    def up_to(self, depth: int) -> "Plan":
+        """Return the plan with paths of at most ``depth`` tokens, at least 1."""
+        if depth >= self.depth:
+            return self
+        shape = tuple(ranks for ranks in self.shape if len(ranks) <= depth)
+        return msgspec.structs.replace(self, depth=depth, shape=shape)
+
     def list_width(self, vocab: int) -> int:
         """Return how many candidates are kept where ``vocab`` tokens can be drafted."""
         return vocab if vocab <= self.whole_vocab else min(self.draft_width, vocab)

@@ -46,6 +46,11 @@ class Drafting:
             raise RuntimeError(f"no drafter for {plan_name(plan)}")
         return drafter
 
+    def max_context(self, plan: Plan, target: int) -> int:
+        """Return the most positions of a sequence for which ``plan`` drafts; ``target`` at most."""
+        own = self.by(plan).max_context
+        return target if own is None else min(target, own)
+
     def recalling(self, plan: Plan) -> ReplayingDrafter:
         """Return the drafter of a checked plan whose verifier keeps state; TypeError for others."""
         drafter = self.by(plan)
@@ -108,8 +113,10 @@ class Drafting:
         """Run the drafter over the positions it has not run yet, and return their number."""
         if self.drafter is None:
             return 0
-        missed = sum(map(self.behind, requests))
-        self.drafter.catch_up(requests)
+        most = self.drafter.max_context
+        readable = [r for r in requests if most is None or r.length <= most]
+        missed = sum(map(self.behind, readable))
+        self.drafter.catch_up(readable)
         return missed
 
     def behind(self, request: Request) -> int:

@@ -133,8 +133,9 @@ class Engine:
         self.check_plan(plan)
         check_priority(priority)
         plans = plans_of(plan, greedy=params.greedy)
-        step_slots = max(p.tree_slots + self._verification.replay_slots(p, params) for p in plans)
-        max_tokens = self._token_limit(prompt_ids, params, plans, step_slots)
+        replay_slots = max(self._verification.replay_slots(p, params) for p in plans)
+        step_slots = max(plan.tree_slots for plan in plans) + replay_slots
+        max_tokens = self._token_limit(prompt_ids, params, step_slots if replay_slots else 1)
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
@@ -151,6 +152,7 @@ class Engine:
             rng=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
+            replayed=replay_slots > 0,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
             priority=priority,
@@ -327,7 +329,23 @@ class Engine:
             others=len(batch.prefilling),
             behind=self._drafting.behind,
             matched=self._drafting.matched,
+            fitted=self._fitted,
         )
+        for request in batch.decoding:
+            request.plan = self._fitted(request, request.plan)
+
+    def _fitted(self, request: Request, plan: Plan) -> Plan:
+        """Return ``plan`` with as deep trees as context and pool have room for, down to none.
+
+        That follows from the sequence's length alone. Layers of earlier steps end before the last
+        token of the context, the only one for which nothing is drafted.
+        """
+        if not plan.speculative:
+            return plan
+        context = self._drafting.max_context(plan, self._target.max_context)
+        slots = self._target.allocator.num_slots - request.context
+        depths = range(min(plan.depth, context - request.length - 1), 0, -1)
+        return next((own for own in map(plan.up_to, depths) if own.tree_slots <= slots), PLAIN)
 
     def _draft(self, requests: list[Request]) -> list[Group]:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""
@@ -535,11 +553,7 @@ class Engine:
                 self.metrics.set(metric, count, label=label)
 
     def _token_limit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        plans: Sequence[Plan],
-        step_slots: int,
+        self, prompt_ids: Sequence[int], params: SamplingParams, least_slots: int
     ) -> int:
         if not prompt_ids:
             raise InvalidArgument("prompt", list(prompt_ids), "at least one token")
@@ -547,20 +561,18 @@ class Engine:
         for token in prompt_ids:
             if not 0 <= token < vocab:
                 raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
-        # A tree reaches beyond the last token kept, and its positions must exist too.
-        reach = max(plan.depth if plan.speculative else 0 for plan in plans)
-        room = self._target.max_context - len(prompt_ids) - reach
+        room = self._target.max_context - len(prompt_ids)
         if room < 1:
             raise InvalidArgument(
                 "prompt",
                 f"{len(prompt_ids)} tokens",
-                f"at most {self._target.max_context - reach - 1} tokens, by the model's context",
+                f"at most {self._target.max_context - 1} tokens, by the model's context",
             )
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
         # At least 1: a prompt that the pool has no room for is refused by the scheduler.
         slots = self._target.allocator.num_slots
-        return min(room, max(1, slots - len(prompt_ids) - step_slots))
+        return min(room, max(1, slots - len(prompt_ids) - least_slots))
 
 
 def check_priority(priority: int) -> None:

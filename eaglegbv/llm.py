@@ -1,6 +1,7 @@
 """The Python API, text in, text out: ``LLM``, and what any backend's answers prompts by."""
 
 import asyncio
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -205,10 +206,7 @@ class TextGenerator(ABC):
         """
 
 
-_DRAFTERS = (
-    "a drafter for {}: a folder with an EAGLE head or a small language model, 'ngram' for prompt "
-    "lookup, or plan=Plan(verifier='none') for plain decoding"
-)
+_log = logging.getLogger(__name__)
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}
@@ -220,7 +218,7 @@ class LLM(TextGenerator):
     """A target, a drafter and an engine.
 
     ``LLM()`` loads the tiny pair that comes with the package. With a ``model`` of your own name a
-    ``drafter`` too, or pass ``plan=Plan(verifier="none")`` for plain decoding.
+    ``drafter`` too; without one, drafts are looked up in the text itself.
     ``LLM(..., backend="sglang")`` has SGLang serve the same calls: it gives another
     :class:`TextGenerator`, without what is said of this package's engine below.
 
@@ -261,6 +259,7 @@ class LLM(TextGenerator):
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
         compile_backend: str | None = None,
+        trust_remote_code: bool = False,
         backend: str = "local",
     ) -> None:
         """Load the models.
@@ -268,8 +267,8 @@ class LLM(TextGenerator):
         Args:
             model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
-                of a table; ``"ngram"`` for prompt lookup; of the tiny pair also ``"eagle3"`` or
-                ``"eagle1"``.
+                of a table; ``"ngram"`` for prompt lookup, the default but for the tiny pair, which
+                has ``"eagle3"`` and ``"eagle1"``.
             verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
                 the first four is given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.
@@ -285,6 +284,7 @@ class LLM(TextGenerator):
             compile_backend: ``"inductor"`` has ``torch.compile`` compile the target, an EAGLE head
                 and the verification at the start, in some minutes (less with the compiler's cache),
                 which makes steps of few rows faster. Other backends of its are taken too.
+            trust_remote_code: Run the code that a model brings, where transformers has none for it.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -308,13 +308,16 @@ class LLM(TextGenerator):
         if not any(p.asks_drafter for p in plans):
             models = replace(models, drafter=None)
         elif models.drafter is None:
-            raise InvalidArgument("drafter", None, _DRAFTERS.format(models.target))
+            _log.warning(
+                "no drafter is given: drafts are looked up in the text itself, as by 'ngram'"
+            )
+            models = replace(models, drafter="ngram")
         if compile_backend is not None:
             check_backend(compile_backend)
         check_model(models.target)
         quantization = _quantization(config, planning)
         check_plan(planning, drafter_class(models.drafter), quantization)
-        tokenizer = load_tokenizer(models.target)
+        tokenizer = load_tokenizer(models.target, trust_remote_code=trust_remote_code)
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(
             models.target,
@@ -325,6 +328,7 @@ class LLM(TextGenerator):
             quantization=quantization,
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
+            trust_remote_code=trust_remote_code,
         )
         target = self.pair.target
         super().__init__(

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,6 +12,7 @@ import torch
 from httpx import HTTPError, RequestError
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import PreTrainedConfig
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
@@ -100,6 +102,7 @@ def load_pair(
     quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
+    trust_remote_code: bool = False,
 ) -> Pair:
     """Open a target, and what drafts for it.
 
@@ -115,6 +118,7 @@ def load_pair(
         compile_backend: Compile the target, and what an EAGLE head drafts by, by this backend of
             ``torch.compile``; None for not.
         graphs: Whether tree forwards and drafting are recorded and replayed.
+        trust_remote_code: Whether to run code that a model brings.
 
     Raises:
         InvalidArgument: There is no such model or drafter, its weights are not quantised here, or
@@ -124,6 +128,7 @@ def load_pair(
     """
     place, dtype = place_of(device, dtype)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
+    config_of = partial(load_config, trust_remote_code=trust_remote_code)
 
     def open_model(
         model: str | Path,
@@ -131,9 +136,13 @@ def load_pair(
         features: FeatureSpec | None = None,
         graphs: GraphMode = GraphMode.OFF,
     ) -> HFTarget:
-        own, backend = load_model(model, dtype=dtype, device=place), compile_backend
+        own = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
         return HFTarget(
-            own, max_slots=max_slots, features=features, compile_backend=backend, graphs=graphs
+            own,
+            max_slots=max_slots,
+            features=features,
+            compile_backend=compile_backend,
+            graphs=graphs,
         )
 
     folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
@@ -143,12 +152,12 @@ def load_pair(
         raise InvalidArgument("draft_quantization", str(quantization), expected)
     features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
-        head_config = read_head_config(folder, load_config(model))
+        head_config = read_head_config(folder, config_of(model))
         features = feature_spec(head_config)
         beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
     elif folder is not None and kind is Kind.LANGUAGE_MODEL:
-        check_tokenizers(model, folder)
-        beside = _slot_bytes(folder, dtype)
+        check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
+        beside = _slot_bytes(config_of(folder), dtype)
     size = replace(PoolSize.of(slots), beside=beside)
     target = open_model(model, size, features, graphs)
     if drafter is None:
@@ -158,7 +167,7 @@ def load_pair(
     if kind is Kind.EAGLE:
         head = load_head(
             folder,
-            target_config=load_config(model),
+            target_config=config_of(model),
             target_embedding=target.input_embeddings,
             target_lm_head=target.output_embeddings,
             dtype=dtype,
@@ -178,10 +187,6 @@ def load_pair(
         return Pair(target, TabularDrafter(table))
     # Its trees grow level by level on the host; only the target's forwards are replayed.
     small = open_model(folder, target.max_slots)
-    if small.max_context < target.max_context:
-        told = "texts end at %d tokens, the context of drafter %s; the target's is %d"
-        _log.warning(told, small.max_context, folder, target.max_context)
-        target.max_context = small.max_context
     return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
 
 
@@ -224,7 +229,7 @@ def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
     return _CLASSES[kind_of(drafter_folder(drafter))]
 
 
-def check_tokenizers(model: str | Path, drafter: Path) -> None:
+def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: bool = False) -> None:
     """Check that a target and a language model that drafts for it mean the same by every token.
 
     Tables of different sizes are fine where the tokenizers agree: they are padded differently.
@@ -232,13 +237,15 @@ def check_tokenizers(model: str | Path, drafter: Path) -> None:
     Raises:
         DrafterMismatch: A token differs; or, where the drafter has no tokenizer, the sizes do.
     """
+    trust, both = trust_remote_code, (model, drafter)
     if not any((drafter / name).is_file() for name in _TOKENIZER_FILES):
-        sizes = [load_config(m).get_text_config().vocab_size for m in (model, drafter)]
+        configs = [load_config(m, trust_remote_code=trust).get_text_config() for m in both]
+        sizes = [config.vocab_size for config in configs]
         if sizes[0] != sizes[1]:
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (load_tokenizer(m).get_vocab() for m in (model, drafter))
+    ours, theirs = (load_tokenizer(m, trust_remote_code=trust).get_vocab() for m in both)
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         token = min(differing)
@@ -256,9 +263,9 @@ def feature_spec(head: EagleHeadConfig) -> FeatureSpec:
     return FeatureSpec.layer_inputs(head.feature_layers)
 
 
-def _slot_bytes(model: Path, dtype: torch.dtype) -> int:
+def _slot_bytes(model: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes a token takes in the KV pool of a language model, by its configuration."""
-    config = load_config(model).get_text_config(decoder=True)
+    config = model.get_text_config(decoder=True)
     facts = config.to_dict()
     heads = int(config.num_attention_heads)
     kv_heads = int(facts.get("num_key_value_heads") or heads)

@@ -85,6 +85,7 @@ class Request:
         plan_reason: Why ``plan`` was chosen.
         plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
+        replayed: Whether verifications of later steps replay its drafts.
         drafted: Whether the drafter follows the request; it need not draft in every step.
         skips: Whether the drafter may skip what it has missed, and begin after it.
         priority: Lower numbers are served first; equal ones in order of arrival.
@@ -113,6 +114,7 @@ class Request:
     plan_reason: PlanReason = PlanReason.FIXED
     plan_state: PlanState | None = None
     step_slots: int = 1
+    replayed: bool = False
     drafted: bool = False
     skips: bool = False
     priority: int = 0
@@ -168,9 +170,14 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def least_slots(self) -> int:
+        """Slots with which a step makes do where the pool ends; replays need theirs to the end."""
+        return self.step_slots if self.replayed else 1
+
+    @property
     def slots_needed(self) -> int:
-        """Most KV slots that the request can ever hold at once."""
-        return len(self.prompt_ids) + self.max_tokens + self.step_slots
+        """Fewest KV slots of a pool in which the request can end."""
+        return len(self.prompt_ids) + self.max_tokens + self.least_slots
 
     def tokens_from(self, position: int) -> list[int]:
         """Return prompt and generated tokens from ``position`` on."""

@@ -16,7 +16,7 @@ from eaglegbv.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"
 
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
@@ -175,17 +175,21 @@ def _apply_chat_template(
 def _plain_message(message: Mapping[str, object]) -> Message:
     """Return a message whose content is text, given as text or as parts of it.
 
+    One that calls tools needs no content, and goes to the template as it is.
+
     Raises:
         InvalidArgument: It is neither, or names no role.
     """
     content = message.get("content")
+    if content is None and message.get("tool_calls") and isinstance(message.get("role"), str):
+        return dict(message)
     if isinstance(content, list):  # as chat services take it
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]
         texts = [text for text in parts if isinstance(text, str)]
         content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
-    return cast("Message", {**message, "content": _sound(content)})
+    return {**message, "content": _sound(content)}
 
 
 def _sound(text: str) -> str:

@@ -499,6 +499,7 @@ class Planner:
         others: int = 0,
         behind: Callable[[Request], int] = lambda _: 0,
         matched: Callable[[Request], int] = lambda _: 0,
+        fitted: Callable[[Request, Plan], Plan] = lambda _, plan: plan,
     ) -> None:
         """Give every automatic request among ``requests`` the plan of its next step.
 
@@ -508,6 +509,8 @@ class Planner:
                 soon, so a plan has to pay in the batch that all of them make together.
             behind: Number of committed positions that a request's drafter has not run yet.
             matched: Number of tokens at the end of a request's text that a lookup finds before.
+            fitted: A request's plan, less deep where there is no room for it. Such steps say
+                nothing about the plan's cost.
         """
         self._timed, self.why, kind = None, "", None
         self._now += 1
@@ -521,7 +524,9 @@ class Planner:
             # A usual step of a drafter reads a few positions anyway.
             missed = [rows if rows > 1 + auto.max_depth else 0 for rows in map(behind, members)]
             choice = self._next(book, auto, members, batch, missed)
-            plans = self._look_up(book, auto, choice, members, matched)
+            wanted = self._look_up(book, auto, choice, members, matched)
+            plans = [fitted(*pair) for pair in zip(members, wanted, strict=True)]
+            whole = whole and plans == wanted
             for request, plan in zip(members, plans, strict=True):
                 request.plan, request.plan_reason = plan, choice.reason
             self.why = choice.why

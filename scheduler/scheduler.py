@@ -113,7 +113,7 @@ class Scheduler:
             raise InvalidArgument(
                 "prompt",
                 f"{len(request.prompt_ids)} tokens + {request.max_tokens} to generate",
-                f"at most {slots - request.step_slots} tokens, which the KV pool holds: "
+                f"at most {slots - request.least_slots} tokens, which the KV pool holds: "
                 "a smaller max_tokens, or more kv_slots",
             )
         insort(self._waiting, request, key=_precedence)
@@ -159,8 +159,8 @@ class Scheduler:
             if len(self.running) < self.max_batch:
                 blocks = self.cache.match(request)
                 # Idle blocks are free slots until they are lent.
-                needed = _outlook(request) - BLOCK * len(blocks) + idle_slots(blocks)
-                if needed + sum(map(_outlook, self.running)) <= self.cache.allocator.num_free:
+                needed = self._outlook(request) - BLOCK * len(blocks) + idle_slots(blocks)
+                if needed + sum(map(self._outlook, self.running)) <= self.cache.allocator.num_free:
                     return blocks
             if not worse:
                 return None
@@ -168,8 +168,8 @@ class Scheduler:
 
     def _fits_among(self, request: Request, others: list[Request]) -> bool:
         """Return whether ``request`` could run beside ``others`` and no one else."""
-        held = sum(other.context + _outlook(other) for other in others)
-        room = held + _outlook(request) <= self.cache.allocator.num_slots
+        held = sum(other.context + self._outlook(other) for other in others)
+        room = held + self._outlook(request) <= self.cache.allocator.num_slots
         return room and len(others) < self.max_batch
 
     def _grant(self) -> StepBatch:
@@ -184,7 +184,7 @@ class Scheduler:
             if left and not budget:
                 continue
             # A sequence is prefilled in parts of any size; a tree needs all its slots at once.
-            least = 1 if left else request.step_slots
+            least = 1 if left else self._step_slots(request)
             while free < least and place < len(self.running):
                 before = self.cache.allocator.num_free
                 self.preempt(self.running[-1])
@@ -198,15 +198,22 @@ class Scheduler:
                 free -= count
             else:
                 batch.decoding.append(request)
-                free -= request.step_slots
+                free -= least
         return batch
+
+    def _step_slots(self, request: Request) -> int:
+        """Return the most slots of the request's next step: where the pool ends, fewer."""
+        return min(request.step_slots, self.cache.allocator.num_slots - request.context)
+
+    def _outlook(self, request: Request) -> int:
+        """Return the slots a request should find free: to prefill, for a step, and to grow.
+
+        It is alone in the pool if nobody else fits.
+        """
+        growth = min(GROWTH, request.max_tokens - len(request.token_ids))
+        room = self.cache.allocator.num_slots - request.context
+        return min(request.to_prefill + request.step_slots + growth, room)
 
 
 def _precedence(request: Request) -> tuple[int, int]:
     return request.priority, request.number
-
-
-def _outlook(request: Request) -> int:
-    """Return the slots a request should find free: to prefill, for a step, and to grow."""
-    growth = min(GROWTH, request.max_tokens - len(request.token_ids))
-    return request.to_prefill + request.step_slots + growth

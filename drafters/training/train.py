@@ -318,7 +318,10 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
     own = json.dumps(task.identity, sort_keys=True)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        _ = saved["identity"]
+    except (
+        OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         expected = f"a readable checkpoint ({type(error).__name__})"
         raise InvalidArgument("resume", str(path), expected) from error
     # Older checkpoints name settings that there are no more.

@@ -18,6 +18,7 @@ from eaglegbv.cli import bench_papers, bench_results, bench_speed
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import (
+    LOOKUP,
     Models,
     draft_sampling_named,
     entries,
@@ -28,7 +29,7 @@ from eaglegbv.cli.options import (
     progress,
     verifier_names,
 )
-from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import dtype_name, named_dtype, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
@@ -87,7 +88,8 @@ def mt_bench(
         str | None,
         opt(
             "Verifiers to compare, as in generate; 'none' is plain decoding.",
-            shown="none,token,block,gbv,otbv; with --backend transformers, no verifier",
+            shown="none,token,block,gbv,otbv; of lookups, which are not drawn, none,otbv; "
+            "with --backend transformers, no verifier",
         ),
     ] = None,
     backend: Annotated[
@@ -147,8 +149,12 @@ def mt_bench(
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
     kind = member("backend", backend, BackendName)
+    held = member("draft-quantization", draft_quantization, Quantization)
+    models = made_of(given, Models, draft_quantization=held)
+    if kind is BackendName.LOCAL and verifiers != PLAIN.verifier:
+        models = models.or_lookup(AUTO)
     wanted = grid(
-        _verifiers(kind, verifiers),
+        _verifiers(kind, verifiers, models),
         entries("paths", paths, int),
         entries("depth", depth, int),
         entries("temperature", temperature, float),
@@ -160,8 +166,6 @@ def mt_bench(
         draft_temperatures=entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
-    held = member("draft-quantization", draft_quantization, Quantization)
-    models = made_of(given, Models, draft_quantization=held)
     settings = _settings(
         chosen,
         models,
@@ -186,12 +190,13 @@ def mt_bench(
     _report(folder, plots=plots)
 
 
-def _verifiers(backend: BackendName, text: str | None) -> list[str]:
+def _verifiers(backend: BackendName, text: str | None, models: Models) -> list[str]:
     if backend is BackendName.TRANSFORMERS:
         if text is not None:
             raise InvalidArgument("verifiers", text, f"no one with --backend {backend}")
         return []
-    return verifier_names("none,token,block,gbv,otbv" if text is None else text)
+    usual = "none,otbv" if models.drafter == LOOKUP else "none,token,block,gbv,otbv"
+    return verifier_names(usual if text is None else text)
 
 
 def _baseline_names(backend: BackendName, text: str | None) -> list[str]:

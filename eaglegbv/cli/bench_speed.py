@@ -142,6 +142,8 @@ def batch(
     )
     engines: _Engines | _MadeEngines
     if shape is None:
+        if any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in names):
+            models = models.or_lookup(AUTO)
         known = load_questions(questions_set, data)
         questions = known.first(min(most, len(known.questions))).questions
         engines = _Engines(models)

@@ -1,15 +1,18 @@
 """The ``eaglegbv`` command."""
 
+import re
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 import eaglegbv
 from eaglegbv.cli import generate, heads, serve
 from eaglegbv.cli.options import make_app
-from eaglegbv.errors import EagleGBVError
+from eaglegbv.errors import EagleGBVError, InvalidArgument
 
 USAGE_ERROR = 2
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -32,7 +35,10 @@ def _add(name: str, place: str, text: str) -> None:
     def command(context: typer.Context) -> None:
         module, _, attribute = place.partition(":")
         own = getattr(import_module(f"eaglegbv.cli.{module}"), attribute)
-        own(context.args, prog_name=f"eaglegbv {name}")
+        try:
+            own(context.args, prog_name=f"eaglegbv {name}")
+        except InvalidArgument as error:
+            raise EagleGBVError(_in_own_terms(error, own, context.args)) from error
 
 
 _add("demo", "bench:demo_app", "Answer a prompt, and compare verifiers on a few questions.")
@@ -58,10 +64,34 @@ def _options(
     """Handle the options that come before a command."""
 
 
+def _in_own_terms(error: InvalidArgument, own: typer.Typer, given: Sequence[str]) -> str:
+    """Return what ``error`` says, with the names of the given command's options for arguments."""
+    command = typer.main.get_command(own)
+    if isinstance(command, TyperGroup):
+        command = next(
+            (command.commands[name] for name in given if name in command.commands), command
+        )
+    options = {name for param in command.params for name in param.opts}
+
+    def option(found: re.Match[str]) -> str:
+        name = "--" + found[0].replace("_", "-")
+        known = (name, name.removesuffix("s"), name.removesuffix("-backend"))
+        return next((own for own in known if own in options), found[0])
+
+    argument = re.sub(r"^[a-z_-]+$", option, error.argument)
+    expected = re.sub(r"\b[a-z]+(_[a-z]+)+\b", option, error.expected)
+    missing = error.value is None and argument.startswith("--")
+    value = f"no {argument}" if missing else f"{argument}={error.value!r}"
+    return f"{value}: expected {expected}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     try:
         app(arguments)
+    except InvalidArgument as error:
+        told = _in_own_terms(error, app, sys.argv[1:] if arguments is None else arguments)
     except (EagleGBVError, OSError) as error:
-        typer.echo(f"eaglegbv: {error}", err=True)
-        raise SystemExit(USAGE_ERROR) from None
+        told = str(error)
+    typer.echo(f"eaglegbv: {told}", err=True)
+    raise SystemExit(USAGE_ERROR)

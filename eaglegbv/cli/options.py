@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from inspect import signature
 from pathlib import Path
@@ -43,6 +43,9 @@ QUESTION_SETS = (
 SAMPLINGS = "iid, wor, greedy, hub or fixed"
 FITTING = "3, or as many as the verifier takes"
 
+LOOKUP = "ngram"
+"""The drafter of a model for which none is named."""
+
 LINE_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal for a bar."""
 
@@ -75,7 +78,8 @@ Drafter = Annotated[
     str | None,
     opt(
         "Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
-        "'eagle1' or 'eagle3' of the tiny model."
+        "'eagle1' or 'eagle3' of the tiny model.",
+        shown=f"{LOOKUP}, prompt lookup; eagle3 of the tiny model",
     ),
 ]
 Device = Annotated[str | None, opt("Device, such as cpu or cuda.", shown="cuda or cpu")]
@@ -102,6 +106,9 @@ DraftQuantization = Annotated[
         "How an EAGLE head's weights are held: int8, none, or auto (int8 for automatic plans "
         "on a CPU that is fast with it)."
     ),
+]
+TrustRemoteCode = Annotated[
+    bool, opt("Run code that the model brings, if it needs any.", "--trust-remote-code")
 ]
 Raw = Annotated[bool, opt("Continue the prompt as it is, without a chat template.", "--raw")]
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
@@ -134,6 +141,7 @@ class Models:
     dtype: str | None = None
     compile_backend: str | None = None
     draft_quantization: str = "auto"
+    trust_remote_code: bool = False
 
     @property
     def named(self) -> "NamedModels":
@@ -141,6 +149,16 @@ class Models:
         from eaglegbv.loading import named_models
 
         return named_models(self.model, self.drafter)
+
+    def or_lookup(self, plan: "Planning") -> "Models":
+        """Return them with prompt lookup, and say so, where ``plan`` drafts and nothing could."""
+        from eaglegbv.config import AutoPlan
+
+        drafts = isinstance(plan, AutoPlan) or plan.speculative
+        if self.model is None or self.drafter is not None or not drafts:
+            return self
+        typer.echo(f"no --drafter: drafts are looked up in the text itself ({LOOKUP})", err=True)
+        return replace(self, drafter=LOOKUP)
 
     def load(self, plan: "Planning", engine: "EngineConfig | None" = None) -> "LLM":
         """Load them into an engine; print what is measured first, if anything is."""
@@ -150,17 +168,19 @@ class Models:
         from eaglegbv.fused_linears import Quantization
         from eaglegbv.llm import LLM
 
+        drafter = self.or_lookup(plan).drafter
         disable_progress_bar()
         held = member("draft-quantization", self.draft_quantization, Quantization)
         with _telling("eaglegbv.calibration"):
             return LLM(
                 self.model,
-                self.drafter,
+                drafter,
                 plan=plan,
                 device=self.device,
                 dtype=self.dtype,
                 engine=msgspec.structs.replace(engine or EngineConfig(), draft_quantization=held),
                 compile_backend=self.compile_backend,
+                trust_remote_code=self.trust_remote_code,
             )
 
 

@@ -8,13 +8,12 @@ decoding by the same engine are compared with those of a rule: two samples, neit
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import cast
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import dtype_name
@@ -29,6 +28,7 @@ from eaglegbv.eval.g_test import (
     joint_probs,
 )
 from eaglegbv.llm import LLM
+from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.text import Completion, Prompt
@@ -194,9 +194,7 @@ def _exact_probs(
 
     Each token takes one forward of whole sequences by the plain transformers model.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(llm.model_name, dtype=torch.float32)
-    torch.nn.Module.to(loaded, llm.device).eval()
-    model = cast("PreTrainedModel", loaded)
+    model = load_model(llm.model_name, device=llm.device)
     return {
         (number, *text): mass / len(prompts)
         for number, prompt in enumerate(prompts)

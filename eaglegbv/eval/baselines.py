@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
-from eaglegbv.llm import load_tokenizer
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.models.hf import load_model, load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt
@@ -146,13 +145,9 @@ class Library:
 
     def _load(self, argument: str, name: str) -> PreTrainedModel:
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=self._dtype)
-        except (OSError, ValueError) as error:
-            expected = f"a folder or hub name of a language model ({error})"
-            raise InvalidArgument(argument, name, expected) from error
-        nn.Module.to(model, self._device)
-        model.train(mode=False)
-        return model
+            return load_model(name, dtype=self._dtype, device=self._device)
+        except InvalidArgument as error:
+            raise InvalidArgument(argument, name, error.expected) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from transformers import (
@@ -397,7 +395,7 @@ def load_config(
         trust_remote_code: Whether to run code from the model's repository.
 
     Raises:
-        InvalidArgument: There is no such model.
+        InvalidArgument: There is no such model, or it needs code of its own that is not trusted.
         ModelNotSupported: transformers does not know its type.
     """
     path = Path(model)
@@ -415,26 +413,37 @@ def load_config(
         if path.is_dir():
             expected = f"a folder with a readable config.json ({first_line(error)})"
         raise InvalidArgument("model", str(model), expected) from error
-    # A configuration's class checks the file's values as it likes.
-    except (
-        ValueError, TypeError, LookupError, AttributeError, ImportError, StrictDataclassError,
-    ) as error:  # fmt: skip
+    except Exception as error:  # a configuration's class checks the file's values as it likes
+        _check_trust(model, error)
         expected = f"a config.json of a model type transformers knows ({first_line(error)})"
         raise ModelNotSupported("model", str(model), expected) from error
     return config
 
 
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or hub model.
+def _check_trust(model: str | Path, error: Exception) -> None:
+    """Raise if ``error`` says that code of the model's repository would have to run."""
+    if "trust_remote_code" in str(error):
+        expected = f"True for {model}, which brings code of its own, if you trust that"
+        raise InvalidArgument("trust_remote_code", False, expected) from error
+
+
+def load_tokenizer(
+    model: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or hub model; see :func:`load_config`.
 
     Raises:
         InvalidArgument: There is no such model, or no tokenizer that transformers can read.
         ModelNotSupported: There is no tokenizer, and transformers does not know the model's type.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # a broken tokenizer.json is a plain Exception
-        load_config(model)  # raises if it is the model that is missing
+        _check_trust(model, error)
+        # Raises if it is the model that is missing.
+        load_config(model, trust_remote_code=trust_remote_code)
         expected = f"a model with a tokenizer beside its weights ({first_line(error)})"
         raise InvalidArgument("model", str(model), expected) from error
     return tokenizer
@@ -445,6 +454,7 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model folder, or a model of the Hugging Face hub (or its local cache).
 
@@ -453,21 +463,19 @@ def load_model(
         ModelNotSupported: It is no causal language model, not all of its weights are there, or it
             is quantised by a package that is not installed; the message names it.
     """
-    config = load_config(model)
+    config = load_config(model, trust_remote_code=trust_remote_code)
     try:
         # The annotation names only the model, though the loading report comes with it.
         opened: Any = AutoModelForCausalLM.from_pretrained(
             model,
             config=config,
             dtype=dtype,
+            trust_remote_code=trust_remote_code,
             local_files_only=Path(model).is_dir(),
             output_loading_info=True,
         )
-    # What reads quantised weights raises as it likes.
-    except (
-        OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError,
-        SafetensorError,
-    ) as error:  # fmt: skip
+    except Exception as error:  # what reads quantised weights raises as it likes
+        _check_trust(model, error)
         method = (config.to_dict().get("quantization_config") or {}).get("quant_method")
         quantised = f", quantised by {method}" if method else ""
         expected = f"weights of a causal language model{quantised} ({first_line(error)})"

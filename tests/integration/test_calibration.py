@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import msgspec
@@ -158,7 +159,7 @@ def test_plans_that_cannot_run_are_refused_before_anything_is_measured(pair: Pai
 
 def test_models_of_one_shape_share_a_file(tmp_path: Path) -> None:
     for name, path in (("a", "here"), ("b", "there"), ("c", "here")):
-        config = {"hidden_size": 64 if name == "c" else 32, "_name_or_path": path}
+        config = {"hidden_size": 64 if name == "c" else 32, "x": math.inf, "_name_or_path": path}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     a, b, c = (shape_of(str(tmp_path / name)) for name in "abc")

@@ -289,7 +289,7 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
     [
         ([], {}, r"prompt=\[\]: expected at least one token"),
         ([99], {}, r"prompt=99: expected token ids in \[0, 8\)"),
-        ([1] * 256, {}, r"prompt='256 tokens': expected at most 251 tokens"),
+        ([1] * 256, {}, r"prompt='256 tokens': expected at most 255 tokens"),
         ([1], {"verifier": "nope"}, r"verifier='nope': expected one of"),
         ([1], {"verifier": "spechub", "paths": 1}, r"paths=1: expected at least 2 .*'hub'"),
         ([1], {"verifier": "block", "paths": 2}, "paths=2: expected at most 1"),

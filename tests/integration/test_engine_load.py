@@ -205,9 +205,9 @@ def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on() -> No
 def test_a_request_longer_than_the_pool_is_refused_and_the_engine_goes_on() -> None:
     exact = exact_engine(slots=64)
     spec = Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[4])
-    with pytest.raises(InvalidArgument, match=r"prompt='40 tokens \+ 20 to generate'.*KV pool"):
-        exact.engine.add([1] * 40, spec.params, spec.plan)
-    # To the last slot.
+    with pytest.raises(InvalidArgument, match=r"prompt='44 tokens \+ 20 to generate'.*KV pool"):
+        exact.engine.add([1] * 44, spec.params, spec.plan)
+    # The longest that leaves all trees their slots.
     room = 64 - 20 - PLANS[4].tree_slots
     full = Spec((1,) * room, spec.params, spec.plan)
     requests = [exact.add(full), exact.add(spec)]

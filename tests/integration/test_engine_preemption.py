@@ -22,8 +22,9 @@ from eaglegbv import verification
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.request import FinishReason, Request
+from eaglegbv.request import DraftSnapshot, FinishReason, Request
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB = 6
 
@@ -287,6 +288,44 @@ def test_dropped_layers_are_noticed(crowded: TinyEngine, monkeypatch: pytest.Mon
     monkeypatch.setattr(verification, "_layers_after", lambda *args: [() for _ in after(*args)])
     result = g_test(sample(crowded, 3_000), crowded.joint_probs(PROMPT, TOKENS))
     assert result.p_value < LEVEL, result
+
+
+@pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)
+def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    half = tiny_engine(vocab=VOCAB, sharpness=2.5, dtype=torch.bfloat16)
+    draft, compared = EagleDrafter.draft, 0
+
+    def watched(
+        self: EagleDrafter,
+        requests: Sequence[Request],
+        plan: Plan,
+        draft_sampling: DraftSampling,
+        tree_slots: Sequence[Tensor],
+    ) -> DraftTree:
+        """Replay the first path of every tree, all in one batch."""
+        nonlocal compared
+        tree = draft(self, requests, plan, draft_sampling, tree_slots)
+        places: list[DraftSnapshot] = [self.snapshot(request) for request in requests]
+        free = half.target.allocator.allocate(len(requests) * plan.depth).split(len(requests))
+        for nodes, slots in zip(tree.path_nodes[:, 0, : plan.depth - 1].T, free, strict=False):
+            tokens = tree.token_ids.gather(1, nodes[:, None])[:, 0]
+            places = self.advance(requests, places, tokens, slots)
+            replayed = self.probs_at(places)
+            for b, node in enumerate(nodes.tolist()):
+                assert torch.equal(replayed.probs[b], tree.draft_probs[b, node])
+                assert torch.equal(replayed.ids[b], tree.draft_ids[b, node])
+                compared += 1
+        half.target.allocator.release(torch.cat(free))
+        return tree
+
+    monkeypatch.setattr(EagleDrafter, "draft", watched)
+    for seed in range(6):
+        half.engine.add(PROMPT * (1 + seed), SamplingParams(max_tokens=12, seed=seed), plan)
+    while half.engine.has_work:
+        half.engine.step()
+    assert compared > 100
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)

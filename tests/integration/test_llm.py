@@ -86,8 +86,7 @@ def test_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
         free = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True)
         answer = llm.generate([1] * (CONTEXT - 20), free)
         assert answer.finish_reason is FinishReason.LENGTH
-        # The longest draft must have positions too.
-        assert len(answer.token_ids) == 20 - llm.plan.depth
+        assert len(answer.token_ids) == 20
     small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
     answer = small.generate([1, 2, 3], free)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -155,7 +154,6 @@ ONE_PATH = {"verifier": "greedy_block", "paths": 1}
         ({"model": 5}, "model=5: expected a folder or a name"),
         ({"drafter": "/nowhere"}, "drafter='/nowhere': expected a folder"),
         ({"drafter": ""}, "drafter='': expected a folder or a name"),
-        ({"drafter": None}, "drafter=None: expected a drafter for .*'ngram'"),
         ({"depth": 99}, "depth=99: expected an integer in"),
         ({"verifier": "best"}, "verifier='best': expected one of"),
         ({"plan": Plan(), "paths": 2}, "expected None where paths is given"),
@@ -180,6 +178,13 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     monkeypatch.delattr("eaglegbv.llm.load_pair")
     with pytest.raises(InvalidArgument, match=message):
         LLM(**{"model": pair[0], "drafter": pair[1], **options})
+
+
+def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert LLM(pair[0], verifier="otbv").drafter_name == "ngram"
+    assert "no drafter is given: drafts are looked up in the text itself" in caplog.text
 
 
 def test_what_loading_finds_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

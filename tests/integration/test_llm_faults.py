@@ -12,7 +12,7 @@ import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
-from eaglegbv.metrics import FINISHED, STEPS, StepRecord
+from eaglegbv.metrics import FINISHED, STEPS, StepObserver, StepRecord
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason, RequestOutput
 
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    engine = EngineConfig(kv_slots=4096, max_batch=8, check_slots=True)
+    engine = EngineConfig(kv_slots=4096, max_batch=16, check_slots=True)
     return LLM(plan=Plan(paths=2, depth=3), engine=engine)
 
 
@@ -243,6 +243,31 @@ def test_a_call_is_served_while_another_goes_on(llm: LLM) -> None:
     assert order == ["short", "long"]
 
 
+class Widest(StepObserver):
+    """Counts the requests of the widest step."""
+
+    requests = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.requests = max(self.requests, record.requests)
+
+
+def test_asyncio_serves_calls_by_threads_in_the_same_steps(llm: LLM) -> None:
+    async def ask() -> list[str]:
+        # Of its own, asyncio has four threads more than the machine has cores.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))
+        calls = [asyncio.to_thread(llm.generate, "Once", params(n)) for n in range(16)]
+        return [answer.text for answer in await asyncio.gather(*calls)]
+
+    widest = Widest()
+    llm.observe(widest)
+    try:
+        assert len(set(asyncio.run(ask()))) == 1
+    finally:
+        llm.unobserve(widest)
+    assert widest.requests == 16
+
+
 def test_asyncio_serves_all_tasks_in_the_same_steps(llm: LLM) -> None:
     alone = llm.generate("Once", params(0))
     before = llm.metrics.value(STEPS)
@@ -265,10 +290,14 @@ def test_a_task_that_is_cancelled_ends_its_requests(llm: LLM, pause: float) -> N
         task = asyncio.ensure_future(llm.generate_async(["A long story", "Another"], long))
         await asyncio.sleep(pause)
         task.cancel()
+        steps = llm.metrics.value(STEPS)
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert llm.metrics.value(STEPS) - steps <= 1
 
     asyncio.run(ask())
+    assert not llm._engine.has_work
     llm.generate("Once", params(1))
     assert unread(llm)
 

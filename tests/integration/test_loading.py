@@ -18,7 +18,7 @@ from support.saved_pair import save_pair
 from support.token_drafting import random_table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eaglegbv.config import EngineConfig
+from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
@@ -104,15 +104,18 @@ def test_text_at_temperature_0_does_not_depend_on_the_drafter(
         assert found.metrics.block_efficiency > 2
 
 
-def test_a_model_with_a_shorter_context_limits_the_text(
-    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    llm = LLM(folders["target"], folders["small"], engine=EngineConfig(kv_slots=1024))
-    assert "texts end at 128 tokens, the context of drafter" in caplog.text
-    answer = llm.generate("x" * 100, SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
-    assert 100 + len(answer.token_ids) < 128
-    with pytest.raises(InvalidArgument, match=r"^prompt='130 tokens'"):
-        llm.generate("x" * 130)
+def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders: dict[str, Path]) -> None:
+    engine = EngineConfig(kv_slots=1024, calibrate=False)
+    plain = LLM(folders["target"], verifier="none", engine=engine)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = ["x" * length for length in (100, 130)]
+    expected = [answer.token_ids for answer in plain.generate(prompts, params)]
+    for plan in (Plan(), "auto"):
+        llm = LLM(folders["target"], folders["small"], plan=plan, engine=engine)
+        answers = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == expected
+        if plan != "auto":
+            assert [bool(answer.metrics.drafted_nodes) for answer in answers] == [True, False]
 
 
 def test_another_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

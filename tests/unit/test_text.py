@@ -236,6 +236,18 @@ def test_text_and_messages_are_read_and_tokens_stay(tokenizer: PreTrainedTokeniz
         assert encode_prompt(tokenizer, prompt, "tiny") == ids
 
 
+@pytest.mark.parametrize("more", [{"content": None}, {}])
+def test_messages_that_call_tools_reach_the_template_as_they_are(more: dict[str, None]) -> None:
+    tokenizer = tiny_tokenizer(
+        "{% for m in messages %}{{ m.tool_calls[0].name if m.tool_calls }}"
+        "{{ 'none' if m.content is none else m.content }}{% endfor %}"
+    )
+    calls = [{"role": "assistant", "tool_calls": [{"name": "weather", "arguments": {}}], **more}]
+    chat = [*CHAT, *calls, {"role": "tool", "content": "sunny"}]
+    expected = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert encode_prompt(tokenizer, chat, "tiny") == expected
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -164,7 +164,7 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
         (["--backend", "sglang", "--draft-quantization", "int8"], "draft-quantization='int8'"),
         (["--backend", "sglang", "--backend-arguments", "{"], "backend-arguments='{'"),
         (["--backend", "sglang", "--compile", "inductor"], "compile='inductor': expected none"),
-        (["--compile", "fast"], "compile_backend='fast': expected 'inductor', or"),
+        (["--compile", "fast"], "--compile='fast': expected 'inductor', or"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -20,4 +20,4 @@ def test_answers_and_compares(cli) -> None:
 def test_bad_input_is_one_clear_line(cli) -> None:
     result = cli("demo", "--questions", "17")
     assert result.status == 2
-    assert result.err == "eaglegbv: questions=17: expected an integer in [1, 16]\n"
+    assert result.err == "eaglegbv: --questions=17: expected an integer in [1, 16]\n"

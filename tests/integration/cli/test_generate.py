@@ -2,6 +2,7 @@ import errno
 import io
 import json
 import re
+import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "prompt=None: expected --prompt"),
+        ([], "no --prompt: expected --prompt"),
         (
             ["--prompt", "a", "--prompt-file", "b"],
             "prompt-file='b': expected --prompt or --prompt-file, not both",
@@ -124,10 +125,10 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt-file", "/no/such/file"], "prompt-file='/no/such/file'"),
         (["--prompt", "a", "--raw", "--system", "b"], "system='b'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
-        (["--prompt", "a", "--top-p", "0"], "top_p=0.0"),
-        (["--prompt", "a", "--top-k", "-2"], "top_k=-2"),
-        (["--prompt", "a", "--min-p", "2"], "min_p=2.0"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p=0.0"),
+        (["--prompt", "a", "--top-k", "-2"], "--top-k=-2"),
+        (["--prompt", "a", "--min-p", "2"], "--min-p=2.0"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens=0"),
         (["--prompt", "a", "--paths", "0"], "paths=0"),
         (["--prompt", "a", "--paths", "2", "--verifier", "token"], "paths=2"),
         (["--prompt", "a", "--depth", "99"], "depth=99"),
@@ -136,9 +137,9 @@ def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
         (["--prompt", "a", "--verifier", "foo"], ", none, otbv, "),
         (
             ["--prompt", "a", "--draft-sampling", "nope"],
-            "draft_sampling='nope': expected one of iid, wor, greedy, hub, f",
+            "--draft-sampling='nope': expected one of iid, wor, greedy, hub, f",
         ),
-        (["--prompt", "a", "--draft-temperature", "0"], "draft_temperature=0.0"),
+        (["--prompt", "a", "--draft-temperature", "0"], "--draft-temperature=0.0"),
         (["--prompt", "a", "--dtype", "int3"], "expected one of float32, bfloat16, float16, or a"),
         (["--prompt", "a", "--device", "warp"], "device='warp': expected cpu"),
         (["--prompt", "a", "--draft-quantization", "int3"], "draft-quantization='int3'"),
@@ -162,18 +163,40 @@ def test_bad_input_is_one_clear_line(cli, pair, arguments: list[str], message: s
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--model", "nobody/misspelt"], "hub (the hub could not be reached)"),
         (["--drafter", "/no/such/drafter"], "drafter='/no/such/drafter'"),
-        (["--verifier", "otbv"], "drafter=None"),
     ],
 )
 def test_bad_models_are_one_clear_line(cli, pair, models: list[str], message: str) -> None:
-    options = dict(zip(pair[::2], pair[1::2], strict=True))
-    if models[0] == "--verifier":
-        del options["--drafter"]
-    options |= dict([models])
+    options = dict(zip(pair[::2], pair[1::2], strict=True)) | dict([models])
     result = cli("generate", "--prompt", "a", *[x for pair in options.items() for x in pair])
     assert result.status == 2
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair) -> None:
+    said = "no --drafter: drafts are looked up in the text itself (ngram)\n"
+    result = generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
+    assert (result.status, result.err.startswith(said)) == (0, True)
+    assert said not in generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "none").err
+
+
+def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pair[1], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    code = "from transformers import LlamaConfig\nclass Own(LlamaConfig):\n    model_type = 'own'\n"
+    (folder / "own.py").write_text(code + f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a prompt on the terminal"))
+    options = ("--prompt", "Hello", "--verifier", "none", "--max-tokens", "3")
+    refused = cli("generate", "--model", str(folder), *options)
+    assert refused.err.startswith("eaglegbv: --trust-remote-code=False: expected True for")
+    assert not (tmp_path / "ran").exists()
+    cli("generate", "--model", str(folder), *options, "--trust-remote-code")
+    assert (tmp_path / "ran").exists()
 
 
 def test_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
@@ -242,19 +265,19 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
 
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
 def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
-    result = generate(cli, pair, "--prompt", "Hello", "--trace", str(FULL))
+    fixed = ("--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
+    result = generate(cli, pair, *fixed, "--trace", str(FULL))
     assert result.status == 2
     assert result.out.strip()  # the answer is not lost
     footer, error = result.err.splitlines()
     assert footer.startswith("[12 tokens")
-    assert error == (
-        "eaglegbv: trace='/dev/full': expected a file to write ([Errno 28] No space left on device)"
-    )
+    why = "([Errno 28] No space left on device)"
+    assert error == f"eaglegbv: --trace='/dev/full': expected a file to write {why}"
     trace = tmp_path / "trace.json"
-    generate(cli, pair, "--prompt", "Hello", "--trace", str(trace))
+    generate(cli, pair, *fixed, "--trace", str(trace))
     page = cli("view", str(trace), "--out", str(FULL))
     assert page.status == 2
-    assert page.err.startswith("eaglegbv: out='/dev/full': expected a file to write")
+    assert page.err.startswith("eaglegbv: --out='/dev/full': expected a file to write")
     assert page.err.count("\n") == 1
 
 

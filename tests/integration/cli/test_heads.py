@@ -108,7 +108,7 @@ def test_export_refuses_what_would_be_lost(cli: Cli, tmp_path: Path) -> None:
 def test_a_format_that_is_none_is_named_with_those_there_are(cli, tmp_path: Path) -> None:
     result = cli("export", "eagle3", str(tmp_path / "a"), "--format", "foo")
     assert result.status == 2
-    assert result.err == "eaglegbv: format='foo': expected one of eagle, sglang, speculators\n"
+    assert result.err == "eaglegbv: --format='foo': expected one of eagle, sglang, speculators\n"
 
 
 def test_a_folder_without_a_head_is_named_as_it_was_written(cli, tmp_path: Path) -> None:

@@ -95,4 +95,4 @@ def test_other_models_keep_their_names(cli, pair, started: list[str], tmp_path: 
     assert (header["model"], header["drafter"]) == (pair[1], None)
     refused = cli("bench", "served", *QUICK, *named[:-1], str(tmp_path / "e"), "--eagle", "0")
     assert refused.status == 2
-    assert "drafter=None: expected folder or hub name of an EAGLE head, for --eagle" in refused.err
+    assert "no --drafter: expected folder or hub name of an EAGLE head, for --eagle" in refused.err

@@ -107,6 +107,7 @@ def test_a_table_that_does_not_fit_is_refused_by_name(tmp_path):
         Table.load(tmp_path, vocab_size=VOCAB)
     config = {"model_type": "eaglegbv-tabular", "vocab_size": VOCAB, "order": 0}
     save_file(tensors, weights)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DrafterMismatch, match="key order=0"):
-        Table.load(tmp_path, vocab_size=VOCAB)
+    for content, message in ((config, "key order=0"), ([config], "config.json and .* of a table")):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(DrafterMismatch, match=message):
+            Table.load(tmp_path, vocab_size=VOCAB)

@@ -49,7 +49,7 @@ class Pool:
         """Let everybody in the batch get on, decoding requests by ``new`` tokens."""
         batch = self.scheduler.next_batch()
         for r in batch.decoding:
-            self.kv.allocate(r, r.step_slots)
+            self.kv.allocate(r, min(r.step_slots, self.allocator.num_slots - r.context))
         for chunk in batch.prefilling:
             self.kv.allocate(chunk.request, chunk.count)
         for chunk in batch.prefilling:
@@ -57,7 +57,7 @@ class Pool:
             self.kv.commit(chunk.request, list(range(chunk.count)))
             chunk.request.token_ids += [0] * first
         for r in batch.decoding:
-            count = min(new, r.step_slots, r.max_tokens - len(r.token_ids))
+            count = min(new, len(r.borrowed), r.max_tokens - len(r.token_ids))
             self.kv.commit(r, list(range(count)))
             r.token_ids += [0] * count
         for r in batch.requests:
@@ -68,7 +68,7 @@ class Pool:
 
 
 def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
-    """A request that needs ``prompt`` + ``max_tokens`` + ``step_slots``: 10 by default."""
+    """A request that needs ``prompt`` + ``max_tokens`` + 1: 10 by default."""
     return Request(
         number=number,
         prompt_ids=(0,) * prompt,
@@ -169,11 +169,11 @@ def test_better_priorities_come_first_and_preempt_worse_ones():
 
 def test_a_request_that_can_never_fit_is_refused():
     pool = Pool(max_batch=9, slots=30)
-    pool.add(request(0, prompt=10, max_tokens=13, step_slots=7))
+    pool.add(request(0, prompt=10, max_tokens=19, step_slots=7))
     with pytest.raises(InvalidArgument) as caught:
-        pool.add(request(1, prompt=10, max_tokens=14, step_slots=7))
+        pool.add(request(1, prompt=10, max_tokens=20, step_slots=7))
     assert str(caught.value) == (
-        "prompt='10 tokens + 14 to generate': expected at most 23 tokens, which the KV pool holds: "
+        "prompt='10 tokens + 20 to generate': expected at most 29 tokens, which the KV pool holds: "
         "a smaller max_tokens, or more kv_slots"
     )
     assert numbers(pool.step()) == [0]
@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
         )
         self.added += 1
-        if prompt + max_tokens + step_slots > self.SLOTS:
+        if prompt + max_tokens + 1 > self.SLOTS:
             with pytest.raises(InvalidArgument):
                 self.pool.add(r)
             return
